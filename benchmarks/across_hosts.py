@@ -35,10 +35,10 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.weight_container import FillReport, WeightContainer
-from hybrid_engine.transports.relay_buffers import RelayBuffers
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
 from hybrid_engine.transports.router import TransportSet, export_handles
-from hybrid_engine.transports.wiring import Wiring
 
 WARM_UP = 1
 
@@ -113,12 +113,13 @@ def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer
     for name, way in WAYS.items():
         relaying = hosts if way.is_relayed else ()
         bucket_nbytes = arguments.bucket_mb * 2**20
-        made = plan(source, destination, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts=relaying)
+        sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
+        made = plan(*sides, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts=relaying)
         relays = RelayBuffers(rank, made.relays)
         gathered: list[Any] = [None] * len(hosts)
         dist.all_gather_object(gathered, export_handles(rank, buffers) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        router = TransportSet.connect(Wiring(rank, source.buffers, handles, dist.new_group(), relays=relays))
+        router = TransportSet.connect(TransportContext(rank, source.buffers, handles, dist.new_group(), relays=relays))
         found[name] = WeightContainer(weights, made, router, sends_ahead=way.is_ahead)
     return found, buffers
 

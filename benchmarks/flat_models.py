@@ -19,6 +19,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.sides import Side
 
 FLAT = "flat"
 """Name of the source buffer."""
@@ -100,8 +101,8 @@ def rank_job(shape: ModelShape, tensor: int, rank: int, bucket_nbytes: int) -> R
     training, inference = TrainParallelism(tensor, tensor), InferenceParallelism(tensor)
     ranks = range(training.world_size)
     source_side, destination_side = training_side(table, training), inference_side(table, inference)
-    source = Layout.merge(_in_one_buffer(source_side.layout_of(each), each) for each in ranks)
-    destination = Layout.merge(destination_side.layout_of(each) for each in ranks)
+    source = Side.of([_in_one_buffer(source_side.layout_of(each), each) for each in ranks])
+    destination = Side.of([destination_side.layout_of(each) for each in ranks])
     unserved = [name for name in table.shapes if not table.is_served(name)]
     found = plan(source, destination, ["host"] * len(ranks), bucket_nbytes, unserved, rank)
     buckets = tuple(

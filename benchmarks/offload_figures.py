@@ -22,8 +22,7 @@ from benchmarks.timings import (
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Action, Kind, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.transports.batched_copies import BatchedCopies
-from hybrid_engine.transports.copies import copy_straight
+from hybrid_engine.transports.copies import BatchedCopies, copy_straight
 
 TRAINING_NBYTES, COPIED_NBYTES = 18, 14
 """Of each parameter with bfloat16 and Adam: on the device, and copied to the host by an offload."""
@@ -118,6 +117,6 @@ def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timin
     seconds = statistics.median(seconds_of(device, reshard) for _ in range(repeat))
     floor = plain_device_copy(device, nbytes, repeat)
     yield timing(RESHARD, nbytes, seconds, "plain device copy", floor)
-    # destinations are torch's own tensors, which the model of the driver does not count
+    # destinations are torch's own tensors, which the tests' driver does not count
     most = job.source_nbytes if target.is_simulated else job.source_nbytes + job.destination_nbytes
     yield memory(BOTH_SIDES, use.peak, "the bytes of both", most)

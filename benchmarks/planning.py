@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
@@ -138,7 +139,8 @@ def measure(point: Point) -> Figures:
     times.append(time.perf_counter())
     rank_order("auto", source.holdings, destination.holdings, hosts, infer.tensor)
     times.append(time.perf_counter())
-    plan = plan_sides(source, destination, hosts, may_stay_unread=unserved, rank=train.world_size // 2)
+    bucket_nbytes, rank = GenerateConfig().bucket_mb * 1024**2, train.world_size // 2
+    plan = plan_sides(source, destination, hosts, bucket_nbytes, unserved, rank)
     times.append(time.perf_counter())
     if (summary.received != summary.lower_bound).any():
         raise AssertionError("more is received than the least")

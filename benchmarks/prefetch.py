@@ -63,7 +63,7 @@ def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Pat
     values["generate_config"]["prefetch"] = prefetch
     changed = out.with_suffix(".yaml")
     changed.write_text(yaml.safe_dump(values))
-    options = ["--config", str(changed), "--out", str(out), "--iterations", str(iterations)]
+    options = ["--config", str(changed), "--out", str(out), f"rl_config.iterations={iterations}"]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = run_ranks(["-m", "examples.gpt_rl.train", *options], num_ranks, timeout=3600, environment=environment)
     if ended.status != 0:

@@ -30,9 +30,8 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.batched_copies import BatchedCopies
-from hybrid_engine.transports.copies import copy_straight
-from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+from hybrid_engine.transports.copies import BatchedCopies, copy_straight
+from hybrid_engine.transports.pull import SharedMemoryTransport
 
 TIMEOUT = 120.0
 """Seconds that the two processes wait for each other."""

@@ -1,4 +1,4 @@
-"""Where figures are taken: a GPU, or the CPU with the model of the driver in the driver's place."""
+"""Where figures are taken: a GPU, or the CPU with the driver of tests/harness/libcuda.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 
 from hybrid_engine.memory import device_pages, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of, taken_nbytes
-from tests.harness.fake_cuda_driver import FakeCudaDriver
+from tests.harness.libcuda import GRANULE, LibCuda
 
 SIMULATED = "simulated"
 """Name of the target without a GPU; the others are named as torch names the device."""
-
-_FAKE_GRANULE = 65536
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,11 @@ def _taken_on(device: torch.device) -> int:
 
 @contextmanager
 def _simulated() -> Iterator[Target]:
-    fake = FakeCudaDriver(granule=_FAKE_GRANULE)
-    driver = CudaDriver(fake, torch.device("cpu"))
+    cuda = LibCuda()
+    driver = CudaDriver(cuda.api, torch.device("cpu"))
     with (
         mock.patch.object(elastic, "driver_of", return_value=driver),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
-        mock.patch.object(device_pages, "CHUNK_NBYTES", 2 * _FAKE_GRANULE),
+        mock.patch.object(device_pages, "CHUNK_NBYTES", 2 * GRANULE),
     ):
-        yield Target(torch.device("cpu"), torch.device("cuda", 0), driver, fake.taken_nbytes)
+        yield Target(torch.device("cpu"), torch.device("cuda", 0), driver, cuda.taken_nbytes)

@@ -1,4 +1,4 @@
-"""Makes docs/seventy_billion.md: what a switch of a 70B model on 64 devices moves, from FSDP2 to vLLM.
+"""Makes the last section of docs/planning.md: what a switch of a 70B model on 64 devices moves, FSDP2 to vLLM.
 
 Run `make docs` after a change of the planner; a test compares.
 """
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
 from hybrid_engine.config import load_config
-from hybrid_engine.layouts.memory_plan import GIB
+from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.planning.plan import Link
 
+PAGE = Path(__file__).parent / "planning.md"
 LLAMA_3_70B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,7 +42,13 @@ PUBLISHED = {"weights": (120, 15), "optimizer state": (240, 30), "gradients": (6
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page, of which all before the section is written by hand."""
+    written = PAGE.read_text()
+    return written[: written.index(_SECTION.partition("\n")[0])] + section()
+
+
+def section() -> str:
+    """Return the section."""
     job = _job()
     model, received = job.model_nbytes, float(job.bytes.received.mean())
     numel, ranks = model // 2, job.world_size
@@ -53,7 +60,7 @@ def page() -> str:
         published = f"{before} -> {after} GB, {1 - after / before:.1%} less"
         rows.append(f"| {name} | {published} | {_gb(gather)} | {_gb(ours)} | {1 - ours / gather:.1%} |")
     held, needed, memory = float(job.bytes.own.mean()), received + float(job.bytes.own.mean()), job.memory
-    return _PAGE.format(
+    return _SECTION.format(
         rows="\n".join(rows),
         numel=f"{numel / 1e9:.1f}",
         model=_gb(model),
@@ -89,7 +96,7 @@ def _options(sections: Mapping[str, Mapping[str, object]]) -> str:
     keys = (
         f"{name}.{key}={str(value).lower()}" for name, section in sections.items() for key, value in section.items()
     )
-    return " \\\n        ".join(keys)
+    return " \\\n    ".join(keys)
 
 
 def _gb(nbytes: float) -> str:
@@ -100,59 +107,48 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB"
 
 
-_PAGE = """# A 70B model on 64 devices
+_SECTION = """## A 70B model on 64 devices
 
-What a switch from FSDP2 over all ranks to vLLM with TP=4 x PP=2 (8 replicas) moves, by the planner; nothing here was
-measured. Llama 3 70B, {numel} billion parameters, float32 while training, {model} of bfloat16 in vLLM; eight hosts of
-eight A100. Bytes are those that one device receives, on average. Beside them are figures that were published for such a
-job: estimates of what a gather moves, and what is left when only what must change place does.
+A switch of Llama 3 70B from FSDP2 over all ranks to vLLM with TP=4 x PP=2 (8 replicas), by the planner; nothing here
+was measured. {numel} billion parameters, float32 while training, {model} of bfloat16 in vLLM; eight hosts of eight
+A100. Bytes are those that one device receives, on average. The published figures are estimates for such a job: what a
+gather moves, and the least that must move.
 
 | | published | a gather, here | this plan | less |
 |---|---|---|---|---|
 {rows}
 
-- *weights*: a gather brings every device all of the model but its own 64th, here counted in bfloat16. `full_tensor()`
-  of every parameter, as verl and TRL do it, gathers float32 and casts then: {full_tensor}, of which this plan saves
-  {full_tensor_less}.
-- *optimizer state* and *gradients* are used where they lie. They leave the device for the memory of its own host and
-  come back; no device receives anything of them. A gather is counted in float32, two moments and one gradient.
+- *Weights*: a gather brings every device all of the model except its own 64th, here counted in bfloat16.
+  `full_tensor()` of every parameter, as in verl and TRL, gathers float32 and casts then: {full_tensor}, of which this
+  plan saves {full_tensor_less}.
+- *Optimizer state* and *gradients* go to the memory of their own host and back. No device receives anything. A gather
+  is counted in float32, two moments and one gradient.
 
-## Why it cannot be less
+A device computes with {needed} of weights in vLLM, an eighth of the model, and holds {held} of these in training. It
+has {own_shard} of the model there, but half of the tensors belong to the other pipeline stage, and of a tensor cut
+over TP its rows are often needed by another device of the host. So {received} must come to it on average, {most} at
+most; the plan receives exactly that (`received` and `least` of `plan --json`). In any order of ranks at least {bound}
+would have to come. Each host needs the whole model and has an eighth of it: the rest, {network}, crosses the network
+once per host.
 
-A device computes with {needed} of weights in vLLM: an eighth of the model, for TP=4 x PP=2. Of these it holds {held} in
-training. It has {own_shard} of the model there, 1/64 of the rows of every tensor; but half of the tensors belong to the
-other pipeline stage, and of a tensor whose rows are cut over TP its rows are needed by one of four devices, which
-often is another one: consecutive ranks hold neighbouring rows, but are the four devices of a tensor parallel group,
-which stays on one host. What a device needs and does not hold must come to it: {received} on average, {most} at most.
-The plan receives exactly that on every device (`received` and `least` of `plan --json` are equal). In any order of
-ranks at least {bound} would have to come, for a device holds no more than half of its 64th in its own stage.
-
-Each host needs the whole model, of which it has an eighth. The other seven eighths come over the network once,
-{network} for each host, and are handed on inside it.
-
-## Time and memory
-
-The slowest device is busy for {seconds} s by assumed rates (250 GB/s within a host, 22 GB/s over the network for each
-device, 1000 GB/s within a device), of which the network alone takes {gather_seconds} s.
+The slowest device is busy for {seconds} s at assumed rates (250 GB/s within a host, 22 GB/s over the network for each
+device, 1000 GB/s within a device); the network alone takes {gather_seconds} s.
 
 | bytes on one device | |
 |---|---|
 | parameters, gradients and two moments, float32 | {training} |
 | of these parameters | {params} |
 | vLLM's weights | {inference} |
-| peak of a switch where all of vLLM's weights wake at once | {switch} |
+| peak of a switch if all of vLLM's weights wake at once | {switch} |
 | peak of ours, where they come bucket by bucket | {interleaved} |
 | memory of a host for what leaves its eight devices | {host} |
 
-All parameters of this model split evenly over 64 ranks, so they leave page by page while vLLM's weights come. Others
-would leave at the end of the switch (`inelastic` in the plan).
-
-The same, and what each rank does:
-
-    hybrid-engine plan model=DIR {keys} \\
-        --ranks {ranks} --device-gib 80 --link-gbps self=1000,host=250,network=22
+```
+hybrid-engine plan model=DIR {keys} \\
+    --ranks {ranks} --device-gib 80 --link-gbps self=1000,host=250,network=22
+```
 """
 
 
 if __name__ == "__main__":
-    (Path(__file__).parent / "seventy_billion.md").write_text(page())
+    PAGE.write_text(page())

@@ -24,10 +24,11 @@ OUTSIDE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "example.md": "examples/gpt_rl/README.md",
-    "patches.md": "patches/README.md",
+    "patches.md": "megatron_patches/patches/README.md",
     "recipe.md": "examples/recipes/README.md",
     "security.md": "SECURITY.md",
 }
+_FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -67,5 +68,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page."""
-    return with_links_of_the_site(markdown, page.file.src_uri)
+    """Rewrite the links of a page, and put in the files that it names for the site, which has no source files."""
+    whole = with_links_of_the_site(markdown, page.file.src_uri)
+    return _FILE.sub(lambda found: f"```python\n{(ROOT / found[1]).read_text()}```", whole)

@@ -1,4 +1,4 @@
-"""Plain megatron-core, and vLLM beside it by the lines with (*): docs/bring_your_own_megatron.md. Runs as it stands:
+"""Plain megatron-core, and vLLM beside it by the lines with (*): docs/trainers.md. Runs as it stands:
 
 torchrun --nproc-per-node 2 -m examples.bring_your_own_megatron
 """

@@ -22,10 +22,10 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
     trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, companions, checkpoints
     assembly.py        an inference engine beside a live training model
-    model_parts.py     what a HybridEngine around a transformers model is made of
     probes.py          what two engines are asked about tokens, to be compared with each other
     ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
     errors.py          every exception
+    messages.py        what processes tell each other: typed and of bounded size
     switch/            the state machine: what is on the device when, and the order of a switch
     planning/          who sends what to whom
     transports/        how bytes move
@@ -35,7 +35,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     models/            name tables of model families
     memory/            elastic buffers, offloading
     ranks/             the ranks of a job: start, agreement, failures
-    tracing/           a timeline of the switches
+    tracing.py         a timeline of the switches
     config/            configuration keys and their rules
     files/             reading users' files, writing durable ones
     megatron_script/   --enable-resharding on Megatron-LM's own scripts

@@ -7,28 +7,39 @@ Shared by those who bring the training model: `ActorHybridWorker` builds one, `H
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hybrid_engine.config import HybridConfig
-from hybrid_engine.layouts.differences import differences
-from hybrid_engine.layouts.inference import inference_side
+import torch
+
+from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.config.loading import generate_values, read_train_config
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.hub import Snapshot
+from hybrid_engine.layouts.inference import differences, inference_side
 from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ports import InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.holdings import holdings_of
+from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.switch.rendezvous import gather_layouts
-from hybrid_engine.tracing.timeline import check_path
+from hybrid_engine.records.sides import Side
+from hybrid_engine.switch.rendezvous import gather_side
+from hybrid_engine.tracing import check_path
 
 if TYPE_CHECKING:
+    from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -40,7 +51,7 @@ class EngineParts(Generic[TrainerT]):
     """What a `HybridEngine` is made of; see there.
 
     Attributes:
-        training_layouts: of all ranks; None where they are not known.
+        training_side: what all ranks hold for training; None where that is not known.
         adapter: what completions are drawn with, where LoRA is delivered by itself.
     """
 
@@ -48,7 +59,7 @@ class EngineParts(Generic[TrainerT]):
     inference: InferenceEngine
     config: HybridConfig
     offloader: Offloader
-    training_layouts: Sequence[Layout] | None
+    training_side: Side | None
     weights: InferenceWeights
     adapter: str | None = None
 
@@ -77,23 +88,23 @@ def put_beside(
         gives_back: at the end, and if anything fails on any rank, training state is back on the device.
     """
     with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
-        offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
+        offloader = Offloader(train.offload_items)
         if gives_back:
             owner.callback(offloader.onload)
         offloader.offload()  # vLLM looks at the memory that is free while it starts
-    layouts = gather_layouts(job, train.weights)
-    inference = build_inference_engine(config, table, layouts, job, lora, tokenizer_dir)
+    side = gather_side(job, train.weights)
+    inference = build_inference_engine(config, table, side, job, lora, tokenizer_dir)
     owner.callback(inference.shutdown)
     with job.agreement.phase("delivering adapters"):
         weights = served_weights(inference, config, lora)
     adapter = None if lora is None else lora.name
-    return EngineParts(train, inference, config, offloader, layouts, weights, adapter)
+    return EngineParts(train, inference, config, offloader, side, weights, adapter)
 
 
 def build_inference_engine(
     config: HybridConfig,
     table: ModelTable,
-    training_layouts: Sequence[Layout],
+    training_side: Side,
     job: Job,
     lora: ActorLora | None = None,
     tokenizer_dir: str | None = None,
@@ -101,7 +112,7 @@ def build_inference_engine(
     """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
-    `training_layouts`: of all ranks (`rendezvous.gather_layouts`). Which rank takes which shard follows from them and
+    `training_side`: of all ranks (`rendezvous.gather_side`). Which rank takes which shard follows from them and
     from what vLLM is computed to hold; with the engine there, that is compared with the truth. `lora`: what is
     delivered by itself. `tokenizer_dir`: where it is not the model's. A failure on any rank is raised on all, and
     leaves no engine.
@@ -113,7 +124,7 @@ def build_inference_engine(
         positions, order = None, tuple(range(job.world_size))
         if generate.infer_rank_order != "sequential":
             positions = inference_side(table, sizes, config.actor_config.params_dtype)
-            held = holdings_of(Layout.merge(training_layouts), job.world_size)
+            held = training_side.placed.holdings
             order = rank_order(generate.infer_rank_order, held, positions.holdings, job.hosts, sizes.tensor)
     with ExitStack() as undo:
         with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
@@ -160,7 +171,7 @@ def inference_settings(
         str(config.model),
         config.generate_config.sizes(world_size, rank_order),
         config.generate_config,
-        config.wire_dtype,
+        config.served_dtype,
         tokenizer_dir=tokenizer_dir,
         **({} if lora is None else _lora_settings(lora)),
     )
@@ -188,7 +199,102 @@ def served_weights(engine: InferenceEngine, config: HybridConfig, lora: ActorLor
     """What a switch writes: the weights of an engine that was built with this `lora`, and that beside them."""
     if lora is None:
         return engine.adaptor
-    from hybrid_engine.backends.vllm.lora.weights_with_lora import WeightsWithLora
+    from hybrid_engine.backends.vllm.lora import WeightsWithLora
 
     engine.trained_lora = lora.name
-    return WeightsWithLora(engine.adaptor, engine.loras, lora, config.wire_dtype)
+    return WeightsWithLora(engine.adaptor, engine.loras, lora, config.served_dtype)
+
+
+@torch_defaults()  # what is made here is trained and filled in other modes of torch
+def build_parts(
+    model: torch.nn.Module,
+    owner: ExitStack,
+    *,
+    rollout_config: Mapping[str, Any] | None = None,
+    train_config: Mapping[str, Any] | None = None,
+    enable_reshard: bool = True,
+    compress_reshard: bool = False,
+    compression_dtype: torch.dtype | str = torch.bfloat16,
+) -> EngineParts[ShardedModel]:
+    """Shard the model, unless it is, and build vLLM for it. Collective.
+
+    `owner` ends what is made here; the other arguments are `HybridEngine`'s. Raises, on all ranks: ConfigError,
+    UnknownModelError, ModelError, each with everything that is wrong.
+    """
+    from hybrid_engine.backends.fsdp import ShardedModel
+    from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
+    from hybrid_engine.backends.vllm import check_before_building
+
+    if not enable_reshard:
+        remedy = "Leave it out: vLLM's weights come by resharding alone"
+        raise ConfigError([Violation("enable_reshard", "False", remedy)])
+    values = generate_values(rollout_config or {})
+    if compress_reshard:
+        values |= {"compress_reshard": True, "compression_dtype": str(compression_dtype).removeprefix("torch.")}
+    job = owner.enter_context(closing(Job.join(values.get("timeout_seconds", GenerateConfig().timeout_seconds))))
+    with job.agreement.building():
+        with job.agreement.phase("checking the configuration"):
+            fsdp = read_train_config(train_config or {}, job.world_size)
+            config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
+            table = table_for(config.hf_config())
+            check_before_building(inference_settings(config, job.world_size), job)
+        with job.agreement.phase("sharding the model", SHORT_PATIENCE):
+            if train_config is not None or not is_sharded(model):
+                shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
+            train = ShardedModel(model, table, job.rank, lora_delivery=config.generate_config.lora_delivery)
+            owner.callback(train.close)  # once all of it is back on the device
+        lora = train.weights.lora
+        return put_beside(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
+
+
+def _checked_config(
+    model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
+) -> tuple[HybridConfig, str | None]:
+    """The configuration for this model, and its tokenizer's directory. Raises before the model is changed."""
+    from hybrid_engine.backends.fsdp.adaptor import read_model_weights
+    from hybrid_engine.backends.fsdp.model_checks import require_configured, require_drivable, weights_dtype
+    from hybrid_engine.backends.fsdp.names import wrapped_names
+
+    require_drivable(model, job.world_size)
+    tensors = model.state_dict(keep_vars=True)
+    names = wrapped_names(model, tensors)
+    tokenizer_dir = _tokenizer_directory(names.model, values.pop("model", None))
+    directory = _model_directory(names.model, owner)
+    wire_dtype = values.get("compression_dtype", "bfloat16") if values.get("compress_reshard") else None
+    dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)
+    actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
+    settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
+    config = load_config(settings, job.world_size, own_loop=True, own_weights=True)  # the loop is the caller's
+    read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
+    require_configured(names.model)
+    return config, tokenizer_dir
+
+
+def _model_directory(model: Any, owner: ExitStack) -> Path:
+    """A directory with the config and the generation config of a transformers model, for vLLM; `owner` removes it.
+
+    No file is read: what the model was told when it was loaded, and since, is in the object alone.
+    """
+    from hybrid_engine.backends.fsdp.model_checks import config_of
+
+    made = Path(owner.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-engine-")))
+    config_of(model).save_pretrained(made)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.to_json_file(made / "generation_config.json")  # save_pretrained refuses what vLLM does not read
+    return made
+
+
+def _tokenizer_directory(model: Any, given: str | None) -> str | None:
+    """Directory that is given, else where a transformers model was loaded from, on disk or in the Hub's cache.
+
+    Raises ConfigError for a directory that is given and not there.
+    """
+    if given is not None and not os.path.isdir(given):
+        problem = f"{given} is not a directory"
+        raise ConfigError([Violation("rollout_config.model", problem, "Name that of the tokenizer, or leave it out")])
+    name = given or model.config.name_or_path
+    if name and os.path.isdir(name):
+        return str(name)
+    # the commit that transformers has loaded; None: the main branch
+    snapshot = Snapshot.in_cache(name, getattr(model.config, "_commit_hash", None))
+    return None if snapshot is None else str(snapshot.directory)

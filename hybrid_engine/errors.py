@@ -14,6 +14,7 @@ HybridEngineError
 ├── StateError           the call is not allowed in the current state
 ├── FileError            a file cannot be read or written; names the file, the problem and a remedy
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
+├── MessageError         what another process said cannot be understood: another version, too long, or damaged
 ├── GenerationError      vLLM failed while it generated; weights and state are as before
 └── ReshardError         a switch failed; says in which phase, and what state was restored
     ├── ComputationError vLLM computes something else than the trainer; names both numbers
@@ -188,6 +189,10 @@ class DeviceMemoryError(HybridEngineError):
     def __init__(self, message: str, *, is_out_of_memory: bool = False) -> None:
         super().__init__(message)
         self.is_out_of_memory = is_out_of_memory
+
+
+class MessageError(HybridEngineError):
+    """What another process said cannot be understood; the message says why: another version, too long, or damaged."""
 
 
 class GenerationError(HybridEngineError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
@@ -13,26 +13,25 @@ from weakref import WeakSet
 
 import torch
 
-from hybrid_engine.assembly import EngineParts
+from hybrid_engine.assembly import EngineParts, build_parts, inference_settings, put_beside
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.model_parts import build_parts
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, Companion, Data, InferenceWeights, LossFunction, NearEnd, Trainer
-from hybrid_engine.ranks.forks import Ends
-from hybrid_engine.records.layout import Layout
-from hybrid_engine.switch.contexts import SwitchContexts
-from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.process import Ends
+from hybrid_engine.records.sides import Side
+from hybrid_engine.switch.sharding_manager import ShardingManager, SwitchContexts
 from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import Completion, InferenceEngine
-    from hybrid_engine.backends.vllm.generation.prompts import Prompts
-    from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
+    from hybrid_engine.backends.vllm.prompts import Prompts
+    from hybrid_engine.backends.vllm.requests import AnySampling
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -57,7 +56,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     Args:
         model: a transformers causal LM, or PEFT's around one; sharded in place, it stays the caller's, who trains it in
             his own loop. LoRA is added to the weights on their way, or delivered apart (`lora_delivery: adapter`).
-        rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.fsdp_rules`.
+        rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.loading`.
         train_config: `fsdp_config`, see `config.FsdpConfig`; None: the model is sharded already.
         enable_reshard: False is refused: there is no other way to bring the weights to vLLM.
         compress_reshard: send weights in `compression_dtype`, which vLLM then computes in.
@@ -69,7 +68,11 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         config: the checked configuration.
         offloader: of the trainer's state; made here when there is none.
         weights: what is written at a switch; default: the inference engine's weights alone.
-        training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
+        training_side: what all ranks hold for training, where that is known (`rendezvous.gather_side`).
+
+    Attributes:
+        adapter: the LoRA that completions are drawn with, where it is delivered by itself.
+        ends: what ends with this engine, the last first.
 
     Training and scoring outside these contexts, on memory that was given away, raise StateError.
     """
@@ -78,7 +81,6 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     inference: InferenceEngine
     config: HybridConfig
     adapter: str | None = None
-    _ends: Ends | None = None
 
     @overload
     def __init__(
@@ -101,7 +103,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         *,
         offloader: Offloader | None = None,
         weights: InferenceWeights | None = None,
-        training_layouts: Sequence[Layout] | None = None,
+        training_side: Side | None = None,
     ) -> None: ...
 
     def __init__(
@@ -112,30 +114,68 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         *,
         offloader: Offloader | None = None,
         weights: InferenceWeights | None = None,
-        training_layouts: Sequence[Layout] | None = None,
+        training_side: Side | None = None,
         model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
         with Ends() as undo:
             if model is not None:
-                self._take(cast(EngineParts[TrainerT], build_parts(model, undo, **settings)))
-                undo.callback(self.sharding.close)
+                self._take(cast(EngineParts[TrainerT], build_parts(model, undo, **settings)), undo)
             elif settings:
                 raise TypeError(f"only with a model: {', '.join(settings)}")
             else:
-                offloader = offloader or Offloader(train.offload_items, reachable=train.reachable_tensors)
+                offloader = offloader or Offloader(train.offload_items)
                 weights = weights or inference.adaptor
-                self._take(EngineParts(train, inference, config, offloader, training_layouts, weights))
+                self._take(EngineParts(train, inference, config, offloader, training_side, weights))
             self.take_over(undo)
 
     @classmethod
-    def of(cls, parts: EngineParts[TrainerT]) -> HybridEngine[TrainerT]:
-        """Of parts that `assembly.put_beside` has built; their owner closes the engine's switch, `sharding`."""
-        engine = cls.__new__(cls)
-        engine._take(parts)
+    def around(cls, make_trainer: Callable[[Job], TrainerT], config: HybridConfig) -> HybridEngine[TrainerT]:
+        """An engine around a trainer of the caller's own, in state TRAIN. Collective.
+
+        Args:
+            make_trainer: makes the trainer for this rank of the job; its `close`, if it has one, is called at the end.
+                `backends.training_side` has what is common to trainers, and examples/own_trainer.py is one of 40 lines.
+            config: of `load_config(..., own_loop=True, own_weights=True)`.
+
+        Raises, on all ranks, what `make_trainer` raises on one, and what keeps vLLM from being built.
+        """
+        from hybrid_engine.backends.vllm import check_before_building, require_vllm
+
+        with Ends() as owner:
+            job = owner.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
+            with job.agreement.building():
+                with job.agreement.phase("checking what is installed"):
+                    require_vllm(allow_version=config.generate_config.allow_version)
+                    check_before_building(inference_settings(config, job.world_size), job)
+
+                def made() -> TrainerT:
+                    train = make_trainer(job)
+                    owner.callback(getattr(train, "close", lambda: None))
+                    return train
+
+                engine = cls.beside(made, config, table_for(config.hf_config()), job, owner)
+            engine.take_over(owner)
         return engine
 
-    def _take(self, parts: EngineParts[TrainerT]) -> None:
+    @classmethod
+    def beside(
+        cls, find_trainer: Callable[[], TrainerT], config: HybridConfig, table: ModelTable, job: Job, owner: ExitStack
+    ) -> HybridEngine[TrainerT]:
+        """An engine of a job that is there, in state TRAIN. Collective, within `job.agreement.building()`.
+
+        `find_trainer` may fail on one rank; `owner` ends what is built here. If anything fails, on any rank, training
+        state is back on the device.
+        """
+        with job.agreement.phase("looking at the training model"):
+            train = find_trainer()
+        engine = cls.__new__(cls)
+        engine._take(put_beside(train, config, table, job, owner), owner)
+        return engine
+
+    def _take(self, parts: EngineParts[TrainerT], owner: ExitStack | None = None) -> None:
+        """Drive these parts; `owner` closes the switch. Without one that is left to whoever has built them."""
+        self.ends = Ends()
         self.companions: WeakSet[Companion] = WeakSet()
         train, inference, config = parts.train, parts.inference, parts.config
         self.train, self.inference, self.config, self.job = train, inference, config, inference.job
@@ -147,7 +187,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             offloader=parts.offloader,
             config=config.generate_config,
             job=self.job,
-            training_layouts=parts.training_layouts,
+            training_side=parts.training_side,
         )
         # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
         require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
@@ -159,6 +199,9 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                 config.generate_config.prefetch_share if self.job.device.type == "cuda" else 0.0,
                 lambda: (begin := near_end()) and begin(),
             )
+        if owner is not None:
+            owner.callback(self.sharding.close)
+            self.start()  # model and optimizer are their owner's, and have left the device while vLLM was built
 
     def generate(
         self,
@@ -181,7 +224,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         Raises StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
-        from hybrid_engine.backends.vllm.generation.prompts import in_form_of
+        from hybrid_engine.backends.vllm.prompts import in_form_of
 
         self.sharding.require(State.INFER)
         completions = self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
@@ -221,7 +264,8 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         Args:
             batch: see `batches.Batch`.
-            data: whose it is, see above.
+            data: "global": all ranks pass the same batch and get the whole result; "local": each data parallel rank
+                passes a batch of its own, as large as the others', and gets the result for it.
             entropy: return `entropy` [B, S] too, in nats.
             top_k: if not 0, return `top_log_probs` and `top_token_ids` [B, S, top_k] too, the most likely tokens first.
 
@@ -361,18 +405,9 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         """The model's name table."""
         return table_for(self.config.hf_config())
 
-    @property
-    def ends(self) -> Ends:
-        """What ends with this engine, the last first. Raises StateError after `shutdown`."""
-        if self._ends is None:
-            raise StateError(f"this {type(self).__name__} was shut down: build a new one")
-        return self._ends
-
     def take_over(self, owner: ExitStack) -> None:
         """Have `shutdown` end what `owner` would have ended."""
-        if self._ends is None:
-            self._ends = Ends()
-        self._ends.enter_context(owner.pop_all())
+        self.ends.enter_context(owner.pop_all())
 
     def shutdown(self) -> None:
         """End vLLM and the job, where this engine made them; idempotent.
@@ -380,8 +415,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         Model and optimizer stay, on the device; what `ActorHybridWorker` has built goes with it. Another engine may be
         built afterwards.
         """
-        if self._ends is not None:
-            self._ends.close()
+        self.ends.close()
         self._sharding = None
 
 

@@ -13,7 +13,7 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
      3           TrainingWeights.prepare, .check_values, .buffers            the values to be read are final
      4           for each bucket:
                    InferenceWeights.allocate                                 + one bucket
-                   Transport.start, .run (.tell)                             the bytes cross
+                   Transport.start, .run (.notify)                             the bytes cross
                    FillObserver.filled                                       where a fill is verified
                    BucketFollower.sent                                       - training memory of the bucket before
                    InferenceWeights.commit                                   the engine's own post-load processing
@@ -41,8 +41,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from hybrid_engine.memory.offload_items import OffloadItem, Reached
-from hybrid_engine.planning.plan import Bucket, Transfer
+from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Extent, Layout
 
 Data = Literal["global", "local"]
@@ -156,10 +156,6 @@ class Trainer(Protocol):
     def reload_main_params(self) -> None:
         """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
 
-    def reachable_tensors(self) -> Iterable[Reached]:
-        """Every tensor that model and optimizer refer to: what is there and not in `offload_items` is a leak."""
-        ...
-
 
 class Companion(Protocol):
     """A model beside the actor (trainer/companions/)."""
@@ -212,9 +208,9 @@ class InferenceWeights(WeightAdaptor, Protocol):
         ...
 
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Within this context `commit` proves of every group with one of these canonical tensors that the engine
-        computes with what the group was filled with. Its end proves that all such groups, of earlier fills too, still
-        have the bytes that were committed. `unproven` is told what is not so. Called where a fill is verified only."""
+        """Within this context `commit` checks of every group with one of these canonical tensors that the engine holds
+        what was filled in place. Its end checks that all such groups, of earlier fills too, still have the bytes
+        that were committed. `unproven` is told what is not so. Called where a fill is verified only."""
         ...
 
     def resident_nbytes(self) -> int:
@@ -253,36 +249,6 @@ class NearEnd:
     call: Callable[[], object]
 
 
-class BucketFollower(Protocol):
-    """Goes along with a fill, bucket by bucket (switch/release_fence.py)."""
-
-    def sent(self, index: int) -> None:
-        """This rank has read all it needs of a bucket; its weights are not live yet."""
-        ...
-
-    def finish(self) -> None:
-        """All buckets are live on this rank."""
-        ...
-
-    def abandon(self) -> None:
-        """This rank goes no further; transports still wait for each other."""
-        ...
-
-    def drain(self) -> None:
-        """After `abandon`, when no transport waits any more."""
-        ...
-
-
-class FillObserver(Protocol):
-    """Looks at a fill, bucket by bucket (switch/verifier.py)."""
-
-    def filled(
-        self, bucket: Bucket, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
-    ) -> None:
-        """All that this rank needs of a bucket is in `destination`, and not committed; `source` is still there."""
-        ...
-
-
 # -- between them -----------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +260,7 @@ class Transport(Protocol):
     (the caller fences), whichever other hosts read them. Errors are TransportError, never a hang: waits end after the
     transport's timeout (seconds).
 
-    A class of transports is registered in transports/registry.py, which says what it carries and how it is built.
+    A class of transports is registered in transports/router.py, which says what it carries and how it is built.
     """
 
     name: str
@@ -327,11 +293,13 @@ class Transport(Protocol):
         """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
         ...
 
-    def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
-        """Tell `listeners` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `speakers`.
+    def notify(
+        self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
+    ) -> str:
+        """Tell `receivers` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `senders`.
 
-        Returns what the first of the speakers to fail said, with peer, bucket and phase; "" when none did. Each rank
-        is a listener of those that are its speakers. A transport without messages does nothing: it returns "".
+        Returns what the first of the senders to fail said, with peer, bucket and phase; "" when none did. Each rank
+        is a listener of those that are its senders. A transport without messages does nothing: it returns "".
         """
         ...
 

@@ -8,7 +8,15 @@ python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script,
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import re
+import runpy
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -17,10 +25,84 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_patches.applying import PatchState, apply, default_groups, states
+from megatron_patches import script
 from megatron_patches.errors import MegatronPatchError
-from megatron_patches.launcher import run_script
-from megatron_patches.patch_sets import folder, patch_checkout, patch_sets
+from megatron_patches.patch import Patch, apply, default_groups, is_applied, patches_of, release_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """One set: a quilt series.
+
+    Attributes:
+        directory: holds `series` and the patches that it names.
+        upstream: tag and commit that the patches were made against.
+        versions: what the trees that the set is for call themselves.
+    """
+
+    directory: Path
+    upstream: str
+    versions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+
+def folder() -> Path:
+    """Return the folder of all sets."""
+    return Path(__file__).resolve().parent / "patches"
+
+
+def patch_sets() -> list[PatchSet]:
+    """Return every set, by version."""
+    found = []
+    for series in sorted(folder().glob("core_v*/series")):
+        heads = dict(re.findall(r"^# (upstream|version): (.+)$", series.read_text(), re.MULTILINE))
+        found.append(PatchSet(series.parent, heads["upstream"], tuple(heads["version"].split())))
+    return found
+
+
+def patch_checkout(checkout: Path, *, reverse: bool = False, force: bool = False) -> int:
+    """Put the set of its version on a Megatron-LM checkout, all of it or nothing, or take it off; `apply.sh`'s status.
+
+    `force`: it need not be a clean git checkout, nor of a version that has a set, if the hunks of one fit. The script
+    prints what it did, or why it changed nothing.
+    """
+    # Through bash, for a wheel does not keep the bit that makes a file executable.
+    flags = [flag for flag, given in (("--reverse", reverse), ("--force", force)) if given]
+    return subprocess.run(["bash", str(folder() / "apply.sh"), str(checkout), *flags]).returncode
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run `path` as ``python path arguments`` would, with the patches of group "script" on megatron.training.
+
+    Without CUDA also with those that let Megatron run on CPU. Exits with a message, before the script starts, if the
+    file is missing, there is no megatron.training beside it, or the patches do not support its version. The last is a
+    warning where the script does not reshard: then it runs as it is.
+    """
+    if not Path(path).is_file():
+        sys.exit(f"{path}: no such file; usage: python -m megatron_patches SCRIPT [arguments]")
+    sys.argv = [path, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(path).resolve().parent)
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+        sys.exit(
+            f"{path}: there is no megatron.training, which megatron-core's package has since 0.17 only; "
+            "run an entry script of a Megatron-LM checkout, or add the checkout to PYTHONPATH"
+        )
+    importlib.import_module("megatron.training")  # if a dependency of it is missing, this says which
+    try:
+        apply(("script",), allow_version=script.allows_version())
+        script.run_without_cuda()
+    except MegatronPatchError as error:
+        if script.is_enabled():
+            script.refuse(error)
+        logger.warning("%s; the script runs as it is", error)
+    runpy.run_path(path, run_name="__main__")
+
 
 app = typer.Typer(
     help="The patches that this package applies to Megatron. With a script in place of a command: run that script of "
@@ -40,11 +122,10 @@ def list_patches(
         except MegatronPatchError as error:
             _fail(error)
     console = Console(highlight=False)
-    for state in states():
-        patch = state.patch
+    for patch in patches_of():
         line = Text.assemble(
             (patch.name, "bold"),
-            f"  [{patch.group}]  {_describe(state)}\n",
+            f"  [{patch.group}]  {_state_of(patch)}\n",
             (f"    {patch.target}\n", "cyan"),
             f"    {patch.reason}",
         )
@@ -77,14 +158,14 @@ def _fail(error: MegatronPatchError) -> NoReturn:
     raise typer.Exit(1) from error
 
 
-def _describe(state: PatchState) -> str:
-    if not state.is_needed:
-        patch = state.patch
+def _state_of(patch: Patch) -> str:
+    core = sys.modules.get("megatron.core")
+    if core is not None and not patch.is_needed_by(release_of(core.__version__)):
         spans = (("before", patch.since), ("from", patch.until))
         return "not needed " + " and ".join(f"{word} megatron-core {version}" for word, version in spans if version)
-    if state.is_applied:
+    if is_applied(patch):
         return "applied"
-    return "not applied" if state.patch.group in default_groups() else "not applied (not a default group here)"
+    return "not applied" if patch.group in default_groups() else "not applied (not a default group here)"
 
 
 def main() -> None:

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_patches.applying import hooks_applied
 from megatron_patches.errors import BufferAllocationError, UnsupportedModelError
-from megatron_patches.patch import CORE_VERSIONS, Patch
+from megatron_patches.patch import Patch, hooks_applied
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -237,7 +236,6 @@ PATCHES: tuple[Patch, ...] = (
         group="hooks",
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
         reason="lets the flat buffers live in memory of our choice (elastic, shared) at a fixed address",
-        versions=CORE_VERSIONS,
         remove_when="megatron-core takes an allocator for its parameter and gradient buffers",
         build=_build_init,
     ),

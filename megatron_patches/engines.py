@@ -1,4 +1,4 @@
-"""What ``--enable-resharding`` hands training to: the protocol of an engine, and how one is found.
+"""What ``--enable-resharding`` hands training to: the protocol of an engine, how one is found, and the command line.
 
     validate_args        engine = factory(script)          checks everything; nothing is built yet
     get_model            with engine.building(): ...       DDP's flat buffers are allocated
@@ -8,21 +8,126 @@
                          engine.detach()                   also on sys.exit
     (then Megatron evaluates and saves as usual)
 
-An engine registers a factory under the entry-point group "megatron_patches.engines".
+An engine registers a factory under the entry-point group "megatron_patches.engines". What is given on the command line
+goes into `ReshardingOptions`, never into Megatron's Namespace: Megatron saves that with every checkpoint, and a
+checkpoint must not show whether a run resharded.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.errors import ScriptError
+
+ENABLE_FLAG = "--enable-resharding"
+ALLOW_VERSION_FLAG = "--resharding-allow-version"
+
+
+@dataclass(frozen=True)
+class ReshardingOptions:
+    """The command line: one field per flag, whose help in `add_arguments` says what it does.
+
+    None: the configuration file, or its default, decides. Without `prompts` nothing is generated, without `engine` the
+    installed one is used; skipped optimizer steps do not count in `interval`.
+    """
+
+    enabled: bool = False
+    config: Path | None = None
+    interval: int = 1
+    at_start: bool = False
+    infer_tensor_parallel_size: int | None = None
+    infer_pipeline_parallel_size: int | None = None
+    infer_data_parallel_size: int | None = None
+    infer_expert_parallel_size: int | None = None
+    offload_train_param: bool | None = None
+    offload_train_grad: bool | None = None
+    offload_train_optimizer: bool | None = None
+    prompts: Path | None = None
+    output: Path | None = None
+    verify: str | None = None
+    callback: str | None = None
+    engine: str | None = None
+    allow_version: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ReshardingOptions:
+        """From what `add_arguments` collected. Raises ScriptError for options without --enable-resharding."""
+        options = cls(**given)
+        useless = sorted(set(given) - {"enabled", "allow_version"})
+        if useless and not options.enabled:
+            flags = ", ".join(_FLAGS[name] for name in useless)
+            raise ScriptError([f"{flags}: no effect without --enable-resharding; add that, or remove this"])
+        return options
+
+
+_FLAGS = {
+    field.name: "--" + ("" if field.name.startswith(("infer_", "offload_")) else "resharding-") + field.name
+    for field in fields(ReshardingOptions)
+} | {"enabled": ENABLE_FLAG}
+_FLAGS = {name: flag.replace("_", "-") for name, flag in _FLAGS.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Add the group "resharding" to `parser`; returns the dict that parsing fills, by fields of `ReshardingOptions`."""
+    given: dict[str, Any] = {}
+    group = parser.add_argument_group(
+        "resharding", "Generate with an inference engine from the live weights, on the devices that train."
+    )
+
+    def add(name: str, help_text: str, **settings: Any) -> None:
+        group.add_argument(_FLAGS[name], action=_Collect, given=given, field=name, help=help_text, **settings)
+
+    add("enabled", "Switch to the inference engine and back while training.", nargs=0)
+    add("config", "YAML file of the engine: model, generate_config, sampling.", type=Path, metavar="FILE")
+    add("interval", "Optimizer steps between two switches (default: 1).", type=_positive, metavar="N")
+    add("at_start", "Also switch before the first step of this run.", nargs=0)
+    for axis in ("tensor", "pipeline", "data", "expert"):
+        text = f"{axis.capitalize()} parallel size of inference; overrides the file."
+        add(f"infer_{axis}_parallel_size", text, type=_positive, metavar="N")
+    for what, of in {"param": "parameters", "grad": "gradients", "optimizer": "optimizer state"}.items():
+        text = f"Take {of} off the device while generating, or not; overrides the file."
+        name = f"offload_train_{what}"
+        no_flag = _FLAGS[name].replace("--", "--no-", 1)
+        group.add_argument(_FLAGS[name], no_flag, action=_Collect, given=given, field=name, nargs=0, help=text)
+    add("prompts", 'JSON lines with "prompt": text, or a list of token ids.', type=Path, metavar="FILE")
+    add("output", "Directory for samples and timings.", type=Path, metavar="DIR")
+    choices = ("off", "sample", "full")
+    add("verify", "Compare inference weights with training's, bit by bit (default: as in the file).", choices=choices)
+    add("callback", "Called with the live inference engine in every switch.", metavar="MODULE:FUNCTION")
+    add("engine", "The engine, where none is installed or several are.", metavar="MODULE:OBJECT")
+    add("allow_version", "Accept versions of Megatron and of the engine that were not tested.", nargs=0)
+    return given
+
+
+class _Collect(argparse.Action):
+    """Stores into `given` instead of the Namespace; a flag without a value is True, or False in its --no- form."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, given: dict[str, Any], field: str, **kwargs: Any
+    ) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
+        self._given = given
+        self._field = field
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        is_switch = self.nargs == 0
+        self._given[self._field] = not str(option_string).startswith("--no-") if is_switch else values
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
 
 ENTRY_POINT_GROUP = "megatron_patches.engines"
 _INSTALL_HINT = "pip install 'hybrid-engine[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"

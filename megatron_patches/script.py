@@ -1,7 +1,7 @@
 """Where ``--enable-resharding`` enters ``megatron.training``: a decorator on each function.
 
     way 1   python -m megatron_patches pretrain_gpt.py ...    applies the decorators at run time (`PATCHES`)
-    way 2   patches/core_v*/                                  writes them into the source tree (patches/apply.sh)
+    way 2   patches/core_v*/ (here)                           writes them into the source tree (apply.sh there)
 
     parse_args      with_arguments     our arguments join the parser
     validate_args   with_validation    options are checked, the "hooks" patches applied, the engine made
@@ -31,11 +31,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_patches.applying import apply, check_version
-from megatron_patches.arguments import ALLOW_VERSION_FLAG, ENABLE_FLAG, ReshardingOptions, add_arguments
-from megatron_patches.engines import MegatronScript, ReshardingEngine, find_engine
+from megatron_patches.engines import (
+    ALLOW_VERSION_FLAG,
+    ENABLE_FLAG,
+    MegatronScript,
+    ReshardingEngine,
+    ReshardingOptions,
+    add_arguments,
+    find_engine,
+)
 from megatron_patches.errors import MegatronPatchError, ScriptError
-from megatron_patches.patch import CORE_VERSIONS, Patch
+from megatron_patches.patch import Patch, apply, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +179,7 @@ def refuse(error: MegatronPatchError) -> NoReturn:
 def _make_engine(script: MegatronScript) -> ReshardingEngine:
     factory = find_engine(script.options.engine)
     allow_version = script.options.allow_version
-    check_version(("script",), allow_version=allow_version)  # in a patched source tree nothing has applied them
+    check_version(allow_version=allow_version)  # in a patched source tree nothing has applied them
     apply(("hooks",), allow_version=allow_version)
     return factory(script)
 
@@ -287,7 +293,6 @@ def _patch(
         group="script",
         target=f"megatron.training.{target}",
         reason=reason,
-        versions=CORE_VERSIONS,
         remove_when="megatron.training calls such hooks itself, or the source tree is patched",
         build=decorator,
         since=since,
@@ -323,7 +328,6 @@ PATCHES: tuple[Patch, ...] = (
         group="script",
         target="megatron.core.datasets.utils:compile_helpers",
         reason="calls make, which ends scripts beside the wheel alone: it has the compiled helpers, but no Makefile",
-        versions=CORE_VERSIONS,
         remove_when="the wheel has a Makefile, or megatron.training does not compile what is compiled",
         build=_compiling_where_possible,
         since="0.17.0",

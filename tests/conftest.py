@@ -61,6 +61,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file of which `-m` leaves out every test."""
+    return True if marks.leaves_out(config.option.markexpr, collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test by what it takes, before `-m` chooses; leave out `faults` unless asked for.

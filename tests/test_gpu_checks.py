@@ -1,6 +1,7 @@
 """The checks of tests/gpu fail where something is broken on purpose, and say why where they cannot run.
 
-Over the model of CUDA's driver and around engines that are none; with real engines: tests/faults/test_gpu_checks.py.
+Over the driver of tests/harness/libcuda.c and around engines that are none; with real engines:
+tests/faults/test_gpu_checks.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.timings import timing
 from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import DeviceMemoryError, TransportError
-from hybrid_engine.memory import device_peers
+from hybrid_engine.memory import device_pages
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.device_pages import DeviceMemory
 from hybrid_engine.memory.host_pages import HostMemory
@@ -44,8 +45,8 @@ from tests.gpu.small_job import NEEDED_ON_HOST, SmallJob, differences
 from tests.gpu.test_stage1_memory import TestMemory, judge, pulled, shape_on
 from tests.gpu.test_stage2b_together import SHORTAGES, Engines, Shortage, Together, device_without_memory
 from tests.gpu.test_stage3_ranks import BY_READING, LAYOUTS
-from tests.harness.fake_cuda_driver import FakeCudaDriver
 from tests.harness.launch import REPO_ROOT
+from tests.harness.libcuda import LibCuda
 
 TestMemory.__test__ = False  # here it is called, not collected
 
@@ -224,7 +225,7 @@ def test_contents_that_change_fail(target: Target, monkeypatch: pytest.MonkeyPat
             mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")),
             "cannot be opened",
         ),
-        (device_peers, "_pidfd_getfd", lambda pidfd, descriptor: (-1, 1), "--cap-add SYS_PTRACE"),
+        (device_pages, "_pidfd_getfd", lambda pidfd, descriptor: (-1, 1), "--cap-add SYS_PTRACE"),
     ],
 )
 def test_where_processes_cannot_be_read_the_reason_is_said(
@@ -442,9 +443,11 @@ def test_memory_that_does_not_come_back_fails() -> None:
 
 
 def test_on_a_gpu_the_call_that_is_meant_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the model of CUDA's driver."""
-    fake = FakeCudaDriver(granule=UNIT, total_nbytes=8 * UNIT)
-    driver = CudaDriver(fake, torch.device("cpu"))
+    """Over the driver of tests/harness/libcuda.py."""
+    cuda = LibCuda(UNIT)
+    before = cuda.taken_nbytes()  # an earlier test's that failed on purpose
+    cuda.limit(before + 8 * UNIT)
+    driver = CudaDriver(cuda.api, torch.device("cpu"))
     monkeypatch.setattr(test_stage2b_together, "driver_of", lambda ordinal: driver)
     on_gpu = SimpleNamespace(on_gpu=True, device=torch.device("cuda", 0))
 
@@ -457,13 +460,15 @@ def test_on_a_gpu_the_call_that_is_meant_finds_no_memory(monkeypatch: pytest.Mon
         starved(3)
     starved(8)
     Engines.starved(on_gpu, wake, Shortage(None, "", left=2 * UNIT))(2)
-    assert fake.taken_nbytes() == 0
+    assert cuda.taken_nbytes() == before
 
 
 @pytest.mark.parametrize(("left", "units"), [(0, 0), (1, 1), (2 * UNIT, 2), (3 * UNIT + 1, 4), (22 * UNIT, 10)])
 def test_so_much_memory_is_left_and_all_comes_back(left: int, units: int) -> None:
-    fake = FakeCudaDriver(granule=UNIT, total_nbytes=11 * UNIT)
-    driver = CudaDriver(fake, torch.device("cpu"))
+    cuda = LibCuda(UNIT)
+    before = cuda.taken_nbytes()
+    cuda.limit(before + 11 * UNIT)
+    driver = CudaDriver(cuda.api, torch.device("cpu"))
     held = driver.create(UNIT)
     with device_without_memory(driver, left):
         own = [driver.create(UNIT) for _ in range(units)]
@@ -471,7 +476,7 @@ def test_so_much_memory_is_left_and_all_comes_back(left: int, units: int) -> Non
             driver.create(UNIT)
     for handle in (*own, held):
         driver.release(handle)
-    assert fake.taken_nbytes() == 0
+    assert cuda.taken_nbytes() == before
 
 
 def test_a_fresh_vllm_that_says_something_else_fails(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class LoaderTarget:
         with clock.phase(ALLOCATE):
             flats = dict(self._adaptor.allocate(self._groups))
             for group, tensors in self._adaptor._filling.items():
-                self._adaptor._processed.bind(self._adaptor._traced.groups[group], tensors)
+                self._adaptor._processed.bind(group, tensors)
         return flats
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

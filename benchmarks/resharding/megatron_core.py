@@ -25,7 +25,7 @@ from benchmarks.resharding.ours import connect, fill
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig, HybridConfig
-from hybrid_engine.trainer.megatron import build, parallel_groups
+from hybrid_engine.trainer.megatron import build
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 SECONDS_TO_WAIT = 900
@@ -40,7 +40,7 @@ class SecondModel:
     def __init__(self, worker: ActorHybridWorker) -> None:
         actor = inference_layout(worker.config)
         with second_parallel_state():
-            parallel_groups.initialize_parallel_state(actor, worker.world_size, SECONDS_TO_WAIT)
+            build.initialize_parallel_state(actor, worker.world_size, SECONDS_TO_WAIT)
             self.chunks, _ = build.build_model(
                 actor, worker.table, worker.config.hf_config(), worker.world_size, weights_only=True
             )

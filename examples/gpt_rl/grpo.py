@@ -1,4 +1,4 @@
-"""Group relative policy optimization: advantages and losses, as pure functions of tensors.
+"""Group relative policy optimization: advantages, minibatches and losses, as pure functions of tensors.
 
 Shapes: P prompts, n samples of each, B = P * n sequences, S tokens per sequence; everything fp32.
 Papers: GRPO, arXiv 2402.03300 section 4.1 (group-normalised advantages, KL in the loss); PPO, arXiv 1707.06347 eq. 7
@@ -7,9 +7,11 @@ Papers: GRPO, arXiv 2402.03300 section 4.1 (group-normalised advantages, KL in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+from hybrid_engine.trainer.batches import mean_weights
 
 Batch = Mapping[str, torch.Tensor]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -19,6 +21,22 @@ def group_advantages(rewards: torch.Tensor, epsilon: float = 1e-4) -> torch.Tens
     """Rewards [P, n] minus the mean of their group, over its standard deviation. Groups that agree get zeros."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
+
+
+def align_log_probs(values: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Tensor:
+    """Put per-sequence lists, one value per response token, where `mask` [B, S] has its ones; zeros elsewhere."""
+    aligned = torch.zeros_like(mask)
+    aligned[mask.bool()] = torch.tensor([value for sequence in values for value in sequence], dtype=mask.dtype)
+    return aligned
+
+
+def split_minibatches(
+    batch: Mapping[str, torch.Tensor], num_minibatches: int, generator: torch.Generator
+) -> list[dict[str, torch.Tensor]]:
+    """Shuffle the B sequences and cut them into equal parts, each with `weights` of its own."""
+    order = torch.randperm(batch["tokens"].shape[0], generator=generator)
+    parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in order.chunk(num_minibatches)]
+    return [{**part, "weights": mean_weights(part["mask"])} for part in parts]
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from examples.gpt_rl.batches import split_minibatches
+from examples.gpt_rl.grpo import split_minibatches
 from examples.gpt_rl.run_state import Row
 from examples.gpt_rl.settings import RLConfig
 from hybrid_engine import ActorHybridWorker, ValueModel, generalized_advantages, value_loss

@@ -33,13 +33,12 @@ from model_provider import model_provider
 from examples.gpt_rl import grpo, rollouts
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
 from hybrid_engine.backends.megatron.forward_probe import causal_inputs
-from hybrid_engine.files.durable import naming
+from hybrid_engine.files.durable import naming, sync
 from hybrid_engine.models import table_for
 from hybrid_engine.trainer.megatron.build import Actor
-from hybrid_engine.trainer.megatron.rank_files import write_rank_file
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 from megatron_patches import script
-from megatron_patches.arguments import ReshardingOptions
+from megatron_patches.engines import ReshardingOptions
 
 DATA = Path(__file__).parent / "data"
 CALLBACK = "examples.gpt_rl.rollouts:collect"
@@ -180,7 +179,9 @@ class Reference:
         weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
         if args.save:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_rank_file(path, [{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights])
+            with naming("writing the reference", path):
+                torch.save([{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights], path)
+                sync(path)
         return weights
 
 

@@ -1,214 +1,186 @@
-"""What rank 0 shows and writes: the bar and rows on the terminal, metrics.jsonl, the final summary."""
+"""What rank 0 shows and writes: rows on the terminal, metrics.jsonl, TensorBoard events, reward.png, a summary."""
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.gpt_rl.curves import plot
-from examples.gpt_rl.loggers import Logger
 from examples.gpt_rl.run_state import Row, RunDirectory
-from hybrid_engine.files.durable import naming
 
-
-class Column(NamedTuple):
-    """How a row shows one of its values. `rank`: on a narrow terminal the columns of highest rank are left out."""
-
-    heading: str
-    width: int
-    key: str
-    style: str
-    rank: int = 0
-
-
-_COLUMNS: tuple[Column, ...] = (
-    Column("iter", 4, "iteration", "d"),
-    Column("reward", 6, "reward", ".3f"),
-    Column("kl", 6, "kl", ".3f"),
-    Column("accuracy", 8, "accuracy", ".3f"),
-    Column("loss", 7, "loss", ".3f", rank=1),
-    Column("logp diff", 9, "logprob_diff", ".1e", rank=2),
-    Column("reshard s", 9, "reshard_seconds", ".3f"),
-    Column("share", 6, "reshard_share", ".1%", rank=3),
-    Column("MB recv", 8, "bytes_received", "MB"),
-    Column("MB least", 8, "bytes_least", "MB", rank=5),
-    Column("peak MB", 8, "peak_bytes", "MB", rank=4),
-    Column("seconds", 7, "iteration_seconds", ".1f"),
+# Heading, key of the row, format, width; all fit 80 characters.
+_COLUMNS = (
+    ("iter", "iteration", "d", 4),
+    ("reward", "reward", ".3f", 6),
+    ("kl", "kl", ".3f", 6),
+    ("accuracy", "accuracy", ".3f", 8),
+    ("loss", "loss", ".3f", 6),
+    ("logp diff", "logprob_diff", ".1e", 9),
+    ("reshard s", "reshard_seconds", ".3f", 9),
+    ("MB recv", "bytes_received", "MB", 8),
+    ("seconds", "iteration_seconds", ".1f", 7),
 )
-_GAP = "  "
-_WIDTH_OF_A_FILE = 100
+_HEADINGS = " ".join(f"{heading:>{width}}" for heading, _, _, width in _COLUMNS)
+_PHASES = ("generate", "score", "update", "evaluate", "reshard")
 _SECONDS_BETWEEN_LINES = 10.0
+_GROUPS = {"accuracy": "eval", "peak_bytes": "memory", "rss_bytes": "memory", "logprob_diff": "check"}
+"""Column of metrics.jsonl -> group of its tag; others are `reshard`, `time` (seconds) or `train`."""
 
 
 class Report:
     """Rank 0's view of a run, as a context manager.
 
     Args:
-        console: where to show; need not be a terminal (then there is no bar, only rows).
+        console: where to show; need not be a terminal (then there is no bar, only lines).
         directory: of the run.
         title: of the curves.
     """
 
     def __init__(self, console: Console, directory: RunDirectory, title: str = "") -> None:
-        self.console = console
-        self.directory = directory
-        self.title = title
-        self._loggers: Sequence[Logger] = ()
-        self.columns = columns_for(console.width if console.is_terminal else _WIDTH_OF_A_FILE)
-        self.progress = Progress(
+        self._console, self._directory, self._title = console, directory, title
+        self._bar = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(),
-            TextColumn("{task.fields[count]:>9}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            refresh_per_second=4,  # rank 0 has other things to do
             disable=not console.is_terminal,
             # the streams go to the log by then, and rich would bring them back to the terminal
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task: TaskID | None = None
+        self._task = self._bar.add_task("starting engines", total=None)
         self._next_line = 0.0
-        self._is_headed = False
+        self._events: Any = None
 
     def __enter__(self) -> Report:
-        self.progress.start()
-        self._task = self.progress.add_task("starting engines", total=None, count="")
-        if not self.console.is_terminal:
-            self._say("starting engines ...")
+        self._bar.start()
+        self.show_progress("starting engines ...")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
-        for logger in self._loggers:
-            logger.close()
+        self._bar.stop()
+        if self._events is not None:
+            self._events.close()
 
-    def show_progress(self, what: str, done: int, total: int) -> None:
+    def show_progress(self, what: str, done: int = 0, total: int | None = None) -> None:
         """Move the bar; where there is none, say so now and then, until the first row is there."""
-        assert self._task is not None
-        self.progress.update(self._task, description=what, completed=done, total=total, count=f"{done}/{total}")
-        if not self.console.is_terminal and time.monotonic() >= self._next_line:
+        self._bar.update(self._task, description=what, completed=done, total=total)
+        if not self._console.is_terminal and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            self._say(f"{what}, {done}/{total}")
+            self._say(what if total is None else f"{what}, {done}/{total}")
 
-    def begin(self, rows: Sequence[Row], loggers: Sequence[Logger] = ()) -> None:
-        """The engines are ready: show the rows that an earlier start of this run has written.
-
-        `loggers` are told of each row from now on, and closed with this.
-        """
-        self._loggers = loggers
-        for row in rows:
-            self._show(row, style="dim")
+    def begin(self) -> None:
+        """The engines are ready: show the rows that an earlier start of this run has written."""
+        for number, row in enumerate(self._directory.rows()):
+            self._show(row, headed=number == 0)
 
     def add(self, row: Row) -> None:
-        """An iteration has ended: show and write its row."""
-        self.directory.append_row(row)
-        self._show(row)
-        self._next_line = math.inf
-        for logger in self._loggers:
-            logger.log(row)
+        """An iteration has ended: write and show its row."""
+        is_first = not self._directory.rows()
+        self._directory.append_row(row)
+        self._show(row, headed=is_first)
+        self._next_line = float("inf")
+        if self._events is None and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            # what an interrupted run wrote for this iteration and later ones is hidden
+            self._events = SummaryWriter(str(self._directory.path), purge_step=row["iteration"])
+        if self._events is not None:
+            for key, value in row.items():
+                if value is not None and key not in ("iteration", "unix_time"):
+                    self._events.add_scalar(_tag(key), value, row["iteration"])
+            self._events.flush()
 
     def finish(self) -> None:
         """Draw reward.png and print the summary of all rows."""
-        rows, picture = self.directory.rows(), self.directory.path / "reward.png"
+        rows = self._directory.rows()
         if not rows:
             return
-        with naming("writing", picture):
-            plot(rows, picture, self.title)
-        self.console.print(summary_table(rows, self.directory.path))
+        plot(rows, self._directory.path / "reward.png", self._title)
+        figures = summary(rows)
+        self._say(
+            f"\nheld-out accuracy now {_shown(figures['accuracy'], '.3f')}, "
+            f"{_shown(figures['accuracy_after_warm_up'], '.3f')} after the warm-up\n"
+            f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s; "
+            f"{figures['bytes_received']:,} bytes received, {figures['bytes_least']:,} the least possible\n"
+            f"largest log-prob difference, vLLM against the trainer: {_shown(figures['logprob_diff'], '.1e')}\n"
+            f"written to {self._directory.path}"
+        )
 
-    def _show(self, row: Row, style: str | None = None) -> None:
-        """A row, below the headings."""
-        if not self._is_headed:
-            self._say(header_line(self.columns), style="bold")
-            self._is_headed = True
-        self._say(row_line(row, self.columns), style)
+    def _show(self, row: Row, headed: bool) -> None:
+        if headed:
+            self._say(_HEADINGS)
+        self._say(row_line(row))
 
-    def _say(self, line: str, style: str | None = None) -> None:
-        self.console.print(line, style=style, highlight=False, soft_wrap=True)
-
-
-def columns_for(width: int) -> tuple[Column, ...]:
-    """Those that fit into so many characters; all that cannot be left out, at least."""
-    chosen = _COLUMNS
-    while _width_of(chosen) > width and (least := max(column.rank for column in chosen)):
-        chosen = tuple(column for column in chosen if column.rank != least)
-    return chosen
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def header_line(columns: Sequence[Column]) -> str:
-    """The headings over the rows."""
-    return _GAP.join(f"{column.heading:>{column.width}}" for column in columns)
-
-
-def row_line(row: Row, columns: Sequence[Column]) -> str:
+def row_line(row: Row) -> str:
     """One iteration in fixed columns; what was not measured is a dash."""
-    return _GAP.join(f"{_shown(row.get(column.key), column.style):>{column.width}}" for column in columns)
+    return " ".join(f"{_shown(row.get(key), style):>{width}}" for _, key, style, width in _COLUMNS)
 
 
-def _width_of(columns: Sequence[Column]) -> int:
-    return sum(column.width for column in columns) + len(_GAP) * (len(columns) - 1)
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """What came out of a run: accuracies, their difference, and totals; None for what no row has.
-
-    metrics.jsonl may have lost rows, the first ones too.
-    """
-    accuracies = _values(rows, "accuracy")
-    after_warm_up = rows[0].get("accuracy") if rows[0]["iteration"] == 0 else None
-    accuracy = accuracies[-1] if accuracies else None
-    total_seconds = sum(_values(rows, "iteration_seconds"))
-    reshard_seconds = sum(_values(rows, "reshard_seconds"))
+def summary(rows: Sequence[Row]) -> dict[str, float | None]:
+    """What came out of a run; None where no row has it."""
     return {
-        "iterations": rows[-1]["iteration"],
-        "accuracy_after_warm_up": after_warm_up,
-        "accuracy": accuracy,
-        "gain": None if after_warm_up is None else accuracy - after_warm_up,
-        "reward": rows[-1].get("reward"),
-        "kl": rows[-1].get("kl"),
-        "seconds": total_seconds,
-        "reshard_seconds": reshard_seconds,
-        "reshard_share": reshard_seconds / total_seconds if total_seconds else None,
+        "accuracy_after_warm_up": rows[0].get("accuracy") if rows[0]["iteration"] == 0 else None,
+        "accuracy": next(iter(_values(rows[::-1], "accuracy")), None),
+        "logprob_diff": max(_values(rows, "logprob_diff"), default=None),
+        "seconds": sum(_values(rows, "iteration_seconds")),
+        "reshard_seconds": sum(_values(rows, "reshard_seconds")),
         "bytes_received": sum(_values(rows, "bytes_received")),
         "bytes_least": sum(_values(rows, "bytes_least")),
-        "peak_bytes": max(_values(rows, "peak_bytes"), default=None),
-        "rss_bytes": max(_values(rows, "rss_bytes"), default=None),
-        "logprob_diff": max(_values(rows, "logprob_diff"), default=None),
     }
+
+
+def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
+    """Over iterations: accuracy and reward; KL; where the time goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    figure.suptitle(title)
+    for axes, key, label, colour in (
+        (top, "accuracy", "held-out accuracy (greedy)", "tab:blue"),
+        (top, "reward", "reward (mean of samples)", "tab:orange"),
+        (middle, "kl", "KL to the reference", "tab:green"),
+    ):
+        points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, color=colour)
+    if (after_warm_up := summary(rows)["accuracy_after_warm_up"]) is not None:
+        top.axhline(after_warm_up, color="tab:blue", linestyle=":", label="after warm-up")
+    top.set(ylim=(0, 1), ylabel="share right, reward")
+    middle.set(ylabel="nats per token")
+    timed = [row for row in rows if row["iteration"] > 0]
+    seconds = [[row.get(f"{phase}_seconds") or 0.0 for row in timed] for phase in _PHASES]
+    bottom.stackplot([row["iteration"] for row in timed], seconds, labels=_PHASES)
+    bottom.set(ylabel="seconds per iteration", xlabel="iteration")
+    for axes in (top, middle, bottom):  # beside the panel: inside, a legend hides data of some run
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _tag(key: str) -> str:
+    if key.startswith(("reshard", "bytes")):
+        return f"reshard/{key.removeprefix('reshard_')}"
+    if key.endswith("_seconds"):
+        return f"time/{key.removesuffix('_seconds')}"
+    return f"{_GROUPS.get(key.removesuffix('_mean'), 'train')}/{key}"
 
 
 def _values(rows: Sequence[Row], key: str) -> list[float]:
-    """Of the rows that have one."""
     return [row[key] for row in rows if row.get(key) is not None]
-
-
-def summary_table(rows: Sequence[Row], directory: Path) -> Table:
-    """The summary for the terminal."""
-    result = summary(rows)
-    table = Table(title=f"{result['iterations']} iterations in {result['seconds']:.0f} s", show_header=False)
-    lines = {
-        "held-out accuracy after warm-up": _shown(result["accuracy_after_warm_up"], ".3f"),
-        "held-out accuracy now": f"{_shown(result['accuracy'], '.3f')} ({_shown(result['gain'], '+.3f')})",
-        "reward, KL to the reference": f"{_shown(result['reward'], '.3f')}, {_shown(result['kl'], '.3f')}",
-        "resharding": f"{result['reshard_seconds']:.2f} s, {_shown(result['reshard_share'], '.1%')} of the time",
-        "bytes received / least possible": f"{result['bytes_received']:,} / {result['bytes_least']:,}",
-        "peak of weights and training state": f"{_shown(result['peak_bytes'], 'MB')} MB a rank",
-        "memory of the largest process": f"{_shown(result['rss_bytes'], 'MB')} MB",
-        "largest log-prob difference": f"{_shown(result['logprob_diff'], '.1e')} (vLLM against the trainer)",
-        "written to": str(directory),
-    }
-    for name, value in lines.items():
-        table.add_row(name, value)
-    return table
 
 
 def _shown(value: float | None, style: str) -> str:

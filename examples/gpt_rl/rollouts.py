@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from examples.gpt_rl import grpo, task
-from examples.gpt_rl.batches import align_log_probs
 from hybrid_engine import Completion, Sampling, build_batch
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def _batch(
     rewards = torch.tensor(
         [[_reward(problem, one) for one in group] for problem, group in zip(problems, groups, strict=True)]
     )
-    old_log_probs = align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
+    old_log_probs = grpo.align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
     advantages = grpo.group_advantages(rewards).flatten()
     return {**batch, "old_log_probs": old_log_probs, "ref_log_probs": old_log_probs, "advantages": advantages}
 

@@ -6,7 +6,6 @@ Paths in the file are relative to it. Everything that is wrong is reported at on
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,18 +15,12 @@ from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.config.values import Count, File, NonNegative, Positive, Seed
+from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Section, Seed
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 
-SHARED_SEED_SECTIONS = ("actor_config", "generate_config")
 
-
-class _Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class WarmUpConfig(_Section):
+class WarmUpConfig(Section):
     """`rl_config.warm_up`: supervised steps on the demonstrations."""
 
     max_steps: Count = 800
@@ -42,7 +35,7 @@ class WarmUpConfig(_Section):
     """See `learning_rate`."""
 
 
-class PpoConfig(_Section):
+class PpoConfig(Section):
     """`rl_config.ppo`: with `algorithm: ppo`, the critic's part."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -59,7 +52,7 @@ class PpoConfig(_Section):
     """Iterations at the start in which only the critic learns."""
 
 
-class RLConfig(_Section):
+class RLConfig(Section):
     """`rl_config`: the task, and GRPO or PPO."""
 
     data: File
@@ -142,44 +135,36 @@ class Settings(pydantic.BaseModel):
         return json.loads(json.dumps(values, default=str, sort_keys=True))
 
 
-def load_settings(
-    source: str | Path,
-    world_size: int,
-    iterations: int | None = None,
-    seed: int | None = None,
-    overrides: Sequence[str] = (),
-) -> Settings:
+def load_settings(source: str | Path, world_size: int, overrides: Sequence[str] = ()) -> Settings:
     """Read and check a YAML file.
 
     Args:
         source: the file.
         world_size: number of ranks.
-        iterations, seed: in place of the file's.
         overrides: `section.key=value`, each as if it stood in the file.
 
     Raises ConfigError with every violation, those of the engine's sections included.
     """
     path = Path(source)
+    directory = path.absolute().parent
     values = read_yaml(path, "--config")
     violations: list[Violation] = [*apply_overrides(values, overrides)]
-    rl = _parse_rl(
-        values.pop("rl_config", None) or {},
-        path.absolute().parent,
-        {"iterations": iterations, "seed": seed},
-        violations,
-    )
-    if rl is not None:
-        for name in SHARED_SEED_SECTIONS:
-            section = values.setdefault(name, {})
-            if isinstance(section, Mapping) and (seed is not None or "seed" not in section):
-                values[name] = {**section, "seed": rl.seed}
+    rl: RLConfig | None = None
     try:
-        engine = load_config(values, world_size, directory=path.absolute().parent)
+        rl = RLConfig.model_validate(values.pop("rl_config", None) or {}, context={"directory": directory})
+    except pydantic.ValidationError as error:
+        violations += map(_violation_of, error.errors())
+    for name in ("actor_config", "generate_config"):
+        section = values.setdefault(name, {})
+        if rl is not None and isinstance(section, Mapping):
+            values[name] = {"seed": rl.seed, **section}
+    try:
+        engine = load_config(values, world_size, directory=directory)
     except ConfigError as error:
         raise ConfigError([*error.findings, *violations], str(path)) from None
     if rl is not None:
-        violations.extend(_violations(engine, rl, world_size))
-    if violations:
+        violations += _violations(engine, rl, world_size)
+    if rl is None or violations:
         raise ConfigError(violations, str(path))
     return Settings(engine=engine, rl=rl, world_size=world_size)
 
@@ -191,27 +176,10 @@ def _sizes_text(sizes: Any) -> str:
     return " x ".join(shown) or "on 1 rank"
 
 
-def _parse_rl(
-    values: Any, directory: Path, overrides: Mapping[str, Any], violations: list[Violation]
-) -> RLConfig | None:
-    """The section with command-line values in place; adds violations and gives None when it is wrong."""
-    if not isinstance(values, Mapping):
-        violations.append(Violation("rl_config", f"is {shortened(values)}", "Make it a section of keys and values"))
-        return None
-    merged = {**values, **{key: value for key, value in overrides.items() if value is not None}}
-    try:
-        return RLConfig.model_validate(merged, context={"directory": directory})
-    except pydantic.ValidationError as error:
-        violations.extend(_violation_of(item) for item in error.errors())
-        return None
-
-
 def _violation_of(item: Mapping[str, Any]) -> Violation:
     key = clipped(".".join(("rl_config", *map(str, item["loc"]))))
     if item["type"] == "extra_forbidden":
-        sections: dict[object, type[_Section]] = {"warm_up": WarmUpConfig, "ppo": PpoConfig}
-        section = sections.get(item["loc"][0], RLConfig)
-        return Violation(key, "unknown key", f"Known keys: {', '.join(section.model_fields)}")
+        return Violation(key, "unknown key", "examples/gpt_rl/settings.py has all keys")
     if item["type"] == "missing":
         return Violation(key, "is missing", "Add it")
     return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
@@ -219,85 +187,36 @@ def _violation_of(item: Mapping[str, Any]) -> Violation:
 
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
     """What cannot go together."""
-    actor = engine.actor_config
-    data = engine.train_sizes(world_size).data
-    multiple = actor.micro_batch_size * data
-    reason = f"not a multiple of micro_batch_size {actor.micro_batch_size} x {data} data parallel ranks"
-    if rl.warm_up.batch_size % multiple:
-        problem = f"{rl.warm_up.batch_size} is {reason}"
-        yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {multiple}")
-    if rl.batch_size % (rl.minibatches * multiple):
-        problem = f"{rl.batch_size} completions in {rl.minibatches} minibatches: {reason}"
-        yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
-    yield from _schedule_violations(engine)
-    yield from _critic_violations(engine, rl, data)
-    vocab_size = engine.hf_config().get("vocab_size")
-    if vocab_size != task.VOCAB_SIZE:
-        problem = (
-            f"vocab_size {vocab_size} in {engine.model / 'config.json'}, but the task has {task.VOCAB_SIZE} tokens"
-        )
-        yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
-    yield from _data_violations(engine, rl)
-
-
-def _schedule_violations(engine: HybridConfig) -> Iterator[Violation]:
-    for section in ("actor_config", "critic_config"):
-        trained = getattr(engine, section)
-        if trained is not None and trained.optimizer.schedule is not None:
-            problem = "this example sets the learning rates by itself"
-            yield Violation(f"{section}.optimizer.schedule", problem, "Use rl_config.learning_rate")
-
-
-def _critic_violations(engine: HybridConfig, rl: RLConfig, num_replicas: int) -> Iterator[Violation]:
-    critic = engine.critic_config
-    if (critic is not None) != (rl.algorithm == "ppo"):
-        problem = f"{rl.algorithm}, and there is {'a' if critic is not None else 'no'} critic_config"
-        yield Violation("rl_config.algorithm", problem, "Use ppo and a critic_config, if only {}, or neither")
-        return
-    if critic is None:
-        return
-    if critic.model is not None:
-        yield Violation("critic_config.model", "this example's critic begins as the policy does", "Leave it out")
-    if critic.micro_batch_size is not None:
-        multiple = rl.minibatches * critic.micro_batch_size * num_replicas
-        if rl.batch_size % multiple:
-            problem = f"{critic.micro_batch_size}, but {rl.batch_size} completions are not a multiple of {multiple}: "
-            problem += f"{rl.minibatches} minibatches on {num_replicas} data parallel ranks"
-            yield Violation("critic_config.micro_batch_size", problem, "Change one of them")
-
-
-def _data_violations(engine: HybridConfig, rl: RLConfig) -> Iterator[Violation]:
-    files = [rl.data / name for name in ("train.jsonl", "held_out.jsonl")]
-    missing = [path.name for path in files if not os.path.isfile(path)]  # unlike Path's, for any name
-    if missing:
-        problem = f"no {' and no '.join(missing)} in {rl.data}"
-        yield Violation("rl_config.data", problem, "Run python -m examples.gpt_rl.make_data")
-        return
     try:
-        train, held_out = (task.load_problems(path) for path in files)
+        train, held_out = (task.load_problems(rl.data / name) for name in ("train.jsonl", "held_out.jsonl"))
     except ConfigError as error:
         yield from error.findings
         return
-    if shared := {problem.prompt for problem in train} & {problem.prompt for problem in held_out}:
-        problem = f"{len(shared)} held-out prompts are in train.jsonl, e.g. {min(shared)!r}"
-        yield Violation("rl_config.data", problem, "Keep the two apart")
-    if any(problem.demonstration is None for problem in train):
-        yield Violation("rl_config.data", "train.jsonl has problems without a demonstration", "Give every one")
+    actor, critic, max_model_len = engine.actor_config, engine.critic_config, engine.generate_config.max_model_len
+    rows = actor.micro_batch_size * engine.train_sizes(world_size).data
+    vocab_size = engine.hf_config().get("vocab_size")
+    prompt = max(len(problem.prompt) for problem in [*train, *held_out])
+    response = max(rl.max_tokens, *(len(problem.demonstration or problem.answer) + 1 for problem in train))
+    seq_length, context = prompt + response - 1, prompt + rl.max_tokens  # the last token is only predicted
+    if rl.warm_up.batch_size % rows:
+        problem = f"{rl.warm_up.batch_size} is not a multiple of micro_batch_size x data parallel ranks"
+        yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {rows}")
+    if rl.batch_size % (rl.minibatches * rows):
+        problem = f"{rl.batch_size} completions in {rl.minibatches} minibatches: not multiples of {rows}, "
+        problem += "micro_batch_size x data parallel ranks"
+        yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
     if rl.prompts_per_iteration > len(train):
         problem = f"{rl.prompts_per_iteration}, but train.jsonl has {len(train)} problems"
         yield Violation("rl_config.prompts_per_iteration", problem, f"Use {len(train)} or fewer")
-    yield from _length_violations(engine, rl, [*train, *held_out])
-
-
-def _length_violations(engine: HybridConfig, rl: RLConfig, problems: list[task.Problem]) -> Iterator[Violation]:
-    prompt = max(len(problem.prompt) for problem in problems)
-    response = max(len(problem.demonstration or problem.answer) + 1 for problem in problems)
-    needed = prompt + max(response, rl.max_tokens)
-    seq_length = engine.actor_config.seq_length
-    if seq_length < needed - 1:  # the last token is only predicted
-        problem = f"{seq_length}, but a prompt of {prompt} tokens and its response need {needed - 1}"
-        yield Violation("actor_config.seq_length", problem, f"Use {needed - 1} or more")
-    max_model_len = engine.generate_config.max_model_len
-    if max_model_len is not None and max_model_len < prompt + rl.max_tokens:
-        problem = f"{max_model_len}, but prompt and completion reach {prompt + rl.max_tokens} tokens"
-        yield Violation("generate_config.max_model_len", problem, f"Use {prompt + rl.max_tokens} or more")
+    if (critic is not None) != (rl.algorithm == "ppo"):
+        problem = f"{rl.algorithm}, and there is {'no' if critic is None else 'a'} critic_config"
+        yield Violation("rl_config.algorithm", problem, "Use ppo and a critic_config, if only {}, or neither")
+    if vocab_size != task.VOCAB_SIZE:
+        problem = f"vocab_size {vocab_size} in its config.json, but the task has {task.VOCAB_SIZE} tokens"
+        yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
+    if actor.seq_length < seq_length:
+        problem = f"{actor.seq_length}, but prompt and response need {seq_length}"
+        yield Violation("actor_config.seq_length", problem, f"Use {seq_length} or more")
+    if max_model_len is not None and max_model_len < context:
+        problem = f"{max_model_len}, but prompt and completion reach {context} tokens"
+        yield Violation("generate_config.max_model_len", problem, f"Use {context} or more")

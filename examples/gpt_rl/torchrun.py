@@ -2,13 +2,12 @@
 
     python -m examples.gpt_rl.torchrun --standalone --nproc-per-node 2 -m examples.gpt_rl.train ...
 
-torchrun itself ends with a traceback, of its own frames, after Ctrl-C and after each rank that failed.
+torchrun itself ends with a traceback of its own frames, after Ctrl-C and after each rank that failed.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 
@@ -23,7 +22,6 @@ def main() -> None:
 
         run(parse_args(sys.argv[1:]))
     except KeyboardInterrupt:  # before torchrun listens
-        print("Interrupted.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
@@ -35,5 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun says so in a paragraph of its own
     main()

@@ -3,181 +3,178 @@
     python -m examples.gpt_rl.torchrun --standalone --nproc-per-node 2 --shutdown-timeout 600 \\
         -m examples.gpt_rl.train --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
 
-`examples.gpt_rl.torchrun` is torchrun, without its traceback where the ranks have said what happened.
-`--shutdown-timeout`: seconds that it gives the ranks after Ctrl-C until it kills them; give it more than an iteration
-takes, otherwise the run ends without a checkpoint.
+`--shutdown-timeout`: seconds that torchrun gives the ranks after Ctrl-C until it kills them; give it more than an
+iteration takes, otherwise the run ends without a checkpoint.
 
-This file looks after processes: options, errors, exit codes. The run itself is in trainer.py.
+This file looks after processes: options, logs, signals, exit codes. The run itself is in trainer.py.
 """
 
-# ruff: noqa: E402 - the launcher may end, and Ctrl-C come, while the other modules are imported
+# ruff: noqa: E402 - Ctrl-C may come, and the launcher end, while the other modules are imported
 from __future__ import annotations
 
 import os
-
-_LAUNCHER = os.getppid()
-
 import signal
 
+_LAUNCHER = os.getppid()
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a StopRequest: no traceback of imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run asks whether to stop: no traceback of imports
 
+import argparse
+import ctypes
+import logging
 import sys
-from contextlib import nullcontext
+import time
+import traceback
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TextIO
 
-import typer
+from rich.console import Console
 
-from examples.gpt_rl.loggers import Logger, TensorBoard, WeightsAndBiases, import_wandb
-from examples.gpt_rl.output import Output
-from examples.gpt_rl.run_lock import take_lock, tell_others, wait_for_lock
-from examples.gpt_rl.run_state import Row, RunDirectory
+from examples.gpt_rl.run_state import RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
-from examples.gpt_rl.stopping import StopRequest
-from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.files.durable import write_text
-from hybrid_engine.ranks.launching import end_with_parent
+from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
+
+_PR_SET_PDEATHSIG = 1
+_SECONDS_FOR_OTHERS = 20  # to say what went wrong, before a rank that only heard of it does
 
 
-def main(
-    config: Annotated[Path, typer.Option(help="YAML file; see examples/gpt_rl/configs.")],
-    out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/gpt_rl"),
-    iterations: Annotated[int | None, typer.Option(min=1, help="In place of the file's.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the run in --out, or start over.")] = True,
-    seed: Annotated[int | None, typer.Option(min=0, help="In place of the file's.")] = None,
-    wandb: Annotated[str | None, typer.Option(help="Also log to this project of Weights & Biases.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="In place of the file's, e.g. rl_config.learning_rate=1e-4."),
-    ] = None,
-) -> None:
+def main() -> None:
     """Train a small GPT by GRPO or PPO: Megatron or FSDP2 trains, vLLM samples, weights are resharded between them."""
-    end_with_parent(_LAUNCHER)
-    output = Output(int(os.environ.get("RANK", 0)))
-    stop = StopRequest(output)
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file; see examples/gpt_rl/configs")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt_rl"), help="directory of the run")
+    parser.add_argument("--no-resume", dest="resume", action="store_false", help="start the run in --out over")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. rl_config.learning_rate=1e-4")
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed itself ends no rank
+    if os.getppid() != _LAUNCHER:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank = int(os.environ.get("RANK", 0))
+    terminal = os.fdopen(os.dup(1), "w", buffering=1)
     try:
-        with stop:
-            settings = load_settings(config, _world_size(), iterations, seed, overrides or ())
-            if wandb is not None and output.rank == 0:
-                import_wandb()
-            directory = RunDirectory(out)
-            lock = claim(directory, settings, resume, output.rank)
-            output.log_to(out / f"log-rank{output.rank}.txt")
-            if resume and _is_finished(directory, settings):
-                output.say(f"The run in {out} is finished: {settings.rl.iterations} iterations are done.")
-                output.say("Ask for more with --iterations, or start over with --no-resume.")
-            else:
-                if resume and output.rank == 0:
-                    directory.require_room()
-                run(settings, directory, resume, output, stop, wandb)
-            sys.stdout.flush()
-            sys.stderr.flush()
+        settings = load_settings(options.config, _world_size(), options.overrides)
+        directory = RunDirectory(options.out)
+        directory.check(settings.fingerprint(), options.resume)
+        lock = directory.lock() if rank == 0 else None
+        options.out.mkdir(parents=True, exist_ok=True)
+        _log_to(options.out / f"log-rank{rank}.txt", terminal)
+        run(settings, directory, options.resume, Console(file=terminal, quiet=rank != 0))
+        if lock is not None:
+            lock.close()
     except Exception as error:
-        output.fail(error, is_being_ended=stop.may_be_the_launchers)
-        # Other ranks may wait for this one inside a library; a process that is gone ends their wait.
-        os._exit(1)
-    if lock is not None:
-        lock.close()
+        _fail(error, rank, terminal)
+        os._exit(1)  # other ranks may wait for this one inside a library; a process that is gone ends their wait
 
 
-def claim(directory: RunDirectory, settings: Settings, resume: bool, rank: int) -> TextIO | None:
-    """Return when this job may write in the run's directory; on rank 0 with the lock, to be kept.
-
-    Raises, before anything is written there and before engines are built, unless the directory is empty or a run of
-    this configuration that no other job has under way. Only rank 0 looks; if it ends, the others do.
-    """
-    if rank != 0:
-        wait_for_lock()
-        return None
-    directory.require_ours()
-    lock = take_lock(directory.lock_file)
-    if resume:
-        directory.require_resumable(settings.fingerprint(), settings.fingerprint(exclude_defaults=True))
-        directory.recover()
-    else:
-        directory.require_replaceable()
-    tell_others(settings.world_size)
-    return lock
-
-
-def run(
-    settings: Settings,
-    directory: RunDirectory,
-    resume: bool,
-    output: Output,
-    stop: StopRequest,
-    wandb: str | None = None,
-) -> None:
-    """Build the engines and train until done or asked to stop; `wandb`: a project to log to as well."""
+def run(settings: Settings, directory: RunDirectory, resume: bool, console: Console) -> None:
+    """Build the engines and train until done or asked to stop. Only rank 0's console shows anything."""
     from examples.gpt_rl.report import Report
+    from examples.gpt_rl.trainer import Trainer
+    from hybrid_engine import ActorHybridWorker
 
-    is_first = output.rank == 0
-    report = Report(output.console, directory, settings.title()) if is_first else None
-    with report or nullcontext():
-        from examples.gpt_rl.trainer import Interrupted, Trainer
-        from hybrid_engine import ActorHybridWorker
-
-        begins = not resume or directory.progress() is None
-        worker = ActorHybridWorker(settings.engine, load_weights=begins)
-        if is_first and begins:
-            directory.start_over(settings.fingerprint())
+    before = directory.progress() if resume else None
+    reported = {row["iteration"] for row in directory.rows()}
+    if before is not None and before.iteration in reported and before.iteration >= settings.rl.iterations:
+        _say(console, f"The run is finished: {before.iteration} iterations are done. Ask for more, or --no-resume.")
+        return
+    report: AbstractContextManager[Report | None] = nullcontext()
+    if not console.quiet:
+        report = Report(console, directory, settings.title())
+    with report as shown:
+        worker = ActorHybridWorker(settings.engine, load_weights=before is None)
+        if shown is not None:  # rank 0
+            if before is None:
+                directory.start_over(settings.fingerprint())
+            else:
+                directory.resume(before)
+            shown.begin()
         worker.barrier("preparing the run's directory")
-        if is_first and settings.engine.critic_config is not None:
-            output.say(str(worker.memory_plan()))
-        if report:
-            report.begin(_rows_so_far(directory), _loggers(settings, directory, wandb))
-        stop.begin_to_wait()
-        on_progress = [report.show_progress] if report else []
-        trainer = Trainer(worker, settings, directory, lambda: stop.is_made, *on_progress)
-        try:
-            for row in trainer.run():
-                if report:
-                    report.add(row)
-        except Interrupted as interruption:
-            output.say(f"{interruption}.")
-        if is_first and settings.engine.critic_config is not None:
-            write_text(directory.path / "memory.txt", worker.memory_report() + "\n")
+        if settings.engine.critic_config is not None:
+            _say(console, str(worker.memory_plan()))
+        on_progress = [shown.show_progress] if shown is not None else []
+        trainer = Trainer(worker, settings, directory, StopRequest(console).is_made, *on_progress)
+        for row in trainer.run():
+            if shown is not None:
+                shown.add(row)
+        if settings.engine.critic_config is not None and worker.rank == 0:
+            (directory.path / "memory.txt").write_text(worker.memory_report() + "\n")
         worker.shutdown()
-    if report:
-        report.finish()
-        progress = directory.progress()
-        if progress is not None and progress.iteration < settings.rl.iterations:
-            output.say(f"Stopped after iteration {progress.iteration}; the same command goes on from there.")
+    if shown is not None:
+        shown.finish()
+    after = directory.progress()
+    if after is None:
+        _say(console, "Stopped in the warm-up, of which nothing is kept.")
+    elif after.iteration < settings.rl.iterations:
+        _say(console, f"Stopped after iteration {after.iteration}; the same command goes on from there.")
 
 
-def _loggers(settings: Settings, directory: RunDirectory, wandb: str | None) -> list[Logger]:
-    loggers: list[Logger] = [TensorBoard(directory.path)]
-    if wandb is not None:
-        is_resumed = directory.progress() is not None
-        loggers.append(WeightsAndBiases(wandb, directory.path, settings.fingerprint(), is_resumed=is_resumed))
-    return loggers
+class StopRequest:
+    """Notes SIGINT and SIGTERM for the run to ask between its steps; a second SIGINT ends the process at once.
+
+    torchrun sends each rank the signal that it gets itself, and SIGTERM to the other ranks when one has failed.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_made = False
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+
+    def is_made(self) -> bool:
+        """Whether a signal has come."""
+        return self._is_made
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._is_made = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            _say(self._console, "Stopping after this iteration, with a checkpoint; once more to end at once ...")
 
 
 def _world_size() -> int:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        remedy = (
-            "Start with python -m examples.gpt_rl.torchrun --standalone --nproc-per-node N -m examples.gpt_rl.train"
-        )
+        remedy = "Start it by python -m examples.gpt_rl.torchrun --standalone --nproc-per-node N"
         raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", remedy)])
     return int(os.environ["WORLD_SIZE"])
 
 
-def _is_finished(directory: RunDirectory, settings: Settings) -> bool:
-    """Whether nothing is left to do. Raises ConfigError when the run found is another one."""
-    progress = directory.progress()
-    if progress is None:
-        return False
-    directory.require_same(settings.fingerprint(), settings.fingerprint(exclude_defaults=True))
-    has_row = any(row["iteration"] == progress.iteration for row in directory.rows())
-    return has_row and progress.iteration >= settings.rl.iterations
+def _log_to(path: Path, terminal: TextIO) -> None:
+    """Append what libraries print from now on to this file, from C++ too: the terminal is for the run's own lines."""
+    with path.open("a") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    # torch renames collectives that megatron-core calls in every step
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("hybrid_engine", "megatron_patches", "examples"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+    # what became of other ranks, at once: this one may wait for them inside a library, and say nothing more
+    heard = logging.StreamHandler(terminal)
+    heard.setLevel(logging.ERROR)
+    heard.setFormatter(logging.Formatter(f"rank {os.environ['RANK']}: %(message)s"))
+    logging.getLogger("hybrid_engine.failures").addHandler(heard)
 
 
-def _rows_so_far(directory: RunDirectory) -> list[Row]:
-    progress = directory.progress()
-    return [] if progress is None else [row for row in directory.rows() if row["iteration"] <= progress.iteration]
+def _fail(error: Exception, rank: int, terminal: TextIO) -> None:
+    """Say what went wrong; where another rank says it, wait for that: torchrun ends all as soon as one has failed."""
+    if isinstance(error, RemoteError) or (isinstance(error, ConfigError) and rank != 0):
+        time.sleep(_SECONDS_FOR_OTHERS)
+    name = "" if isinstance(error, HybridEngineError) else f"{type(error).__name__}: "
+    for line in (f"{name}{error}", *getattr(error, "__notes__", [])):
+        print(f"rank {rank}: {line}", file=terminal)
+    if os.fstat(1).st_ino != os.fstat(terminal.fileno()).st_ino:  # there is a log
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

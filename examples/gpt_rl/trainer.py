@@ -9,27 +9,23 @@ it would have done without the interruption. All methods are collective.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from examples.gpt_rl import grpo, task
-from examples.gpt_rl.batches import align_log_probs, split_minibatches
-from examples.gpt_rl.measure import Tally, combine
 from examples.gpt_rl.ppo import Critic
 from examples.gpt_rl.run_state import Progress, Row, RunDirectory
 from examples.gpt_rl.settings import Settings
-from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling, build_batch
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, ReshardReport, Sampling, build_batch
 
 OnProgress = Callable[[str, int, int], None]
-
-
-class Interrupted(Exception):
-    """The run was asked to stop before there was anything to keep."""
 
 
 class Trainer:
@@ -67,11 +63,13 @@ class Trainer:
     def run(self) -> Iterator[Row]:
         """Yield the row of every iteration that ends here, row 0 being the warm-up.
 
-        Ends when all iterations are done, or after the iteration in which a stop was requested, with a checkpoint.
-        Raises Interrupted when that is during the warm-up, of which nothing is kept.
+        Ends when all iterations are done, or after the iteration in which a stop was requested, with a checkpoint;
+        nothing is kept of a warm-up that is stopped.
         """
-        progress = self.directory.progress()
-        progress = self._warm_up() if progress is None else self._resume(progress)
+        before = self.directory.progress()
+        progress = self._warm_up() if before is None else self._resume(before)
+        if progress is None:
+            return
         if not any(row["iteration"] == progress.iteration for row in self.directory.rows()):
             yield self._finish(progress)
         while progress.iteration < self.rl.iterations and not self._is_stopped():
@@ -80,7 +78,7 @@ class Trainer:
 
     # -- warm-up and resume -------------------------------------------------------------------------------------------
 
-    def _warm_up(self) -> Progress:
+    def _warm_up(self) -> Progress | None:
         """Supervised steps on the demonstrations, a checkpoint, and the reference that it is."""
         self.tally = Tally()
         settings, generator = self.rl.warm_up, self._generator(0, "demonstrations")
@@ -94,7 +92,7 @@ class Trainer:
                 report = self.worker.update(self._demonstrations(generator), grpo.cross_entropy)
                 smoothed = report["loss"] if step == 0 else 0.9 * smoothed + 0.1 * report["loss"]
                 if self._is_stopped():
-                    raise Interrupted(f"Stopped in step {step + 1} of the warm-up, which is not kept")
+                    return None
                 if smoothed < settings.target_loss:
                     break
         row: Row = {"iteration": 0, "reward": None, "kl": 0.0, "logprob_diff": None}
@@ -118,29 +116,19 @@ class Trainer:
         )
 
     def _resume(self, progress: Progress) -> Progress:
-        """Restore the reference, then the actor, and drop the rows of iterations that are to be done again."""
+        """Restore the reference, then the actor."""
         self.tally = Tally()
         self.on_progress("loading checkpoint", 0, 1)
         with self.worker.train_context():
-            self._load(0)
+            self.worker.load_checkpoint(self.directory.weights(0))
         self._freeze_reference()
         with self.worker.train_context():
-            self._load(progress.iteration)
+            self.worker.load_checkpoint(self.directory.weights(progress.iteration))
         if self.critic is not None:
             self.critic.load(self.directory.critic(progress.iteration))
-        if self.worker.rank == 0:
-            self.directory.drop_rows_after(progress.iteration)
         with self.worker.rollout_context():  # where every iteration ends
             pass
         return progress
-
-    def _load(self, iteration: int) -> None:
-        """Take up a checkpoint, or say which other one can be."""
-        try:
-            self.worker.load_checkpoint(self.directory.weights(iteration))
-        except HybridEngineError as error:
-            error.add_note(self.directory.way_back(iteration))
-            raise
 
     def _freeze_reference(self) -> None:
         """Without gradients and optimizer state on the device, so there is room for it wherever training fits."""
@@ -206,7 +194,7 @@ class Trainer:
         else:
             batch["rewards"] = rewards.flatten()
         batch["old_log_probs"] = self.worker.compute_log_probs(batch)
-        sampled = align_log_probs([completion.logprobs for completion in completions], batch["mask"])
+        sampled = grpo.align_log_probs([completion.logprobs for completion in completions], batch["mask"])
         difference = (sampled - batch["old_log_probs"]).abs()[batch["mask"].bool()]
         row = {
             "reward": rewards.mean().item(),
@@ -231,7 +219,7 @@ class Trainer:
         reports = [
             self.worker.update(minibatch, self.policy_loss)
             for _ in range(self.rl.epochs)
-            for minibatch in split_minibatches(batch, self.rl.minibatches, generator)
+            for minibatch in grpo.split_minibatches(batch, self.rl.minibatches, generator)
         ]
         return {name: statistics.fmean(report[name] for report in reports) for name in reports[0]}
 
@@ -243,7 +231,7 @@ class Trainer:
             self.on_progress("evaluate", iteration, self.rl.iterations)
             with self.tally.phase("evaluate"):
                 row["accuracy"] = self._held_out_accuracy() if is_due else None
-        shares = self.worker.job.agreement.gather(self.tally.share())
+        shares = self.worker.job.agreement.gather(self.tally.share(), dict[str, int | float], "tally")
         row.update(combine(shares, time.perf_counter() - self.tally.started))
         row.update({f"{name}_seconds": seconds for name, seconds in self.tally.seconds.items()})
         row["unix_time"] = round(time.time(), 3)
@@ -267,16 +255,11 @@ class Trainer:
     def _save(self, progress: Progress) -> None:
         """Checkpoint the actor. In the train context."""
         with self.worker.train_context(), self.tally.phase("checkpoint"):
-            try:
-                self.worker.save_checkpoint(self.directory.weights(progress.iteration))
-                if self.critic is not None:
-                    self.critic.save(self.directory.critic(progress.iteration))
-                if self.worker.rank == 0:
-                    self.directory.complete_checkpoint(progress)
-            except HybridEngineError:
-                if self.worker.rank == 0:
-                    self.directory.discard_incomplete(progress.iteration)
-                raise
+            self.worker.save_checkpoint(self.directory.weights(progress.iteration))
+            if self.critic is not None:
+                self.critic.save(self.directory.critic(progress.iteration))
+            if self.worker.rank == 0:
+                self.directory.complete_checkpoint(progress)
 
     def _is_stopped(self) -> bool:
         """Whether any rank was asked to stop."""
@@ -289,3 +272,42 @@ class Trainer:
     def _minibatch_generator(self, iteration: int, purpose: str) -> torch.Generator:
         """Torch's, for `split_minibatches`."""
         return torch.Generator().manual_seed(self._generator(iteration, purpose).getrandbits(30))
+
+
+class Tally:
+    """One rank's record of the iteration under way: seconds by phase, switches, memory."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.switches: list[ReshardReport] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to the seconds of `name`."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def share(self) -> dict[str, float]:
+        """This rank's numbers, to be combined with `combine`."""
+        with open("/proc/self/statm") as file:
+            resident_pages = int(file.read().split()[1])
+        return {
+            "reshard_seconds": sum(report.seconds for report in self.switches),
+            "bytes_received": sum(report.bytes_received for report in self.switches),
+            "bytes_least": sum(report.bytes_least for report in self.switches),
+            "peak_bytes": max((report.peak_bytes for report in self.switches), default=0),
+            "rss_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        }
+
+
+def combine(shares: Sequence[dict[str, float]], iteration_seconds: float) -> dict[str, Any]:
+    """All ranks' shares as one: bytes moved are totals; seconds and memory are those of the worst rank."""
+    row: dict[str, Any] = {
+        name: max(share[name] for share in shares) for name in ("reshard_seconds", "peak_bytes", "rss_bytes")
+    }
+    row.update({name: sum(share[name] for share in shares) for name in ("bytes_received", "bytes_least")})
+    row["iteration_seconds"] = iteration_seconds
+    row["reshard_share"] = row["reshard_seconds"] / iteration_seconds
+    return row

@@ -5,6 +5,7 @@ load_config(YAML, number of ranks)  ->  plan_job(config, number of ranks, cluste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,18 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_engine.advisor.cache_room import CacheRoom, token_nbytes
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.config.memory_rules import critic_memory, megatron_state, what_stays
+from hybrid_engine.config.job_rules import critic_memory, megatron_state, what_stays
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.memory_peaks import MemoryPeaks, TrainingMemory, sharded_memory
-from hybrid_engine.layouts.memory_plan import GIB, Phase, Stays, plan_memory
+from hybrid_engine.layouts.memory import (
+    GIB,
+    MIB,
+    MemoryPeaks,
+    Phase,
+    Stays,
+    TrainingMemory,
+    plan_memory,
+    sharded_memory,
+)
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
 from hybrid_engine.layouts.sharded import sharded_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.families import read_model
-from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.table import ModelDims, ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import plan_sides
 from hybrid_engine.planning.rank_order import rank_order
@@ -31,7 +39,6 @@ from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
-_MIB = 1024**2
 LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
 """Assumed gigabytes (10^9) per second of one rank, in each direction: a copy within an H200's memory, NVLink 4, one
 400 Gbit/s adapter for each GPU; each somewhat below its nominal rate."""
@@ -72,6 +79,70 @@ class Cluster:
     def relaying_hosts(self, num_ranks: int) -> set[int]:
         """Hosts to which a byte comes once, however many of their ranks need it: the ranks read each other's memory."""
         return set(self.hosts(num_ranks)) if self.has_elastic_buffers else set()
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """Room for the KV cache in vLLM's share of a device, on the rank that has least; sizes in bytes.
+
+    vLLM does not start unless one sequence of `max_model_len` fits. Its activations and captured graphs come off the
+    share too, and are not known here; layers with a window need less.
+
+    Attributes:
+        device: its memory. utilization: vLLM's share of it.
+        weights: vLLM's.
+        per_token: what a token takes in the cache.
+        longest: tokens of the longest sequence (`max_model_len`); 0: not known.
+        given: the cache's size where the configuration says it (`kv_cache_mb`), whatever the share.
+    """
+
+    device: float
+    utilization: float
+    weights: int
+    per_token: int
+    longest: int
+    given: int | None = None
+
+    @property
+    def share(self) -> float:
+        """vLLM's part of the device."""
+        return self.device * self.utilization
+
+    @property
+    def room(self) -> float:
+        """Left for the cache; negative where the weights alone do not fit."""
+        return self.share - self.weights if self.given is None else self.given
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit in the cache."""
+        return max(0, int(self.room // self.per_token))
+
+    @property
+    def num_sequences(self) -> float:
+        """Longest sequences that fit at once; 0 where their length is not known."""
+        return self.num_tokens / self.longest if self.longest else 0.0
+
+    @property
+    def needed(self) -> float:
+        """The least share of the device for weights and one sequence, in hundredths; above 1 there is none."""
+        return math.ceil(100 * (self.weights + max(1, self.longest) * self.per_token) / self.device) / 100
+
+    @property
+    def fits(self) -> bool:
+        """Whether vLLM starts."""
+        return self.num_tokens >= max(1, self.longest) and self.weights + self.room <= self.device
+
+
+def token_nbytes(dims: ModelDims, infer: InferenceParallelism, dtype: str) -> int:
+    """Bytes of a token in the cache of the rank that has most layers.
+
+    In each layer a key and a value for each of the rank's key/value heads (one where there are fewer heads than ranks),
+    or what multi-head latent attention keeps in their place.
+    """
+    heads = max(1, dims.num_kv_heads // infer.tensor)
+    numel = dims.latent_kv_size or 2 * heads * dims.head_dim
+    return numel * -(-dims.num_layers // infer.pipeline) * DTYPE_NBYTES[dtype]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,9 +228,9 @@ class JobPlan:
             self.cluster.device_gib * GIB,
             self.config.generate_config.gpu_memory_utilization,
             int(self.memory.inference.max()),
-            token_nbytes(self.table.dims, self.infer, self.config.wire_dtype),
+            token_nbytes(self.table.dims, self.infer, self.config.served_dtype),
             self.max_model_len,
-            None if (given := self.config.generate_config.kv_cache_mb) is None else given * _MIB,
+            None if (given := self.config.generate_config.kv_cache_mb) is None else given * MIB,
         )
 
     @cached_property
@@ -198,7 +269,7 @@ def plan_job(
     Raises ConfigError where FSDP2 trains and transformers does not build the model; DependencyError for the order
     "auto" without scipy.
     """
-    cluster, generate, dtype = cluster or Cluster(), config.generate_config, config.wire_dtype
+    cluster, generate, dtype = cluster or Cluster(), config.generate_config, config.served_dtype
     table, hf_config = read_model(config.model)
     progress("laying out both sides")
     source, state = _training(config, world_size, table)
@@ -217,7 +288,7 @@ def plan_job(
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
-    inference, bucket = destination.num_elements * DTYPE_NBYTES[dtype], generate.bucket_mb * _MIB
+    inference, bucket = destination.num_elements * DTYPE_NBYTES[dtype], generate.bucket_mb * MIB
     critic, stays = critic_memory(config, world_size), what_stays(config)
     phases = plan_memory(state, inference, bucket, critic, stays=stays).phases
     return JobPlan(
@@ -238,13 +309,13 @@ def plan_job(
 
 
 def _training(config: HybridConfig, world_size: int, table: ModelTable) -> tuple[SideLayout, TrainingMemory]:
-    """What every rank holds in training, and its memory."""
+    """Compute the training layout and memory of every rank."""
     actor, sizes = config.actor_config, config.train_sizes(world_size)
     if isinstance(sizes, TrainParallelism):
         source = training_side(table, sizes, actor.params_dtype)
         return source, megatron_state(actor, source, sizes)
     try:
-        from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
+        from hybrid_engine.backends.fsdp.names import packed_model_of
     except ImportError as error:
         problem = f"how FSDP2 splits a model is asked of transformers and torch: {error}"
         raise ConfigError([Violation("actor_config.fsdp", problem, "Install both")]) from error

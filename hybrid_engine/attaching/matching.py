@@ -18,8 +18,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from hybrid_engine.errors import Violation
-from hybrid_engine.models.table import ModelTable
-from hybrid_engine.models.variants import Extras, RotaryScaling
+from hybrid_engine.models.table import Extras, ModelTable, RotaryScaling
 from megatron_patches.review import FUNCTION_FIELDS
 
 _FLAGS = {

@@ -5,8 +5,7 @@
     vllm/             the inference side: vLLM inside the training processes
     huggingface/      checkpoints as a source or destination of weights; reads and writes safetensors
 
-    access_guards.py          what needs training state and is refused while it is off the device
-    flat_buffers.py           what training sides say of the flat buffers that their weights lie in
+    training_side.py  what trainers share: guards of state that is off the device, facts about flat buffers
 
 A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
 knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.

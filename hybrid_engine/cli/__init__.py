@@ -1,10 +1,7 @@
-"""The command line: `hybrid-engine plan …`, `verify …`, `env` and `example …`; `python -m hybrid_engine` too.
+"""The command line: `hybrid-engine plan …`, `verify …` and `env`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
-    plan_tables.py        its answer as the verdict and tables
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
-    env_command.py        `env`: facts of this machine; the work is done by verification/machine.py
-    example_command.py    `example`: copies the examples out of the package
     options.py            what the commands' options have in common
     output.py             writing an answer, to whatever reads it
 
@@ -19,13 +16,13 @@ Exit status:
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
 import hybrid_engine
-from hybrid_engine.cli.env_command import env
-from hybrid_engine.cli.example_command import example
+from hybrid_engine.cli.output import writing
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
 
@@ -54,7 +51,19 @@ def main(
 
 app.command()(plan)
 app.command()(verify)
-app.command()(env)
-app.command()(example)
+
+
+@app.command()
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False) -> None:
+    """Print what decides whether the GPU paths work here, for a bug report: GPUs, driver, packages, limits.
+
+    In a checkout `make gpu-check` tries these paths; docs/gpu.md says how.
+    """
+    from hybrid_engine.verification.machine import facts_of, this_machine
+
+    facts = facts_of(this_machine())
+    with writing():
+        typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(": ".join(each) for each in facts.items()))
+
 
 __all__ = ["app"]

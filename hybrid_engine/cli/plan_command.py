@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
+from hybrid_engine.advisor.answer import (
+    UNITS,
+    Answer,
+    JobVerdict,
+    Section,
+    Unit,
+    assumptions,
+    facts_of_rank,
+    later_switches,
+    sections_of,
+)
 from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
-from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
-from hybrid_engine.advisor.job_verdict import JobVerdict
-from hybrid_engine.advisor.later_switches import later_switches
 from hybrid_engine.advisor.page import page_of
-from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.cli.options import collect, config_argument, heading, integer_option, read_config, refuse
-from hybrid_engine.cli.output import progress, unwritable, writing
-from hybrid_engine.cli.plan_tables import print_answer
+from hybrid_engine.cli.output import Console, new_table, progress, unwritable, writing
 from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
 from hybrid_engine.files.durable import write_text
-from hybrid_engine.layouts.memory_plan import GIB
+from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.planning.plan import Link
 
@@ -50,10 +58,6 @@ def plan(
             "requirements.txt installs it; on a machine with a GPU, if it is installed there."
         ),
     ] = None,
-    prefetch_gbps: Annotated[
-        float | None,
-        typer.Option(help="Also estimate prefetch: 10^9 bytes per second from host to device, of one rank."),
-    ] = None,
     rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
     frozen: Annotated[
         str | None,
@@ -69,7 +73,7 @@ def plan(
 
     The verdict comes first, then the numbers. Exits with 3 if the job does not fit.
     """
-    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, prefetch_gbps, html))
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, html))
     size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
     config = collect(found, read_config, words, ranks)
@@ -80,7 +84,7 @@ def plan(
     cluster = Cluster(hosts_of, size, host_gib, rates, _has_elastic_buffers() if elastic is None else elastic)
     page = None
     with progress() as doing:
-        answer = _answer(config, ranks, cluster, _Beside(rank, frozen, prefetch_gbps), doing)
+        answer = _answer(config, ranks, cluster, rank, frozen, doing)
         if html is not None:
             doing("drawing the page")
             page = page_of(answer, heading(words, ranks))
@@ -90,42 +94,36 @@ def plan(
         if as_json:
             typer.echo(json.dumps(answer.as_dict(), indent=2))
         else:
-            print_answer(answer)
+            _print_answer(answer)
     raise typer.Exit(0 if JobVerdict(answer.job).fits else 3)
 
 
-class _Beside(NamedTuple):
-    """What is asked for beside the plan, as the options say it."""
-
-    rank: int | None
-    frozen: str | None
-    prefetch_gbps: float | None
-
-
 def _answer(
-    config: HybridConfig, ranks: int, cluster: Cluster, beside: _Beside, doing: Callable[[str], None]
+    config: HybridConfig,
+    ranks: int,
+    cluster: Cluster,
+    rank: int | None,
+    frozen: str | None,
+    doing: Callable[[str], None],
 ) -> Answer:
     """Plan the job, and what is asked for beside it. Ends the command where that cannot be."""
     started = time.perf_counter()
-    later = of_rank = ahead = None
+    later = of_rank = None
     try:
         job = plan_job(config, ranks, cluster, doing)
-        if beside.frozen is not None:
-            later = later_switches(job, beside.frozen.replace(" ", "").split(","))
+        if frozen is not None:
+            later = later_switches(job, frozen.replace(" ", "").split(","))
     except DependencyError as error:
         refuse([Violation("generate_config.infer_rank_order", str(error), "Install it or set it to sequential")])
     except ConfigError as error:
         refuse(error.findings)
-    cost = PlanningCost(seconds=time.perf_counter() - started, peak_memory=_peak_memory())
-    if beside.rank is not None:
-        doing(f"every transfer of rank {beside.rank}")
+    cost = {"seconds": time.perf_counter() - started, "peak_memory": _peak_memory()}
+    if rank is not None:
+        doing(f"every transfer of rank {rank}")
         started = time.perf_counter()
-        own_plan = job.plan_of(beside.rank)
-        of_rank = facts_of_rank(own_plan, beside.rank, time.perf_counter() - started)
-    if beside.prefetch_gbps is not None:
-        share = config.generate_config.gpu_memory_utilization
-        ahead = PrefetchEstimate(job.memory, cluster.device_gib * GIB, share, beside.prefetch_gbps * 1e9)
-    return Answer(job, cost, of_rank, ahead, later, list(_remarks(config, ranks)))
+        own_plan = job.plan_of(rank)
+        of_rank = facts_of_rank(own_plan, rank, time.perf_counter() - started)
+    return Answer(job, cost, of_rank, later, list(_remarks(config, ranks)))
 
 
 def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
@@ -156,16 +154,12 @@ def _has_elastic_buffers() -> bool:
 
 
 def _option_violations(
-    hosts_of: int, device_gib: float | None, host_gib: float | None, prefetch_gbps: float | None, html: Path | None
+    hosts_of: int, device_gib: float | None, host_gib: float | None, html: Path | None
 ) -> Iterator[Violation]:
     numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
-    if prefetch_gbps is not None and not 0 < prefetch_gbps <= 1e9:
-        yield Violation(
-            "--prefetch-gbps", f"{prefetch_gbps:g} is not a valid rate", "Use a number above 0, at most 1e9"
-        )
     if html is not None and (problem := unwritable(html)):
         yield Violation("--html", problem, "Name a file in a directory that lets this user write")
 
@@ -193,3 +187,57 @@ def _peak_memory() -> int:
     """Return the peak memory of this process in bytes. getrusage's would include that of its parent before the fork."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
+
+
+# -- the answer on a terminal ---------------------------------------------------------------------------------------
+
+
+def _print_answer(answer: Answer) -> None:
+    """Print the answer to stdout."""
+    console, job = Console(highlight=False), answer.job
+    _print_verdict(console, JobVerdict(job))
+    for remark in answer.remarks:
+        console.print(remark, markup=False)
+    console.print()
+    for section in sections_of(answer):
+        _print_section(console, section)
+    console.print(assumptions(job), markup=False)
+    console.print(NOT_COUNTED, markup=False)
+    rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
+    console.print(f"Assumed speeds, 10^9 bytes per second of one rank, each direction: {rates}.")
+    if answer.rank is not None:
+        console.print(_rank_table(answer.rank, Unit.of(job)))
+    console.print(UNITS)
+    cost = answer.planning
+    console.print(f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB.")
+
+
+def _print_verdict(console: Console, verdict: JobVerdict) -> None:
+    styles = {"Fits": "bold green", "Does not fit": "bold red"}
+    for head, sentence in verdict.sentences().items():
+        console.print(Text.assemble((f"{head}: ", styles.get(head, "bold")), sentence))
+
+
+def _print_section(console: Console, section: Section) -> None:
+    table = new_table(section.title, "", "min", "mean", "max")
+    for row in section.rows:
+        table.add_row(*row.cells(section.unit))
+    console.print(table)
+    if section.note:
+        console.print(section.note, markup=False)
+
+
+def _rank_table(facts: Mapping[str, Any], unit: Unit) -> Table:
+    table = new_table(f"Rank {facts['rank']}", "", "")
+    for name, count in (("transfers", facts["transfers"]), ("buckets", facts["buckets"]), ("peers", facts["peers"])):
+        table.add_row(name, str(count))
+    for way, by_link in (("received", facts["received"]), ("sent", facts["sent"])):
+        for link, nbytes in by_link.items():
+            name = "copied within the rank" if link == Link.SELF else f"{way}, {_LINKS[link]}"
+            table.add_row(f"{name}, {unit.name}", unit.number(nbytes))
+    table.add_row(f"messages between hosts, {unit.name} of memory", unit.number(facts["staging"]))
+    table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
+    return table
+
+
+_LINKS = {Link.HOST.value: "same host", Link.NETWORK.value: "other hosts"}

@@ -12,10 +12,10 @@ from rich.table import Table
 from hybrid_engine.cli.options import collect, config_argument, heading, integer_option, read_config, refuse
 from hybrid_engine.cli.output import Console, new_table, progress, writing
 from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
-from hybrid_engine.layouts.memory_plan import GIB
+from hybrid_engine.layouts.memory import GIB
 
 if TYPE_CHECKING:
-    from hybrid_engine.verification.verdict import Verdict
+    from hybrid_engine.verification.comparison import Verdict
 
 _RANKS_PER_CORE = 8  # with more, ranks that wait for each other run into their timeouts
 _GIB_PER_RANK = 1.0  # both engines' libraries and a small model
@@ -56,8 +56,8 @@ def verify(
             if found:
                 refuse(found)
             with progress() as doing:
-                doing(f"starting {ranks} processes")
-                (verdict,) = run_cases([case], ranks, progress=doing)
+                doing(f"three switches on {ranks} processes")
+                (verdict,) = run_cases([case], ranks)
         if (method := config.generate_config.quantization) is not None:
             verdict.remarks.append(f"Compared without generate_config.quantization ({method}), which rounds weights")
     except (FileError, ReshardError) as error:

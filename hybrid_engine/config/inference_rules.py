@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hybrid_engine.config.keys import GenerateConfig
+from hybrid_engine.config.keys import FromProgram, GenerateConfig
 from hybrid_engine.config.rules import Constraint, Finding, JobContext, constraint, size_constraints
-from hybrid_engine.config.values import FromProgram
 from hybrid_engine.errors import Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import parameters_of
@@ -40,8 +39,8 @@ def _inference_replicas(context: JobContext) -> Iterator[Finding]:
 
 @constraint(INFERENCE, "generate_config.dtype", "dtype is the one in which weights are sent.")
 def _dtype(context: JobContext) -> Iterator[Finding]:
-    if context.generate.dtype not in (None, context.wire_dtype):
-        problem = f"{context.generate.dtype}, but weights are sent in {context.wire_dtype}"
+    if context.generate.dtype not in (None, context.served_dtype):
+        problem = f"{context.generate.dtype}, but weights are sent in {context.served_dtype}"
         yield problem, "Leave it out, or set compress_reshard and compression_dtype"
 
 
@@ -53,8 +52,8 @@ def _prefetch(context: JobContext) -> Iterator[Finding]:
 
 @constraint(INFERENCE, "generate_config.compression_dtype", "compression_dtype is narrower than params_dtype.")
 def _compression(context: JobContext) -> Iterator[Finding]:
-    if context.generate.compress_reshard and (context.actor.params_dtype, context.wire_dtype) not in NARROWER:
-        problem = f"{context.wire_dtype} is not narrower than the training dtype {context.actor.params_dtype}"
+    if context.generate.compress_reshard and (context.actor.params_dtype, context.served_dtype) not in NARROWER:
+        problem = f"{context.served_dtype} is not narrower than the training dtype {context.actor.params_dtype}"
         yield problem, "Set compress_reshard to false"
 
 
@@ -80,28 +79,22 @@ def _quantization(context: JobContext) -> Iterator[Finding]:
         yield problem, f"Use {' or '.join(sorted(known))}, or leave it out"
 
 
-@constraint(INFERENCE, "generate_config.lora_delivery", "Adapters of weights that are stored transposed are merged.")
-def _lora_transposed(context: JobContext) -> Iterator[Finding]:
-    if context.generate.lora_delivery != "adapter" or context.actor.lora is None:
-        return
-    if any(parameter.packing.transposed for parameter in parameters_of(context.table)):
-        yield "adapter, but this model's checkpoint has transposed weights", "Use merge"
-
-
 @constraint(
-    INFERENCE, "generate_config.lora_delivery", "adapter needs actor_config.lora; with fsdp, LoRA in the model."
+    INFERENCE,
+    "generate_config.lora_delivery",
+    "adapter needs actor_config.lora (with fsdp, LoRA in the model) of a rank that vLLM supports, on weights that are "
+    "not stored transposed.",
 )
 def _lora_delivery(context: JobContext) -> Iterator[Finding]:
-    actor = context.actor
-    if context.generate.lora_delivery == "adapter" and actor.lora is None and actor.fsdp is None:
-        yield ("adapter, but no adapters are trained", "Set actor_config.lora or leave it out")
-
-
-@constraint(INFERENCE, "generate_config.lora_delivery", "With adapter, the rank is one that vLLM supports.")
-def _lora_rank(context: JobContext) -> Iterator[Finding]:
-    lora = context.actor.lora
-    if context.generate.lora_delivery == "adapter" and lora is not None and lora.rank > VLLM_LORA_RANKS[-1]:
+    actor, lora = context.actor, context.actor.lora
+    if context.generate.lora_delivery != "adapter":
+        return
+    if lora is None and actor.fsdp is None:
+        yield "adapter, but no adapters are trained", "Set actor_config.lora or leave it out"
+    if lora is not None and lora.rank > VLLM_LORA_RANKS[-1]:
         yield f"adapter, but rank {lora.rank} is above vLLM's {VLLM_LORA_RANKS[-1]}", "Use a smaller rank or merge"
+    if lora is not None and any(parameter.packing.transposed for parameter in parameters_of(context.table)):
+        yield "adapter, but this model's checkpoint has transposed weights", "Use merge"
 
 
 _KEYS: Final = {
@@ -221,7 +214,7 @@ def _speculation(context: JobContext) -> Iterator[Violation]:
             yield Violation(f"generate_config.vllm.{name}", problem, remedy)
 
 
-ENGINE_ARGUMENTS: list[Constraint[JobContext]] = [
+INFERENCE += [
     Constraint(
         "generate_config.vllm",
         "vllm has no argument that another key decides, or that takes weights, ranks or KV cache from the switch.",

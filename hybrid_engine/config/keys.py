@@ -6,35 +6,15 @@ of parallel sizes are the fields of layouts/parallelism.py, with the same defaul
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
-from hybrid_engine.config.optimizer_keys import OptimizerConfig
-from hybrid_engine.config.values import (
-    NOTHING,
-    OF_VLLM,
-    Count,
-    Dtype,
-    EngineArguments,
-    Fields,
-    File,
-    Model,
-    Name,
-    Names,
-    Number,
-    Positions,
-    Positive,
-    RecomputedModule,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-    StageLayout,
-    Tokens,
-)
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.layouts.parallelism import (
+    LARGEST_SIZE,
     InferenceParallelism,
     Parallelism,
     ShardedParallelism,
@@ -42,16 +22,168 @@ from hybrid_engine.layouts.parallelism import (
     sizes_of,
 )
 
+# -- types of values -------------------------------------------------------------------------------------------------
+
+
+def _not_a_flag(value: Any) -> Any:
+    """Pydantic takes `true` for 1."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _beside_its_file(path: Path, info: ValidationInfo) -> Path:
+    """A relative path begins at the configuration file's directory, which `load_config` gives as context."""
+    directory = (info.context or {}).get("directory")
+    return path if directory is None else directory / path
+
+
+def _always_a_path(value: Any, info: ValidationInfo) -> Any:
+    """`Path` would drop the `./`, and what is left may be an id on the Hub: somebody else's model."""
+    if not isinstance(value, str) or not value.startswith("./"):
+        return value
+    return Path((info.context or {}).get("directory") or "").absolute() / value
+
+
+# Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
+Number = BeforeValidator(_not_a_flag)
+Count = Annotated[int, Number, Field(ge=1, le=LARGEST_SIZE)]
+Position = Annotated[int, Number, Field(ge=0, lt=LARGEST_SIZE)]
+Positions = Annotated[tuple[Position, ...], Field(max_length=10_000)]
+StageLayout = Annotated[str, Field(max_length=10_000)]
+Tokens = Annotated[int, Number, Field(ge=1, le=2**30)]
+Seed = Annotated[int, Number, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, Number, Field(gt=0, le=1e30)]
+NonNegative = Annotated[float, Number, Field(ge=0, le=1e30)]
+Share = Annotated[float, Number, Field(gt=0, le=1)]
+Decay = Annotated[float, Number, Field(ge=0, lt=1)]
+Steps = Annotated[int, Number, Field(ge=0, le=2**40)]
+Seconds = Annotated[float, Number, Field(ge=1, le=30 * 24 * 3600)]
+Name = Annotated[str, Field(min_length=1, max_length=500)]
+Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
+File = Annotated[Path, AfterValidator(_beside_its_file)]
+"""A path; a relative one begins at the directory of the file that it is written in."""
+Model = Annotated[Path, BeforeValidator(_always_a_path)]
+"""A directory, or an id on the Hub, which `find_model` tells apart; none begins with `./`, `../`, `/` or `~`."""
+
+
+class FromProgram(dict[str, pydantic.JsonValue]):
+    """Engine arguments that a program gives in Python: `{"vllm": FromProgram(trust_remote_code=True)}`.
+
+    Neither YAML nor JSON nor a command line can make one, so a configuration from elsewhere cannot name code to run.
+    """
+
+
+def _whose(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Pydantic would make a plain dictionary of it."""
+    return FromProgram(check(value)) if isinstance(value, FromProgram) else check(value)
+
+
+EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100), pydantic.WrapValidator(_whose)]
+Fields = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=1000)]
+NOTHING: Final[dict[str, pydantic.JsonValue]] = {}
+"""A default, of which pydantic gives each section a copy."""
+OF_VLLM: Final = "engine argument"
+"""Marks a key that vLLM gets under the same name: to pass another one, give it a key with this mark."""
+Dtype = Literal["bfloat16", "float16", "float32"]
+RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+# -- sections --------------------------------------------------------------------------------------------------------
+
+
+class ScheduleConfig(Section):
+    """`actor_config.optimizer.schedule`: learning rate and weight decay by update, as megatron-core's
+    OptimizerParamScheduler names it."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """How the learning rate changes after the warm-up. WSD (warmup-stable-decay) keeps it up to the last
+    lr_wsd_decay_steps."""
+    lr_warmup_init: NonNegative = 0.0
+    """Learning rate of the first update of the warm-up, which rises to `lr` linearly."""
+    lr_warmup_steps: Steps = 0
+    """Updates of the warm-up; 0 has none."""
+    lr_warmup_fraction: Decay | None = None
+    """The same as a share of lr_decay_steps, in place of lr_warmup_steps."""
+    lr_decay_steps: Annotated[Steps, Field(ge=1)] | None = None
+    """Updates until min_lr, the warm-up included; later ones use min_lr. All styles but constant need it."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end."""
+    lr_wsd_decay_steps: Annotated[Steps, Field(ge=1)] | None = None
+    """With WSD, the updates of the decay, which are the last of lr_decay_steps."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """With WSD, the form of the decay."""
+    start_weight_decay: NonNegative | None = None
+    """Weight decay of the first update; default: weight_decay, from the first to the last."""
+    end_weight_decay: NonNegative | None = None
+    """Weight decay after weight_decay_incr_steps; no less than start_weight_decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay grows from start_weight_decay to end_weight_decay."""
+    weight_decay_incr_steps: Annotated[Steps, Field(ge=1)] | None = None
+    """Updates until end_weight_decay; default: lr_decay_steps."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Updates of the warm-up, by whichever key says so."""
+        if self.lr_warmup_fraction is None or self.lr_decay_steps is None:
+            return self.lr_warmup_steps
+        return int(self.lr_warmup_fraction * self.lr_decay_steps)
+
+    @property
+    def num_weight_decay_steps(self) -> int | None:
+        """Updates until end_weight_decay; None if nothing says so."""
+        return self.weight_decay_incr_steps or self.lr_decay_steps
+
+
+class OptimizerConfig(Section):
+    """`actor_config.optimizer`: Adam, as megatron-core's OptimizerConfig names it."""
+
+    lr: NonNegative = 1e-6
+    """Learning rate."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Decay = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Decay = 0.95
+    """Decay of the second moment."""
+    adam_eps: Positive = 1e-8
+    """Added to the denominator."""
+    clip_grad: NonNegative = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+    schedule: ScheduleConfig | None = None
+    """Change learning rate and weight decay with every update; see below. Default: they stay, and
+    `worker.set_learning_rate` sets them."""
+
+    @property
+    def weight_decays(self) -> tuple[float, float]:
+        """Weight decay of the first update and of the last."""
+        given = (
+            (None, None)
+            if self.schedule is None
+            else (
+                self.schedule.start_weight_decay,
+                self.schedule.end_weight_decay,
+            )
+        )
+        start, end = (self.weight_decay if value is None else value for value in given)
+        return start, end
+
 
 class OverridesConfig(Section):
     """`actor_config.overrides`: fields of megatron-core's own configuration classes, by its names; see tuning.md."""
 
     transformer: Fields = NOTHING
-    """Of TransformerConfig, e.g. `{attention_dropout: 0.1, moe_permute_fusion: true}`."""
+    """Fields of TransformerConfig, e.g. `{attention_dropout: 0.1, moe_permute_fusion: true}`."""
     optimizer: Fields = NOTHING
-    """Of megatron-core's OptimizerConfig, e.g. `{decoupled_weight_decay: false}`."""
+    """Fields of megatron-core's OptimizerConfig, e.g. `{decoupled_weight_decay: false}`."""
     ddp: Fields = NOTHING
-    """Of DistributedDataParallelConfig, e.g. `{bucket_size: 40000000}`."""
+    """Fields of DistributedDataParallelConfig, e.g. `{bucket_size: 40000000}`."""
 
 
 class LoraConfig(Section):
@@ -79,7 +211,7 @@ class FsdpConfig(Section):
     replicas: Count = 1
     """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD alone."""
     mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
-    """What layers compute in; parameters and reduced gradients stay in their own dtype. amp is bf16."""
+    """Dtype in which layers compute; parameters and reduced gradients stay in their own dtype. amp is bf16."""
     activation_checkpointing: bool = False
     """Keep a layer's input alone for the backward pass, which computes the rest of the layer again."""
 
@@ -134,13 +266,13 @@ class ActorConfig(Section):
     overlap_param_gather: bool = False
     """Gather parameters while the forward pass runs; a switch finishes pending gathers first."""
     params_dtype: Dtype = "bfloat16"
-    """Of the training weights; on the wire and in vLLM too, without generate_config.compress_reshard."""
+    """Dtype of the training weights; on the wire and in vLLM too, without generate_config.compress_reshard."""
     micro_batch_size: Count = 1
     """Sequences per micro batch."""
     seq_length: Tokens = 1024
     """Most tokens of a row in training; shorter batches stay as they are."""
     seed: Seed = 1234
-    """Of weight initialisation."""
+    """Seed of weight initialisation."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What the backward pass computes again in place of keeping it: full, whole layers; selective, recompute_modules.
     Default: nothing; attention scores on a GPU without Transformer Engine."""
@@ -196,7 +328,7 @@ class GenerateConfig(Section):
     compression_dtype: Dtype = "bfloat16"
     """See compress_reshard; narrower than params_dtype."""
     dtype: Dtype | None = None
-    """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
+    """Dtype of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
     max_model_len: Annotated[Annotated[int, Number, Field(ge=2, le=2**30)] | None, OF_VLLM] = None
     """Longest prompt plus completion, in tokens; default: the model's."""
     max_num_seqs: Annotated[Count, OF_VLLM] = 256
@@ -209,7 +341,7 @@ class GenerateConfig(Section):
     kv_cache_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
     seed: Annotated[Seed, OF_VLLM] = 0
-    """Of vLLM's sampler; replica d samples with seed + d."""
+    """Seed of vLLM's sampler; replica d samples with seed + d."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
     vllm: EngineArguments = NOTHING
@@ -264,8 +396,8 @@ class GenerateConfig(Section):
         names = (name for name, key in type(self).model_fields.items() if OF_VLLM in key.metadata)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def wire_dtype(self, params_dtype: Dtype) -> Dtype:
-        """In which weights of training dtype `params_dtype` arrive at vLLM."""
+    def served_dtype(self, params_dtype: Dtype) -> Dtype:
+        """The dtype in which vLLM receives weights of training dtype `params_dtype`."""
         return self.compression_dtype if self.compress_reshard else params_dtype
 
 
@@ -281,11 +413,11 @@ class CriticConfig(Section):
     pipeline_model_parallel_layout: StageLayout | None = None
     """Stages of a model of its own, in Megatron's notation, as many as the actor's; default: even ones."""
     params_dtype: Dtype | None = None
-    """Of the weights; values are float32."""
+    """Dtype of the weights; values are float32."""
     micro_batch_size: Count | None = None
     """Sequences per micro batch."""
     seed: Seed | None = None
-    """Of weight initialisation, but for the head, which begins with zeros."""
+    """Seed of weight initialisation, but for the head, which begins with zeros."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """As `actor_config.optimizer`."""
     offload: bool = True
@@ -315,9 +447,9 @@ class HybridConfig(Section):
     refused. Activations and KV cache are beside it. Default: not checked."""
 
     @property
-    def wire_dtype(self) -> Dtype:
-        """In which weights arrive at vLLM."""
-        return self.generate_config.wire_dtype(self.actor_config.params_dtype)
+    def served_dtype(self) -> Dtype:
+        """The dtype in which vLLM receives weights."""
+        return self.generate_config.served_dtype(self.actor_config.params_dtype)
 
     def train_sizes(self, world_size: int) -> TrainParallelism | ShardedParallelism:
         """The training side's sizes on `world_size` ranks, whoever trains."""

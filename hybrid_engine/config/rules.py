@@ -1,4 +1,4 @@
-"""What a rule of the configuration is, what it looks at, and how those of parallel sizes become some.
+"""Rules of the configuration, the contexts they read, and the conversion of rules of parallel sizes.
 
 A rule of training looks at a `TrainingContext`, a rule of inference at a `JobContext`, which has both sides.
 """
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
-from hybrid_engine.config.keys import ActorConfig, GenerateConfig, HybridConfig
-from hybrid_engine.config.values import Dtype
+from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig, HybridConfig
 from hybrid_engine.errors import Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import SizeRule
@@ -51,16 +50,16 @@ class JobContext(TrainingContext):
         return self.generate.sizes(self.world_size)
 
     @property
-    def wire_dtype(self) -> Dtype:
-        """In which weights arrive at vLLM."""
-        return self.generate.wire_dtype(self.actor.params_dtype)
+    def served_dtype(self) -> Dtype:
+        """The dtype in which vLLM receives weights."""
+        return self.generate.served_dtype(self.actor.params_dtype)
 
 
 Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
 Computing = Literal["", "here", "anywhere"]
 Finding = tuple[str, str]
-"""What is wrong, and what to do about it."""
+"""Problem and remedy."""
 
 
 @dataclass(frozen=True)

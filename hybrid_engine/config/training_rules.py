@@ -1,26 +1,37 @@
-"""Rules of `actor_config` and the model: of any trainer, and of Megatron; recomputation and learning-rate schedule."""
+"""Rules of `actor_config` and the model: of any trainer, of Megatron with its overrides, and of FSDP2."""
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import importlib.metadata
+import json
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
 
-from hybrid_engine.config.keys import LoraConfig
-from hybrid_engine.config.optimizer_keys import OptimizerConfig
+import pydantic
+
+from hybrid_engine.config.keys import ActorConfig, Dtype, FsdpConfig, LoraConfig, OptimizerConfig, Section
 from hybrid_engine.config.rules import Constraint, Finding, TrainingContext, constraint, size_constraints
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import parameters_of
 from hybrid_engine.layouts.size_rules import TRAIN_RULES
 from hybrid_engine.layouts.stages import chunks_of, split_violations
 from hybrid_engine.models.table import ModelTable
 
+if TYPE_CHECKING:
+    from megatron_patches.review import DeclaredFields
+
 TRAINING: list[Constraint[TrainingContext]] = []
-"""Whoever trains."""
+"""Rules of any trainer."""
 MEGATRON: list[Constraint[TrainingContext]] = []
-"""Where Megatron does."""
+"""Rules where Megatron trains."""
 
 
 @constraint(MEGATRON, "model", "build_model() implements everything that config.json asks for.", computing="here")
@@ -62,7 +73,7 @@ def _expert_tensor_alone(context: TrainingContext) -> Iterator[Finding]:
 
 
 def _megatron_core_version() -> str:
-    """Of the megatron-core that is imported, else of the one that is installed; empty without one."""
+    """Version of the imported megatron-core, else of the installed one; empty without one."""
     if (core := sys.modules.get("megatron.core")) is not None:
         return core.__version__
     try:
@@ -177,15 +188,16 @@ def _with_adapters(name: str, lora: LoraConfig | None) -> list[str]:
     return [f"{module}.{part}.weight" for part in ("to_wrap", "adapter.linear_in", "adapter.linear_out")]
 
 
-@constraint(MEGATRON, "actor_config.overlap_param_gather", "overlap_param_gather needs use_distributed_optimizer.")
-def _gather_needs_distributed_optimizer(context: TrainingContext) -> Iterator[Finding]:
-    if context.actor.overlap_param_gather and not context.actor.use_distributed_optimizer:
+@constraint(
+    MEGATRON,
+    "actor_config.overlap_param_gather",
+    "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce.",
+)
+def _overlapped_gather(context: TrainingContext) -> Iterator[Finding]:
+    actor = context.actor
+    if actor.overlap_param_gather and not actor.use_distributed_optimizer:
         yield "only the distributed optimizer gathers parameters", "Set use_distributed_optimizer to true"
-
-
-@constraint(MEGATRON, "actor_config.overlap_param_gather", "overlap_param_gather needs overlap_grad_reduce.")
-def _gather_needs_overlapped_reduction(context: TrainingContext) -> Iterator[Finding]:
-    if context.actor.overlap_param_gather and not context.actor.overlap_grad_reduce:
+    if actor.overlap_param_gather and not actor.overlap_grad_reduce:
         problem = "Megatron overlaps the gather only if it overlaps the gradient reduction too"
         yield problem, "Set overlap_grad_reduce to true"
 
@@ -270,7 +282,7 @@ def _recomputed_modules(context: TrainingContext) -> Iterator[Violation]:
             yield Violation("actor_config.recompute_modules", problem, "Leave it out")
 
 
-RECOMPUTATION: list[Constraint[TrainingContext]] = [
+MEGATRON += [
     Constraint(
         _GRANULARITY,
         "recompute_granularity full needs recompute_method and recompute_num_layers; recompute_modules go with "
@@ -340,7 +352,7 @@ def _weight_decay_findings(optimizer: OptimizerConfig) -> Iterator[_Finding]:
         yield "weight_decay_incr_steps", f"weight_decay_incr_style {style} needs it", "Set it, or lr_decay_steps"
 
 
-SCHEDULE: list[Constraint[TrainingContext]] = [
+TRAINING += [
     Constraint(
         "actor_config.optimizer.schedule",
         "A schedule's warm-up and decays fit into lr_decay_steps; no learning rate is above optimizer.lr; weight decay "
@@ -348,5 +360,193 @@ SCHEDULE: list[Constraint[TrainingContext]] = [
         _schedule,
     ),
 ]
-ANY_TRAINER = (*TRAINING, *SCHEDULE)
-"""All rules of `actor_config` that are any trainer's."""
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+CLASSES: Final = {
+    "transformer": "TransformerConfig",
+    "optimizer": "OptimizerConfig",
+    "ddp": "DistributedDataParallelConfig",
+}
+"""Key of `actor_config.overrides` -> megatron-core's class."""
+
+_KEYS: Final = {
+    **dict.fromkeys(("bf16", "fp16", "pipeline_dtype"), "actor_config.params_dtype"),
+    "is_hybrid_model": "actor_config.hybrid_layer_pattern",
+    "min_lr": "actor_config.optimizer.schedule.min_lr",
+}
+"""Fields that another key of ours decides, by another name."""
+
+_SET_HERE: Final = {
+    "optimizer": "Adam is what is built, offloaded and saved here",
+    "batch_p2p_comm": "it follows from the pipeline's schedule",
+    "overlap_p2p_comm": "it follows from the pipeline's schedule",
+    "calculate_per_token_loss": "TrainEngine takes the mean that a loss function returns",
+    "num_distributed_optimizer_instances": "process groups are made for one",
+    "overlap_moe_expert_parallel_comm": "TrainEngine runs a micro batch as a whole",
+    "overlap_param_gather_with_optimizer_step": "TrainEngine builds one optimizer for all chunks",
+    "tp_comm_overlap": "its buffers are made by Megatron-LM's initialize_megatron, which does not run here",
+    "qk_clip": "TrainEngine takes no steps after those of the optimizer",
+}
+"""Fields that TrainEngine builds on."""
+
+
+@cache
+def _declared() -> DeclaredFields | None:
+    """Fields of the installed megatron-core; None without one, or without torch: nothing can be trained there."""
+    if find_spec("torch") is None:
+        return None
+    from megatron_patches.review import declared_fields
+
+    return declared_fields() or None
+
+
+def _overrides(context: TrainingContext) -> Iterator[Violation]:
+    for part in CLASSES:
+        for name, value in getattr(context.actor.overrides, part).items():
+            if (declared := _declared()) is not None and (found := _override_finding(part, name, value, declared)):
+                yield Violation(f"actor_config.overrides.{part}.{name}", *found)
+
+
+def _override_finding(part: str, name: str, value: pydantic.JsonValue, declared: DeclaredFields) -> Finding | None:
+    """Why `value` is none for megatron-core's field `name`, and what to do; None where it may be set."""
+    from megatron_patches.review import FUNCTION_FIELDS, READ_OFF_THE_MODEL, refusal
+
+    section = CLASSES[part]
+    if (field := declared.get((section, name))) is None:
+        close = nearest(name, [known for owner, known in declared if owner == section])
+        problem = f"{section} of the installed megatron-core has no such field"
+        return problem, f"Did you mean {close}" if close else "Leave it out"
+    if name in _SET_HERE:
+        return _SET_HERE[name], "Leave it out"
+    if key := _own_key(part, name):
+        return "a key of its own decides it", f"Use {key}"
+    if part == "transformer" and name in FUNCTION_FIELDS:
+        return "it follows from the model, whose config.json vLLM goes by, too", "Leave it out, or change config.json"
+    if part == "transformer" and name in READ_OFF_THE_MODEL:  # `plan`, the other rules and the live model would differ
+        return "it decides how weights are laid out, which follows from the model and from other keys", "Leave it out"
+    if wrong := type_problem(value, field.type, field.default):
+        quoted = isinstance(value, str) and re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", value)
+        remedy = "YAML takes 1e-5 and quoted numbers for text; write 1.0e-5" if quoted else "Correct the value"
+        return f"{shortened(value)}: {wrong}", remedy
+    if refused := refusal(section, name, value):
+        return refused.problem, refused.remedy
+    return None
+
+
+def _own_key(part: str, field: str) -> str | None:
+    """The key of ours that decides a field."""
+    if part == "optimizer" and field in OptimizerConfig.model_fields:
+        return f"actor_config.optimizer.{field}"
+    return f"actor_config.{field}" if field in ActorConfig.model_fields else _KEYS.get(field)
+
+
+def type_problem(value: pydantic.JsonValue, annotation: Any, default: object) -> str | None:
+    """Return why `value` is invalid for a field of this type and default; None if it is valid.
+
+    A configuration file names dtypes, and the members of an enum.
+    """
+    options = list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
+    options += [None] if default is None else []  # also where the annotation forgets to say so
+    named = {option: _names_of(option) for option in options}
+    kinds = [Literal[tuple(names)] if (names := named[option]) else option for option in options]
+    config = pydantic.ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+    expected: Any = Union[tuple(kinds)]  # noqa: UP007  # of a list
+    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(expected, config=config)
+    try:
+        adapter.validate_json(json.dumps(value), strict=True)  # JSON: a list may stand for a tuple
+    except pydantic.ValidationError as error:
+        return "; ".join(dict.fromkeys(found["msg"] for found in error.errors(include_url=False)))
+    return None
+
+
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """Names by which a configuration file gives values of a dtype or an enum; none for other types."""
+    if isinstance(kind, enum.EnumType):
+        return tuple(kind.__members__)
+    is_dtype = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}" == "torch.dtype"
+    return get_args(Dtype) if is_dtype else ()
+
+
+MEGATRON.append(
+    Constraint(
+        "actor_config.overrides",
+        "overrides are fields of the installed megatron-core's configuration classes, with values of their types, that "
+        "go with a switch and that neither the model, the layout nor another key decides.",
+        _overrides,
+    )
+)
+
+
+@constraint(
+    MEGATRON,
+    "actor_config.overrides",
+    "With EP > 1, moe_token_dispatcher_type is not allgather.",
+    computing="here",
+)
+def _dispatched(context: TrainingContext) -> Iterator[Finding]:
+    ep, dispatcher = context.train_sizes.expert, context.actor.overrides.transformer.get("moe_token_dispatcher_type")
+    if ep > 1 and dispatcher == "allgather":
+        problem = f"allgather with EP {ep}: it takes as many tokens from every rank, but each cuts its own padding"
+        yield problem, "Use alltoall, which exchanges counts"
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+_OF_ANY_TRAINER = frozenset({"params_dtype", "micro_batch_size", "seq_length", "seed", "optimizer", "fsdp"})
+"""Keys of `actor_config` that are not Megatron's alone."""
+
+
+def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
+    for key, field in ActorConfig.model_fields.items():
+        value = getattr(context.actor, key)
+        if key not in _OF_ANY_TRAINER and value != field.default:
+            shown = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
+            problem = f"{shortened(shown)}, but this key is Megatron's, and with actor_config.fsdp FSDP2 trains"
+            yield Violation(f"actor_config.{key}", problem, "Leave one of them out")
+
+
+FSDP: list[Constraint[TrainingContext]] = [
+    Constraint("actor_config.fsdp", "Beside fsdp, keys that only Megatron has are left out.", _megatron_keys)
+]
+
+
+def replica_findings(fsdp: FsdpConfig, world_size: int) -> Iterator[Finding]:
+    """Find faults in the number of replicas."""
+    if world_size % fsdp.replicas:
+        yield f"{fsdp.replicas} do not divide {world_size} ranks", "Use a divisor"
+    if (fsdp.replicas > 1) != (fsdp.sharding_strategy == "HYBRID_SHARD"):
+        problem = f"{fsdp.replicas} with sharding_strategy {fsdp.sharding_strategy}"
+        yield problem, "Use HYBRID_SHARD and 2 or more, or neither"
+
+
+@constraint(
+    FSDP,
+    "actor_config.fsdp.replicas",
+    "replicas divides the number of ranks, and is more than 1 with HYBRID_SHARD and only then.",
+)
+def _replicas(context: TrainingContext) -> Iterator[Finding]:
+    if context.actor.fsdp is not None:
+        yield from replica_findings(context.actor.fsdp, context.world_size)
+
+
+@constraint(
+    FSDP,
+    "actor_config.params_dtype",
+    "With fsdp, params_dtype is float32: the optimizer steps on the parameters themselves.",
+    computing="here",
+)
+def _params_dtype(context: TrainingContext) -> Iterator[Finding]:
+    if context.actor.params_dtype != "float32":
+        problem = f"{context.actor.params_dtype} would round small updates away: FSDP2 keeps no other copy"
+        yield problem, "Set float32; fsdp.mixed_precision is what layers compute in, compress_reshard what is sent"
+
+
+@constraint(
+    FSDP,
+    "actor_config.fsdp.mixed_precision",
+    "mixed_precision is not fp16: losses are not scaled.",
+    computing="here",
+)
+def _mixed_precision(context: TrainingContext) -> Iterator[Finding]:
+    if context.actor.fsdp is not None and context.actor.fsdp.mixed_precision == "fp16":
+        yield "fp16: gradients would underflow, for losses are not scaled", "Use bf16"

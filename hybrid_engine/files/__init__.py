@@ -1,9 +1,10 @@
 """Files: what users write is read safely, and what the engine writes survives a kill, a power cut and a full disk.
 
 documents.py   YAML and JSON files of users: limits, and errors that name the file
-durable.py     atomic writes, appended lines, directories that are replaced as a whole, checksums; `naming` turns
-               errors into FileError
+durable.py     atomic writes, appended lines, directories that are replaced as a whole; `naming` turns errors into
+               FileError
+checksums.py   of a directory's files, in a file beside them
 model_files.py which files a Hugging Face model consists of
 hub.py         a model's directory, by path or by its id on the Hub
-scratch.py     temporary directories that do not outlive their process
+scratch.py     temporary directories, and an end by SIGTERM that removes them
 """

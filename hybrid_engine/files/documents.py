@@ -1,7 +1,4 @@
-"""Reads the YAML and JSON files of users: returns a value, or raises a ConfigError that names the file.
-
-A malicious or broken file costs no more than a valid one: size, depth and the expansion of aliases are limited.
-"""
+"""Reads the YAML and JSON files of users: returns a value, or raises a ConfigError that names the file."""
 
 from __future__ import annotations
 
@@ -12,21 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
-
-if TYPE_CHECKING:
-    import yaml
 
 MOST_YAML_BYTES = 256 * 1024
 MOST_JSON_BYTES = 16 * 1024**2
 MOST_BYTES = 1024**3
 """Of a file of lines."""
-MOST_VALUES = 100_000
-"""In a YAML file, with aliases expanded."""
-MOST_DEPTH = 50
-
 _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What the parsers raise, beside their own errors, for invalid texts: `!!bool x`, `!!int ""`, [[[[…"""
 
@@ -34,8 +24,10 @@ _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError
 def given_path(path: object, key: str) -> Path:
     """A path that a call is given, its `~` a home directory as in a shell. Raises ArgumentError for what is no path."""
     with suppress(RuntimeError):  # nobody has the name after the ~
-        if isinstance(path, str | os.PathLike) and isinstance(name := os.fspath(path), str) and name:
-            return Path(name).expanduser()
+        if isinstance(path, str | os.PathLike):
+            name = os.fspath(path)
+            if isinstance(name, str) and name and "\0" not in name:
+                return Path(name).expanduser()
     raise ArgumentError([Violation(key, f"{shortened(path)} is not a path", "Pass a string or a pathlib.Path")])
 
 
@@ -71,19 +63,20 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     """Return the mapping in a YAML file. Raises ConfigError under `key`."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that a mapping has twice, which YAML forbids and its reader overlooks."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = Counter(name.value for name, _ in node.value if name.value != "<<")
+            if repeated := next((name for name, count in keys.items() if count > 1), None):
+                raise ValueError(f"{shortened(repeated)} is there twice (line {node.start_mark.line + 1} and below)")
+            return super().construct_mapping(node, deep)
+
     text = read_text(path, key, remedy, MOST_YAML_BYTES)
-    loader = yaml.SafeLoader("")
     try:
-        loader = yaml.SafeLoader(text)  # looks at the text's characters
-        node = loader.get_single_node()
-        problem = None if node is None else _excess(node)
-        value = None if node is None or problem else loader.construct_document(node)
+        value = yaml.load(text, Loader)
     except (yaml.YAMLError, *_NO_VALUE) as error:
         raise ConfigError([Violation(key, f"{path} is not YAML: {_reason(error)}", "Correct the file")]) from None
-    finally:
-        loader.dispose()
-    if problem:
-        raise ConfigError([Violation(key, f"{path}: {problem}", "Write the values themselves")])
     return _mapping(value, path, key)
 
 
@@ -144,51 +137,3 @@ def _reason(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error) or type(error).__name__
     return clipped(problem) + ("" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})")
-
-
-def _excess(root: yaml.Node) -> str | None:
-    """Return why the document under `root` is too large, or None. Visits each node once, whatever its aliases.
-
-    Raises ValueError where a mapping has a key twice.
-    """
-    sizes: dict[int, int] = {}
-    open_nodes: set[int] = set()
-
-    def size(node: yaml.Node) -> int:
-        if id(node) in sizes:
-            return sizes[id(node)]
-        if id(node) in open_nodes:
-            raise OverflowError("an alias refers to a value that contains it")
-        if len(open_nodes) >= MOST_DEPTH:
-            raise OverflowError(f"values are nested more than {MOST_DEPTH} deep")
-        if repeated := _repeated_key(node):
-            raise ValueError(f"{shortened(repeated)} is there twice (line {node.start_mark.line + 1} and below)")
-        open_nodes.add(id(node))
-        total = 1 + sum(map(size, _children(node)))
-        open_nodes.remove(id(node))
-        sizes[id(node)] = total
-        if total > MOST_VALUES:
-            raise OverflowError(f"it has more than {MOST_VALUES} values when aliases are expanded")
-        return total
-
-    try:
-        size(root)
-    except OverflowError as error:
-        return str(error)
-    return None
-
-
-def _repeated_key(node: yaml.Node) -> str | None:
-    """A key that a mapping has twice, which YAML forbids and its reader overlooks. `<<` merges, any number of times."""
-    import yaml
-
-    if not isinstance(node, yaml.MappingNode):
-        return None
-    keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
-    return next((key for key, count in keys.items() if count > 1), None)
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node.value, str):
-        return []
-    return [child for item in node.value for child in (item if isinstance(item, tuple) else (item,))]

@@ -1,4 +1,4 @@
-"""What every rank holds, computed from a model's name table and parallel sizes alone: no device, no weights, no engine.
+"""The contents of every rank, computed from a name table and parallel sizes alone: no device, no weights, no engine.
 
     TrainParallelism, ModelTable      --training_side-->    SideLayout (Megatron's)
     InferenceParallelism, ModelTable  --inference_side-->   SideLayout (vLLM's)
@@ -7,15 +7,12 @@
 
     parallelism.py  parallel sizes of both sides, with all their names; which rank is at which place
     size_rules.py   what the sizes must satisfy for a model
-    stages.py       which layers megatron-core builds on which pipeline stage and virtual chunk
-    hybrid_pattern.py  the same for a HybridModel, whose layers are attention or MLP alone
+    stages.py       which layers megatron-core builds on which pipeline stage and virtual chunk, of a HybridModel too
     parameters.py   every parameter that a name table speaks of
     training.py     Megatron's side
     sharded.py      FSDP2's side, and what a rank holds of a tensor that is packed in a sharded parameter
-    inference.py    vLLM's side
-    memory_peaks.py bytes on device and host
-    memory_plan.py  what each phase of a job keeps on the devices, models beside the actor included
-    differences.py  whether a computed layout is the one that an engine has
+    inference.py    vLLM's side, and whether it is what vLLM really holds
+    memory.py       bytes on device and host: peaks of a switch, phases of a job with all its models
 
 Used for the order of ranks (assembly.py), for the rules of the configuration (config/) and by `plan` (advisor/). Tests
 compare these layouts with what the live engines' adaptors say.

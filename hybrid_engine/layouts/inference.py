@@ -17,9 +17,9 @@ from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
-from hybrid_engine.records.owners import BoxOwners
-from hybrid_engine.records.regions import contiguous_strides
+from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.regions import Region, contiguous_strides, subtract_all
 
 
 def stage_bounds(num_layers: int, stages: int) -> list[int]:
@@ -36,7 +36,7 @@ def expert_bounds(num_experts: int, blocks: int) -> list[int]:
 
 
 def inference_side(table: ModelTable, parallelism: InferenceParallelism, dtype: str = "bfloat16") -> SideLayout:
-    """What vLLM holds of every tensor, on all ranks; each box is a buffer of its own, grouped as Megatron's parameters.
+    """Return vLLM's part of every tensor, on all ranks; each box is its own buffer, grouped as Megatron's parameters.
 
     Raises ConfigError with every violation.
     """
@@ -193,3 +193,20 @@ def _lengths(
     for span in spans:
         if span.tensor.format(**parameter.indices) == tensor:
             yield span.start, length
+
+
+def differences(computed: Layout, real: Layout) -> list[str]:
+    """Tensors of which two layouts hold different elements, in whatever pieces, places and buffers; sorted."""
+    ours, theirs = _regions(computed), _regions(real)
+    return sorted(name for name in ours.keys() | theirs.keys() if not _same(ours.get(name, []), theirs.get(name, [])))
+
+
+def _regions(layout: Layout) -> dict[str, list[Region]]:
+    regions: dict[str, list[Region]] = {}
+    for shard in layout.shards:
+        regions.setdefault(shard.region.tensor, []).append(shard.region)
+    return regions
+
+
+def _same(one: list[Region], other: list[Region]) -> bool:
+    return set(one) == set(other) or not (subtract_all(one, other) or subtract_all(other, one))

@@ -8,7 +8,7 @@ Whoever needs another name of a size derives it from here, by `sizes_of` or `nam
 
     config/keys.py, config/rules.py         values from the configuration; the key of what breaks a rule
     megatron_script/script_settings.py      Megatron-LM's arguments
-    trainer/megatron/parallel_groups.py    process groups
+    trainer/megatron/build.py              process groups
     backends/megatron/megatron_config.py    TransformerConfig
     backends/vllm/arguments.py              arguments of vllm.LLM
     verification/cases.py                   the configuration of a case
@@ -32,7 +32,7 @@ import numpy as np
 from hybrid_engine.models.packing import Over
 
 LARGEST_SIZE = 2**20
-"""Of any parallel size; far beyond any job, and small enough that nothing which is made of it overflows."""
+"""Upper limit of any parallel size; far beyond any job, and small enough that nothing computed from it overflows."""
 
 
 Naming = Literal["key", "script", "groups", "model", "vllm"]

@@ -15,8 +15,7 @@ import numpy as np
 from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
-from hybrid_engine.records.owners import BoxOwners
+from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
 from hybrid_engine.records.regions import StridedView, boxes_of_copy, contiguous_strides
 
 
@@ -30,7 +29,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class PackedModel:
-    """What a sharded trainer has, before it is sharded.
+    """The tensors of a sharded trainer, before it is sharded.
 
     Attributes:
         tensors: canonical name -> where it lies.
@@ -69,7 +68,7 @@ class LocalBox:
 
 
 def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterator[LocalBox]:
-    """What a rank holds of a canonical tensor.
+    """Yield the boxes of a canonical tensor that a rank holds.
 
     Args:
         packed: the canonical tensor, as a view of the whole parameter.

@@ -1,6 +1,6 @@
-"""What parallel sizes must satisfy for a model: one record for each rule, with what is wrong and what to do about it.
+"""Constraints on parallel sizes for a model: one record for each rule, which finds the problem and the remedy.
 
-`training_side` and `inference_side` refuse whatever breaks a rule; config/rules.py takes the same records over,
+`training_side` and `inference_side` refuse sizes that break a rule; config/rules.py takes the same records over,
 under the keys of the configuration.
 """
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hybrid_engine.errors import Violation
-from hybrid_engine.layouts.hybrid_pattern import pattern_violations
 from hybrid_engine.layouts.parallelism import InferenceParallelism, Parallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.parameters import Parameter, packed_size, parameters_of
-from hybrid_engine.layouts.stages import UNEVEN, split_violations
+from hybrid_engine.layouts.stages import UNEVEN, pattern_violations, split_violations
 from hybrid_engine.models.packing import GateUp, Over, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 

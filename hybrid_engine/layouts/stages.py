@@ -2,7 +2,8 @@
 
 Source: megatron-core 0.16.1 (and the same to 0.19.2), `transformer_block.get_num_layers_to_build`, `transformer_layer.
 get_transformer_layer_offset`, `pipeline_parallel_layer_layout`, `multi_token_prediction.mtp_on_this_rank`,
-`transformer_block.TransformerBlock.has_final_layernorm_in_this_stage`.
+`transformer_block.TransformerBlock.has_final_layernorm_in_this_stage`; of a HybridModel, 0.19.2,
+`models/hybrid/hybrid_layer_allocation.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,35 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hybrid_engine.errors import Violation, clipped, shortened
-from hybrid_engine.layouts.hybrid_pattern import Share, hybrid_shares
 from hybrid_engine.layouts.parallelism import TrainParallelism
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
 _REPEATED = (re.compile(r"\(([^()]+)\)\*([0-9]+)"), re.compile(r"([^*()])\*([0-9]+)"))
 _MOST_LETTERS = 100_000
-"""Of a layout, repeats written out."""
+"""Limit of a layout's length with repeats written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The layers of one model chunk.
+
+    Attributes:
+        positions: of its layers among all of the model; from 0.
+        attention, mlp: the checkpoint's numbers of the layers whose attention, whose MLP or experts it has.
+        has_mtp: the MTP (multi-token prediction) layers.
+    """
+
+    positions: range
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+    has_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one model chunk has.
+    """The contents of one model chunk.
 
     Attributes:
         stage, virtual: pipeline stage; number of the chunk among those of the stage.
@@ -92,7 +107,7 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
 
 
 def _shares(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> list[Share]:
-    """What each chunk of a GPTModel has."""
+    """Return the layers of each chunk of a GPTModel."""
     shares, start = [], 0
     for kind in _contents(sizes, num_positions, num_mtp_layers):
         positions = range(start, start + kind.count(LAYER))
@@ -137,7 +152,7 @@ def split_violations(sizes: TrainParallelism, num_layers: int, num_mtp_layers: i
 
 
 def _contents(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> list[str]:
-    """What each chunk has, in the letters of Megatron's notation."""
+    """Return the contents of each chunk in the letters of Megatron's notation."""
     if sizes.pipeline_layout is not None:
         return parse_layout(sizes.pipeline_layout)
     virtual = sizes.virtual_pipeline or 1
@@ -159,31 +174,8 @@ def _stage_lengths(sizes: TrainParallelism, num_positions: int) -> list[int]:
     return lengths if last is None else [*lengths, last]
 
 
-class StageEnds(NamedTuple):
-    """Layers of the first and the last stage."""
-
-    first: int
-    last: int
-
-
-def uneven_ends(sizes: TrainParallelism, num_layers: int) -> StageEnds | None:
-    """Lengths of the two ends that leave equally long stages between them, at most half as long as an end.
-
-    None where there are no such, or where the split counts more than layers.
-    """
-    chunks, num_between = sizes.virtual_pipeline or 1, sizes.pipeline - 2
-    num_groups = num_layers // chunks  # every stage has whole groups, a layer for each of its virtual chunks
-    if num_layers % chunks or _num_counted(sizes) or num_between < (1 if chunks > 1 else 0):
-        return None
-    for between in (-(-num_groups // sizes.pipeline), num_groups // sizes.pipeline):
-        left = num_groups - between * num_between
-        if 2 <= left <= 4 * between:
-            return StageEnds(-(-left // 2) * chunks, left // 2 * chunks)
-    return None
-
-
 def _num_counted(sizes: TrainParallelism) -> int:
-    """What the split counts beside layers."""
+    """Number of embeddings and heads that the split counts as layers."""
     return sizes.account_for_embedding_in_pipeline_split + sizes.account_for_loss_in_pipeline_split
 
 
@@ -192,8 +184,6 @@ def _count_violations(sizes: TrainParallelism, num_positions: int) -> Iterator[V
     lengths, counted = _stage_lengths(sizes, num_positions), num_positions + _num_counted(sizes)
     if sum(lengths) != counted or min(lengths) < 0:
         key, ends, remedy = "pipeline", "", "Use a divisor, first/last stage sizes or a layout"
-        if (uneven := uneven_ends(sizes, num_positions)) is not None:
-            remedy = f"Give the first stage {uneven.first} and the last {uneven.last}, or use a divisor or a layout"
         if first is not None or last is not None:
             key, remedy = (_LAST if first is None else _FIRST), "Choose stages that add up"
             ends = f", {first or 'even'} in the first and {last or 'even'} in the last"
@@ -249,3 +239,98 @@ def _mtp_violations(chunks: Sequence[str], pipeline: int, num_mtp_layers: int) -
     if not is_together or numbers[0] < len(chunks) - pipeline or LAYER in whole[whole.index(MTP) :]:
         problem = "MTP layers (m) must be together in the last chunk of a stage, after all other layers"
         yield Violation("pipeline_layout", problem, "Move them to the end")
+
+
+# -- HybridModel: layers are attention or MLP alone ----------------------------------------------------------------
+
+# `*-*E|*-*-` is four layers of a checkpoint on two stages: each is an attention (`*`, latent `+`) and the MLP (`-`) or
+# experts (`E`) after it, with a position each. A stage may end between the two.
+_ATTENTION, _LATENT, _MLP, _EXPERTS, _PIPE = "*", "+", "-", "E", "|"
+_REFUSED = {
+    "M": "Mamba layers (M)",
+    "G": "gated delta net layers (G)",
+    "D": "sparse attention (D)",
+    "/": "multi-token prediction (/)",
+}
+_PATTERN = "hybrid_layer_pattern"
+
+
+def checkpoint_layers(pattern: str) -> list[int]:
+    """Return the checkpoint's number of the layer at every position. Raises ValueError for other kinds of layers."""
+    if problem := _pattern_problem(pattern):
+        raise ValueError(problem)
+    return [position // 2 for position in range(len(_symbols(pattern)))]
+
+
+def num_hybrid_chunks(pattern: str, pipeline: int) -> int:
+    """Chunks of each stage."""
+    return max(1, (pattern.count(_PIPE) + 1) // pipeline)
+
+
+def has_experts(pattern: str) -> list[bool]:
+    """Whether there are experts, by position."""
+    return [symbol == _EXPERTS for symbol in _symbols(pattern)]
+
+
+def hybrid_shares(pattern: str, pipeline: int) -> list[Share]:
+    """Shares of all chunks, in the order in which their layers run; without `|`, stages of equal length."""
+    length = len(pattern) // pipeline
+    even = [pattern[start : start + length] for start in range(0, len(pattern), length)]
+    shares, start = [], 0
+    for segment in pattern.split(_PIPE) if _PIPE in pattern else even:
+        positions = range(start, start + len(segment))
+        attention, mlp = (tuple(at // 2 for at in positions if at % 2 == half) for half in range(2))
+        shares.append(Share(positions, attention, mlp))
+        start = positions.stop
+    return shares
+
+
+def _pattern_problem(pattern: str) -> str | None:
+    """Why a pattern is none of pairs of attention and MLP; None if it is."""
+    symbols = _symbols(pattern)
+    if refused := [text for symbol, text in _REFUSED.items() if symbol in symbols]:
+        return f"{', '.join(refused)} in {shortened(pattern)}"
+    if not re.fullmatch(r"(?:[*+][-E])+", symbols):
+        return f"{shortened(pattern)} is not attention (* or +) and MLP (- or E) in turn, with | at the ends of stages"
+    return None
+
+
+def pattern_violations(
+    pattern: str, pipeline: int, virtual: int | None, experts: list[bool], has_latent: bool
+) -> Iterator[Violation]:
+    """Everything for which a pattern does not fit a model and its stages.
+
+    Args:
+        pipeline, virtual: numbers of stages, and of chunks for each where that is given.
+        experts: whether a layer of the checkpoint has experts, by layer.
+        has_latent: the model's attention is latent (MLA).
+    """
+    if problem := _pattern_problem(pattern):
+        yield Violation(_PATTERN, problem, "Use a GPTModel, or attention and MLP in turn")
+        return
+    symbols = _symbols(pattern)
+    attention = _LATENT if has_latent else _ATTENTION
+    expected = "".join(attention + (_EXPERTS if has else _MLP) for has in experts)
+    if len(symbols) != len(expected):
+        problem = f"{len(symbols) // 2} pairs of attention and MLP, the model has {len(experts)} layers"
+        yield Violation(_PATTERN, problem, "Name each layer once")
+    elif symbols != expected:
+        position = next(at for at, symbol in enumerate(symbols) if symbol != expected[at])
+        problem = f"{symbols[position]} at position {position}, where the model has {expected[position]}"
+        yield Violation(_PATTERN, problem, f"Write {shortened(expected)}, with | at the ends of stages")
+    num_segments = pattern.count(_PIPE) + 1
+    if num_segments == 1 and len(symbols) % pipeline:
+        problem = f"{len(symbols)} positions do not divide into {pipeline} stages"
+        yield Violation(_PATTERN, problem, "End every stage but the last with |")
+    elif num_segments > 1 and pipeline == 1:
+        problem = f"{num_segments} chunks without pipeline parallelism"
+        yield Violation(_PATTERN, problem, "Leave out |, or raise pipeline_model_parallel_size")
+    elif num_segments > 1 and num_segments % pipeline:
+        yield Violation(_PATTERN, f"{num_segments} chunks on {pipeline} stages", "Give every stage as many chunks")
+    elif virtual is not None and virtual != num_hybrid_chunks(pattern, pipeline):
+        problem = f"{virtual}, but the pattern has {num_hybrid_chunks(pattern, pipeline)} chunks for each stage"
+        yield Violation("virtual_pipeline", problem, "Leave it out, and end every chunk but the last with |")
+
+
+def _symbols(pattern: str) -> str:
+    return pattern.replace(_PIPE, "")

@@ -19,8 +19,7 @@ from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import Chunk, chunks_of
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
-from hybrid_engine.records.owners import BoxOwners
+from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
 from hybrid_engine.records.regions import contiguous_strides
 
 
@@ -105,7 +104,7 @@ class _TrainingSide:
         return _Pieces([tuple(pieces) for pieces in by_tensor.values()], ranks, math.prod(local_shape))
 
     def _local_shape(self, parameter: Parameter, num_parts: int) -> Shape:
-        """Of one rank's parameter, as Megatron allocates it."""
+        """Return the shape of one rank's parameter, as Megatron allocates it."""
         packing, shape = parameter.packing, self._table.shapes[parameter.tensors[0]]
         size = packed_size(packing, self._table.shapes, parameter.tensors)
         if isinstance(packing, Vocabulary):

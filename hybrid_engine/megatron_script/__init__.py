@@ -1,9 +1,8 @@
 """`--enable-resharding` of Megatron-LM's own scripts: vLLM beside a model that Megatron builds, loads and trains.
 
     megatron_patches.script calls
-      make_engine(script)    ->   script_engine.py     ScriptEngine: the order of events
+      make_engine(script)    ->   script_engine.py     ScriptEngine: the order of events; samples and timings
       engine.attach, switch         script_settings.py   Megatron's arguments + YAML -> HybridConfig, all checked
-                                    journal.py           samples, timings, Megatron's timers and writers
 
 The engines are put together as by `hybrid_engine.attach`, in attaching/, which also compares Megatron's model with the
 Hugging Face config; they are switched by switch/, as everywhere. Registered as an entry point of the

@@ -29,8 +29,7 @@ from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.arguments import ReshardingOptions
-from megatron_patches.engines import MegatronScript
+from megatron_patches.engines import MegatronScript, ReshardingOptions
 from megatron_patches.review import argument_refusals
 
 _Value = TypeVar("_Value")
@@ -163,7 +162,7 @@ def _refused_by_core(args: Namespace, transformer_config: Any) -> list[Violation
 
 def _cannot_generate(config: HybridConfig, world_size: int) -> Iterator[Violation]:
     """Why there could be no completions of the prompts; the weights arrive all the same."""
-    from hybrid_engine.backends.vllm.feasibility import GENERATING_LAYOUT, generation_problem
+    from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if problem := generation_problem(config.generate_config.sizes(world_size), device_type):

@@ -1,8 +1,8 @@
 """The calls of the CUDA driver's virtual memory API that elastic buffers need, each checked.
 
 Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
-chapter of the driver API. **Never run on a GPU yet**: the tests drive it with a model of the driver on the CPU
-(tests/harness/fake_cuda_driver.py), and tests/gpu and the tests marked gpu wait for a machine with one.
+chapter of the driver API. **Never run on a GPU yet**: the tests run it with the real bindings over a driver whose
+memory is the host's (tests/harness/libcuda.c); tests/gpu and the tests marked gpu wait for a machine with one.
 
 The rules that the callers keep:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole
@@ -32,8 +32,8 @@ class CudaDriver:
 
     def __init__(self, api: Any, device: torch.device) -> None:
         """Args:
-        api: the module `cuda.bindings.driver`, or the tests' model of it.
-        device: where tensors over the memory are; with the tests' model the CPU.
+        api: the module `cuda.bindings.driver`.
+        device: where tensors over the memory are; with the tests' driver the CPU.
         """
         self._api = api
         self.device = device

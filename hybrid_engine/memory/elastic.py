@@ -25,8 +25,7 @@ import torch
 
 from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
-from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory
-from hybrid_engine.memory.device_peers import DevicePeer
+from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory, DevicePeer
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
 from hybrid_engine.records.layout import Extent
 
@@ -184,7 +183,7 @@ def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str 
 
 
 def reserve_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
-    """As `allocate_elastic`, but contents are undefined, and on CUDA there is no memory until `restore_elastic`."""
+    """Like `allocate_elastic`, but contents are undefined, and on CUDA there is no memory until `restore_elastic`."""
     device = torch.device(device)
     if device.type == "cpu" or numel == 0 or not is_elastic(device):
         return allocate_elastic(numel, dtype, device, kind)

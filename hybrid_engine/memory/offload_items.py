@@ -1,4 +1,4 @@
-"""What can be offloaded: items that an engine lists, and the storages behind them.
+"""Items to offload: those that an engine lists, and the storages behind them.
 
 items (views, with owner, kind and action)  ->  survey()  ->  storages, each once
                                                          `->  caches, which are only dropped
@@ -7,18 +7,64 @@ items (views, with owner, kind and action)  ->  survey()  ->  storages, each onc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal
 
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.copier import BackgroundCopy
+from hybrid_engine.memory.arena import BackgroundCopy
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
-from hybrid_engine.memory.spans import Spans
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.torch_internals import storage_id, wrapped_tensors
+
+_start, _stop = itemgetter(0), itemgetter(1)
+
+
+class Spans:
+    """Byte ranges [start, stop), sorted, disjoint and joined where they touch."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []  # one list, changed in one step: an exception leaves no half of it
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._spans.copy())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all ranges."""
+        return sum(stop - start for start, stop in self._spans)
+
+    def add(self, start: int, stop: int) -> tuple[int, int]:
+        """Add a range; return the range of the set in which it now lies. An empty one changes nothing."""
+        if start >= stop:
+            return start, start
+        low = bisect_left(self._spans, start, key=_stop)  # the first that ends at `start` or after it
+        high = bisect_right(self._spans, stop, key=_start)  # the first that begins after `stop`
+        if low < high:
+            start, stop = min(start, self._spans[low][0]), max(stop, self._spans[high - 1][1])
+        self._spans[low:high] = [(start, stop)]
+        return start, stop
+
+    def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the parts of [start, stop) that are in no range, in order."""
+        gaps: list[tuple[int, int]] = []
+        first, end = bisect_right(self._spans, start, key=_stop), bisect_left(self._spans, stop, key=_start)
+        for span_start, span_stop in self._spans[first:end]:
+            if start < span_start:
+                gaps.append((start, span_start))
+            start = span_stop
+        if start < stop:
+            gaps.append((start, stop))
+        return gaps
+
+    def clear(self) -> None:
+        """Remove all ranges."""
+        self._spans.clear()
+
 
 Kind = Literal["param", "grad", "optimizer"]
 Action = Literal["copy", "drop", "rebuild"]
@@ -58,21 +104,6 @@ class OffloadItem:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reached:
-    """A tensor that model or optimizer refers to, whether the inventory lists it or not.
-
-    Attributes:
-        owner: the path that leads to it.
-        tensor: any view.
-        stays: why it is left on the device on purpose; None if there is no reason.
-    """
-
-    owner: str
-    tensor: torch.Tensor
-    stays: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """Elements [start, stop) of a contiguous 1-D tensor; raises ValueError for anything else."""
 
@@ -90,7 +121,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """What one call moved.
+    """Bytes that one call moved.
 
     Attributes:
         nbytes: device bytes freed or taken again, by kind.
@@ -104,7 +135,7 @@ class OffloadReport:
 
 
 class Moved:
-    """What a running call has moved so far, by kind."""
+    """Bytes that a running call has moved so far, by kind."""
 
     def __init__(self, kinds: Iterable[Kind]) -> None:
         self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
@@ -364,6 +395,8 @@ class Saved:
 def reuse_places(storages: Iterable[Storage], saved: Mapping[int, Saved]) -> bool:
     """Keep the places in the arena, if all of these storages have one; what is there as it is now counts as copied."""
     copied = [storage for storage in storages if storage.action == "copy"]
+    # All or none: `lay_out` puts a storage without a place behind those of the last departure, which it does not know
+    # here, so one that is new, or of another size, might be laid over a place that was kept.
     if not all(each.key in saved and saved[each.key].nbytes == each.nbytes for each in copied):
         return False
     for storage in copied:

@@ -10,7 +10,6 @@
     onload(..., read_only=True)    expected not to be written: the next offload of the kind copies what was all the same
     onload(..., wait=False)        copies go on in the background; wait() completes them
     onload(..., limit=nbytes)      only what fits; the next onload brings the rest
-    residual()                     training bytes that are still on the device, by owner
 
 Memory is freed in one of two ways: a storage in an elastic buffer releases its pages and keeps its address; any other
 storage is resized to 0 bytes and back, so that every view stays valid but may be at a new address.
@@ -28,8 +27,7 @@ from typing import NoReturn
 import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError
-from hybrid_engine.memory.arena import Arena
-from hybrid_engine.memory.copier import Copier
+from hybrid_engine.memory.arena import Arena, Copier
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
@@ -37,8 +35,8 @@ from hybrid_engine.memory.offload_items import (
     OffloadItem,
     OffloadReport,
     Part,
-    Reached,
     Saved,
+    Spans,
     Storage,
     checked,
     elastic_ranges,
@@ -48,8 +46,6 @@ from hybrid_engine.memory.offload_items import (
     reuse_places,
     survey,
 )
-from hybrid_engine.memory.residual import Residual
-from hybrid_engine.memory.spans import Spans
 
 
 class Offloader:
@@ -64,20 +60,15 @@ class Offloader:
         inventory: lists the items.
         device: only tensors of this device type are moved, the others are on the host already (Adam's CPU step
             counters on a GPU job); default: cuda where there is one, else cpu.
-        reachable: everything that model and optimizer refer to, for `residual` and its warning; default: nothing
-            beyond the inventory.
     """
 
     def __init__(
         self,
         inventory: Callable[[], Iterable[OffloadItem]],
         device: torch.device | str | None = None,
-        *,
-        reachable: Callable[[], Iterable[Reached]] = tuple,
     ) -> None:
         self._device_type = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         self._inventory = inventory
-        self._residual = Residual(reachable, self._device_type)
         self._arenas: dict[Kind, Arena] = {kind: Arena() for kind in KINDS}
         self._copier = Copier()
         self._departed: dict[Kind, list[Storage]] = {}  # from their first part on, until all of the kind is back
@@ -120,12 +111,10 @@ class Offloader:
         except Exception as error:
             self._undo(to_move, error)
         self._offloaded.update({kind: object() for kind in to_move})
-        listed = found.keys()
         forget([item for item in found.caches if item.kind in requested], moved)
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        self._residual.warn(found.storages, [s for s in self._storages(KINDS) if s.is_away], listed)
         return moved.report()
 
     def begin_offload(self, kinds: Iterable[Kind] = KINDS) -> None:
@@ -234,12 +223,6 @@ class Offloader:
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
         return survey(self._inventory(), self._device_type).resident_nbytes()
-
-    def residual(self) -> dict[str, int]:
-        """Return the training bytes on the device by owner: of the inventory, of what is known to stay, and, marked
-        UNACCOUNTED, of everything else that model and optimizer refer to. Walks all of it: for checks and reports.
-        """
-        return self._residual.by_owner(survey(self._inventory(), self._device_type))
 
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""

@@ -124,7 +124,7 @@ def fused_mlp_rules(dims: ModelDims) -> tuple[Rule, ...]:
 
 
 def attention_shapes(dims: ModelDims, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> Shapes:
-    """Of one layer, without the layer's prefix."""
+    """Return the shapes of one layer's attention, by names without the layer's prefix."""
     hidden = dims.hidden_size
     rows = {"q": dims.num_heads * dims.head_dim, "k": dims.num_kv_heads * dims.head_dim}
     rows["v"] = rows["k"]
@@ -144,7 +144,7 @@ def attention_shapes(dims: ModelDims, *, qkv_bias: bool, output_bias: bool, qk_n
 def mlp_shapes(
     hidden: int, width: int, canonical: str = "mlp.", projections: Sequence[str] = PROJECTIONS, bias: bool = False
 ) -> Shapes:
-    """Of one gated MLP."""
+    """Return the shapes of one gated MLP."""
     shapes: Shapes = {}
     for projection, shape in zip(projections, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
         shapes[f"{canonical}{projection}.weight"] = shape
@@ -154,7 +154,7 @@ def mlp_shapes(
 
 
 def fused_mlp_shapes(dims: ModelDims) -> Shapes:
-    """Of `fused_mlp_rules`."""
+    """Return the shapes of what `fused_mlp_rules` packs."""
     hidden, ffn = dims.hidden_size, dims.ffn_hidden_size
     return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
 

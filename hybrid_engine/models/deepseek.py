@@ -30,58 +30,54 @@ from hybrid_engine.models.blocks import (
     outer_rules,
     output_rules,
 )
-from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes, num_experts
+from hybrid_engine.models.config_json import DeepseekV2, DeepseekV3
+from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes
 from hybrid_engine.models.packing import Replicated, Split
-from hybrid_engine.models.table import MTP_LAYER, ModelDims, ModelTable, Rule, Serving, in_layer
-from hybrid_engine.models.variants import Extras, rope_parameters
-
-Config = Mapping[str, Any]
+from hybrid_engine.models.table import MTP_LAYER, Extras, ModelDims, ModelTable, Rule, Serving, in_layer
 
 
-def deepseek_v2(config: Config) -> ModelTable:
+def deepseek_v2(config: DeepseekV2) -> ModelTable:
     """DeepSeek-V2 and V2-Lite: softmax over all experts, groups ranked by their best expert."""
     routing = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
-    method = config.get("topk_method", "greedy")
-    groups = config["n_group"] if method == "group_limited_greedy" else 1
-    not_built = [] if method in ("greedy", "group_limited_greedy") else [f"topk_method {method!r}"]
-    if config.get("norm_topk_prob"):
+    known = ("greedy", "group_limited_greedy")
+    not_built = [] if config.topk_method in known else [f"topk_method {config.topk_method!r}"]
+    if config.norm_topk_prob:
         not_built.append("norm_topk_prob true, which implementations of DeepSeek-V2 read differently")
-    return _table(config, _experts(config), routing, groups, 1, not_built)
+    return _table(config, _experts(config), routing, 1, not_built)
 
 
-def deepseek_v3(config: Config) -> ModelTable:
+def deepseek_v3(config: DeepseekV3) -> ModelTable:
     """DeepSeek-V3 and R1: sigmoid scores, a bias for choosing experts only, groups ranked by their top-2 experts."""
     routing = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    not_built = [] if config.get("norm_topk_prob", True) else ["norm_topk_prob false with sigmoid scores"]
-    if not config.get("rope_interleave", True):
+    not_built = [] if config.norm_topk_prob else ["norm_topk_prob false with sigmoid scores"]
+    if not config.rope_interleave:
         not_built.append("rope_interleave false")
-    experts = _experts(config, bias="gate.e_score_correction_bias")
-    return _table(config, experts, routing, config.get("n_group") or 1, 2, not_built)
+    return _table(config, _experts(config, bias="gate.e_score_correction_bias"), routing, 2, not_built)
 
 
-def _experts(config: Config, bias: str | None = None) -> Experts:
+def _experts(config: DeepseekV3, bias: str | None = None) -> Experts:
     return Experts(
-        num_experts(config),
-        config["moe_intermediate_size"],
-        config["num_experts_per_tok"],
+        config.expert_count,
+        config.moe_intermediate_size,
+        config.num_experts_per_tok,
         bias=bias,
-        shared_width=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+        shared_width=config.moe_intermediate_size * (config.n_shared_experts or 0),
     )
 
 
 def _table(
-    config: Config,
+    config: DeepseekV3,
     experts: Experts,
     routing: Mapping[str, Any],
-    num_groups: int,
     experts_per_group_score: int,
     not_built: list[str],
 ) -> ModelTable:
     sparse = _sparse_layers(config)
     dims = _dims(config, experts, sparse)
     mtp_layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
+    num_groups = config.num_groups
     if num_groups > 1:
-        routing = {**routing, "moe_router_num_groups": num_groups, "moe_router_group_topk": config["topk_group"]}
+        routing = {**routing, "moe_router_num_groups": num_groups, "moe_router_group_topk": config.topk_group}
     scores = experts_per_group_score if num_groups > 1 else None
     return ModelTable(
         dims=dims,
@@ -98,7 +94,7 @@ def _table(
             **_transformer(config, dims),
             **expert_settings(experts, sparse),
             **routing,
-            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
+            "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         },
         gpt={"position_embedding_type": "rope"},
         extras=Extras(experts_per_group_score=scores),
@@ -110,26 +106,26 @@ def _table(
     )
 
 
-def _sparse_layers(config: Config) -> list[bool]:
-    first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    return [layer >= first and layer % step == 0 for layer in range(config["num_hidden_layers"])]
+def _sparse_layers(config: DeepseekV3) -> list[bool]:
+    first, step = config.first_k_dense_replace, config.moe_layer_freq
+    return [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
 
 
-def _dims(config: Config, experts: Experts, sparse: list[bool]) -> ModelDims:
+def _dims(config: DeepseekV3, experts: Experts, sparse: list[bool]) -> ModelDims:
     """Every head has its own keys and values, made from the latent vector; `head_dim` is a query's."""
     return ModelDims(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=0 if all(sparse) else config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_attention_heads"],
-        head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-        latent_kv_size=config["kv_lora_rank"] + config["qk_rope_head_dim"],
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=0 if all(sparse) else config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        latent_kv_size=config.kv_lora_rank + config.qk_rope_head_dim,
+        tied_embeddings=bool(config.tie_word_embeddings),
         num_experts=experts.num,
         moe_ffn_hidden_size=experts.width,
-        num_mtp_layers=config.get("num_nextn_predict_layers") or 0,
+        num_mtp_layers=config.num_nextn_predict_layers or 0,
     )
 
 
@@ -157,7 +153,7 @@ def _attention_rules() -> tuple[Rule, ...]:
 
 
 def _mtp_rules() -> tuple[Rule, ...]:
-    """What a layer for multi-token prediction has around its transformer layer."""
+    """Rules of a multi-token prediction layer, without those of its transformer layer."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     return (
         *(
@@ -177,10 +173,10 @@ def _mtp_copies(layer: int, dims: ModelDims) -> dict[str, str]:
     }
 
 
-def _shapes(config: Config, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:
+def _shapes(config: DeepseekV3, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:
     hidden = dims.hidden_size
     common = {**_attention_shapes(config, dims), **norm_shapes(hidden)}
-    dense_mlp, sparse_mlp = mlp_shapes(hidden, config["intermediate_size"]), expert_shapes(experts, hidden)
+    dense_mlp, sparse_mlp = mlp_shapes(hidden, config.intermediate_size), expert_shapes(experts, hidden)
     shapes = model_shapes(dims, lambda layer: {**common, **(sparse_mlp if sparse[layer] else dense_mlp)})
     around = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
     mtp_layer = {**common, **sparse_mlp, **around, "shared_head.norm.weight": (hidden,)}
@@ -189,19 +185,19 @@ def _shapes(config: Config, dims: ModelDims, experts: Experts, sparse: list[bool
     return shapes
 
 
-def _attention_shapes(config: Config, dims: ModelDims) -> Shapes:
+def _attention_shapes(config: DeepseekV3, dims: ModelDims) -> Shapes:
     hidden, heads, query_rows = dims.hidden_size, dims.num_heads, dims.num_heads * dims.head_dim
-    q_rank, kv_rank = config.get("q_lora_rank"), config["kv_lora_rank"]
+    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
     query: Shapes = {"q_proj.weight": (query_rows, hidden)}
     if q_rank is not None:
         query = {"q_a_proj.weight": (q_rank, hidden), "q_a_layernorm.weight": (q_rank,)}
         query["q_b_proj.weight"] = (query_rows, q_rank)
     shapes = {
         **query,
-        "kv_a_proj_with_mqa.weight": (kv_rank + config["qk_rope_head_dim"], hidden),
+        "kv_a_proj_with_mqa.weight": (kv_rank + config.qk_rope_head_dim, hidden),
         "kv_a_layernorm.weight": (kv_rank,),
-        "kv_b_proj.weight": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), kv_rank),
-        "o_proj.weight": (hidden, heads * config["v_head_dim"]),
+        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), kv_rank),
+        "o_proj.weight": (hidden, heads * config.v_head_dim),
     }
     return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
@@ -214,8 +210,8 @@ def _bias_dtypes(experts: Experts, sparse: list[bool], mtp_layers: range) -> dic
     return {LAYER.format(layer=layer) + experts.block + experts.bias: "float32" for layer in layers}
 
 
-def _transformer(config: Config, dims: ModelDims) -> dict[str, Any]:
-    """What the architecture determines of MLATransformerConfig (see `ModelTable.transformer`).
+def _transformer(config: DeepseekV3, dims: ModelDims) -> dict[str, Any]:
+    """Settings of MLATransformerConfig that the architecture determines (see `ModelTable.transformer`).
 
     All norms get the config's epsilon, as in vLLM; transformers' norms of latent vectors always have 1e-6.
     """
@@ -223,16 +219,16 @@ def _transformer(config: Config, dims: ModelDims) -> dict[str, Any]:
         "multi_latent_attention": True,
         "num_layers": dims.num_layers,
         "hidden_size": dims.hidden_size,
-        "ffn_hidden_size": config["intermediate_size"],
+        "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": dims.num_heads,
-        "kv_channels": config["v_head_dim"],
-        "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": config["kv_lora_rank"],
-        "qk_head_dim": config["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
-        "v_head_dim": config["v_head_dim"],
+        "kv_channels": config.v_head_dim,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
         **_rotary(config),
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": config.rms_norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": "silu",
@@ -241,33 +237,32 @@ def _transformer(config: Config, dims: ModelDims) -> dict[str, Any]:
     }
 
 
-def _rotary(config: Config) -> dict[str, Any]:
+def _rotary(config: DeepseekV3) -> dict[str, Any]:
     """Rotary settings; DeepSeek stretches long contexts by YaRN (arXiv:2309.00071)."""
-    rope = rope_parameters(config)
-    base = {"rotary_base": rope.get("rope_theta") or 10000.0}
-    if rope["rope_type"] != "yarn":
-        return {"rope_type": "rope", **base}
+    rope = config.rope
+    if rope.kind != "yarn":
+        return {"rope_type": "rope", "rotary_base": rope.rope_theta}
     return {
         "rope_type": "yarn",
-        **base,
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 1.0,
-        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        "rotary_base": rope.rope_theta,
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast or 32,
+        "beta_slow": rope.beta_slow or 1,
+        "mscale": rope.mscale or 1.0,
+        "mscale_all_dim": rope.mscale_all_dim or 0.0,
     }
 
 
-def _not_built(config: Config) -> Iterator[str]:
-    rope = rope_parameters(config)
-    if rope["rope_type"] not in ("default", "yarn"):
-        yield f"rotary scaling of type {rope['rope_type']!r}"
-    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+def _not_built(config: DeepseekV3) -> Iterator[str]:
+    rope = config.rope
+    if rope.kind not in ("default", "yarn"):
+        yield f"rotary scaling of type {rope.kind!r}"
+    if bool(rope.mscale) != bool(rope.mscale_all_dim):
         yield "YaRN with only one of mscale and mscale_all_dim"
-    if rope.get("attention_factor") is not None or not rope.get("truncate", True):
+    if rope.attention_factor is not None or not rope.truncate:
         yield "YaRN with attention_factor or without truncate"
-    if config.get("attention_bias") or config.get("mlp_bias"):
+    if config.attention_bias or config.mlp_bias:
         yield "biases in attention or MLP"
-    if config.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act {config['hidden_act']!r}"
+    if config.hidden_act != "silu":
+        yield f"hidden_act {config.hidden_act!r}"

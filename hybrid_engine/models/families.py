@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_json
-from hybrid_engine.models import config_schema, deepseek, family_schemas, gemma, glm, gpt2, llama, moe
-from hybrid_engine.models.table import ModelTable, Table
+from hybrid_engine.models import config_json, deepseek, gpt2, llama, moe
+from hybrid_engine.models.table import ModelTable
 
 
 class Architecture(NamedTuple):
-    """What makes its table from config.json, and what config.json must say for that."""
+    """A function that makes a table, and the schema of config.json that it takes."""
 
-    table: Table
-    schema: type[config_schema.Schema]
+    table: Callable[[Any], ModelTable]
+    schema: type[config_json.Schema]
 
 
 TABLES: dict[str, Architecture] = {
-    "DeepseekV2ForCausalLM": Architecture(deepseek.deepseek_v2, family_schemas.DeepseekV2),
-    "DeepseekV3ForCausalLM": Architecture(deepseek.deepseek_v3, family_schemas.DeepseekV3),
-    "GPT2LMHeadModel": Architecture(gpt2.gpt2, family_schemas.Gpt2),
-    "Gemma2ForCausalLM": Architecture(gemma.gemma2, family_schemas.Gemma2),
-    "Gemma3ForCausalLM": Architecture(gemma.gemma3, family_schemas.Gemma3),
-    "Glm4ForCausalLM": Architecture(glm.glm4, family_schemas.Glm),
-    "GlmForCausalLM": Architecture(glm.glm, family_schemas.Glm),
-    "LlamaForCausalLM": Architecture(llama.llama, family_schemas.GroupedQuery),
-    "MixtralForCausalLM": Architecture(moe.mixtral, family_schemas.Mixtral),
-    "Qwen2ForCausalLM": Architecture(llama.qwen2, family_schemas.Qwen),
-    "Qwen2MoeForCausalLM": Architecture(moe.qwen2_moe, family_schemas.Qwen2Moe),
-    "Qwen3ForCausalLM": Architecture(llama.qwen3, family_schemas.Qwen3),
-    "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, family_schemas.Qwen3Moe),
+    "DeepseekV2ForCausalLM": Architecture(deepseek.deepseek_v2, config_json.DeepseekV2),
+    "DeepseekV3ForCausalLM": Architecture(deepseek.deepseek_v3, config_json.DeepseekV3),
+    "GPT2LMHeadModel": Architecture(gpt2.gpt2, config_json.Gpt2),
+    "Gemma2ForCausalLM": Architecture(llama.gemma2, config_json.Gemma2),
+    "Gemma3ForCausalLM": Architecture(llama.gemma3, config_json.Gemma3),
+    "Glm4ForCausalLM": Architecture(llama.glm4, config_json.Glm),
+    "GlmForCausalLM": Architecture(llama.glm, config_json.Glm),
+    "LlamaForCausalLM": Architecture(llama.llama, config_json.GroupedQuery),
+    "MixtralForCausalLM": Architecture(moe.mixtral, config_json.Mixtral),
+    "Qwen2ForCausalLM": Architecture(llama.qwen2, config_json.Qwen),
+    "Qwen2MoeForCausalLM": Architecture(moe.qwen2_moe, config_json.Qwen2Moe),
+    "Qwen3ForCausalLM": Architecture(llama.qwen3, config_json.Qwen3),
+    "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, config_json.Qwen3Moe),
 }
 """By an entry of config.json's `architectures`."""
 
@@ -50,7 +50,10 @@ def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> 
         ConfigError: with everything that is wrong in it; keys of the findings are its own.
     """
     source = clipped(str(source))
-    names = config_schema.architectures_of(config, source)
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problem = f"Input should be a list of names, found {shortened(names)}, in {source}"
+        raise ConfigError([Violation("architectures", problem, "Name one of transformers' model classes")])
     known_name = next((name for name in names if name in TABLES), None)
     if known_name is None:
         known = ", ".join(TABLES)
@@ -59,8 +62,7 @@ def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> 
             "A table is one file under hybrid_engine/models"
         )
     architecture = TABLES[known_name]
-    config_schema.require_valid(config, architecture.schema, source)
-    table = architecture.table({**architecture.schema.defaults(), **config})
+    table = architecture.table(config_json.read_config(config, architecture.schema, source))
     return replace(table, architecture=known_name)
 
 

@@ -7,10 +7,11 @@ key and value are one tensor, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from hybrid_engine.models.blocks import Shapes
+from hybrid_engine.models.config_json import Gpt2
 from hybrid_engine.models.llama import ACTIVATIONS, unknown_activation
 from hybrid_engine.models.packing import InterleavedQKV, Replicated, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelDims, ModelTable, Rule, Serving, in_layer
@@ -19,33 +20,33 @@ LAYER = "transformer.h.{layer}."
 EMBEDDING, POSITIONS, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 
-def gpt2(config: Mapping[str, Any]) -> ModelTable:
+def gpt2(config: Gpt2) -> ModelTable:
     """GPT-2 and models of its kind."""
-    hidden, num_heads = config["n_embd"], config["n_head"]
+    hidden, num_heads = config.n_embd, config.n_head
     dims = ModelDims(
-        num_layers=config["n_layer"],
+        num_layers=config.n_layer,
         hidden_size=hidden,
-        ffn_hidden_size=config.get("n_inner") or 4 * hidden,
-        vocab_size=config["vocab_size"],
+        ffn_hidden_size=config.n_inner or 4 * hidden,
+        vocab_size=config.vocab_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden // num_heads,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=bool(config.tie_word_embeddings),
     )
     return ModelTable(
         dims=dims,
         rules=_rules(dims),
-        shapes=_shapes(dims, config["n_positions"]),
+        shapes=_shapes(dims, config.n_positions),
         transformer=_transformer(config, dims),
-        gpt={"position_embedding_type": "learned_absolute", "max_sequence_length": config["n_positions"]},
+        gpt={"position_embedding_type": "learned_absolute", "max_sequence_length": config.n_positions},
         serving=Serving(ends_on_every_stage=True),
         not_built=tuple(_not_built(config)),
     )
 
 
-def _not_built(config: Mapping[str, Any]) -> Iterator[str]:
-    yield from unknown_activation(config["activation_function"])
-    yield from (key for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx") if config.get(key))
+def _not_built(config: Gpt2) -> Iterator[str]:
+    yield from unknown_activation(config.activation_function)
+    yield from (key for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx") if getattr(config, key))
 
 
 def _rules(dims: ModelDims) -> tuple[Rule, ...]:
@@ -102,16 +103,16 @@ def _shapes(dims: ModelDims, num_positions: int) -> Shapes:
     return shapes
 
 
-def _transformer(config: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
+def _transformer(config: Gpt2, dims: ModelDims) -> dict[str, Any]:
     return {
         "num_layers": dims.num_layers,
         "hidden_size": dims.hidden_size,
         "ffn_hidden_size": dims.ffn_hidden_size,
         "num_attention_heads": dims.num_heads,
         "kv_channels": dims.head_dim,
-        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "layernorm_epsilon": config.layer_norm_epsilon,
         "normalization": "LayerNorm",
-        "activation_func": ACTIVATIONS.get(config["activation_function"]),
+        "activation_func": ACTIVATIONS.get(config.activation_function),
         "add_bias_linear": True,
-        "softmax_scale": dims.head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0,
+        "softmax_scale": dims.head_dim**-0.5 if config.scale_attn_weights else 1.0,
     }

@@ -1,14 +1,14 @@
-"""The Llama family: RMSNorm, rotary positions, grouped queries, gated MLP. Llama 2/3, Qwen2/2.5 and Qwen3 (dense).
+"""Dense decoders of Llama's blocks: RMSNorm, rotary positions, grouped queries, gated MLP.
 
-Canonical names: `transformers` checkpoints of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM.
-Megatron names: `GPTModel` with megatron-core's local layer spec and with its Transformer Engine layer spec.
-
-`glm.py` and `gemma.py` are the same blocks with other `Traits`.
+Llama 2 and 3, Qwen2, Qwen2.5 and Qwen3; GLM-4 of 2024 and GLM-4-0414; Gemma-2 and Gemma-3 (text). `Traits` says where
+they differ. Canonical names: `transformers` checkpoints of their classes. Megatron names: `GPTModel` with
+megatron-core's local layer spec and with its Transformer Engine layer spec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from hybrid_engine.models.blocks import (
     norm_shapes,
     outer_rules,
 )
-from hybrid_engine.models.table import ModelDims, ModelTable
-from hybrid_engine.models.variants import Extras, rope_parameters, rotary_scaling, unknown_scaling, windows_by_type
+from hybrid_engine.models.config_json import Decoder, Gemma2, Gemma3, Glm, GroupedQuery, Qwen, Windowed
+from hybrid_engine.models.table import Extras, ModelDims, ModelTable, RotaryScaling, Serving
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """transformers' names -> those of `trainer/megatron/build.py`."""
@@ -53,52 +53,118 @@ class Traits:
     post_norms: tuple[str, ...] = ()
 
 
-def llama(config: Mapping[str, Any]) -> ModelTable:
+def llama(config: GroupedQuery) -> ModelTable:
     """Llama 2 and 3."""
-    attention_bias = bool(config.get("attention_bias", False))
-    traits = Traits(qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=bool(config.get("mlp_bias", False)))
-    return family_table(config, traits)
+    bias = bool(config.attention_bias)
+    return family_table(config, Traits(qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias)))
 
 
-def qwen2(config: Mapping[str, Any]) -> ModelTable:
+def qwen2(config: Qwen) -> ModelTable:
     """Qwen2 and Qwen2.5: biases on query, key and value."""
     return family_table(config, Traits(qkv_bias=True), Extras(windows=qwen_windows(config)))
 
 
-def qwen3(config: Mapping[str, Any]) -> ModelTable:
+def qwen3(config: Qwen) -> ModelTable:
     """Qwen3 (dense): norms on query and key heads."""
-    attention_bias = bool(config.get("attention_bias", False))
-    traits = Traits(qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True)
-    return family_table(config, traits, Extras(windows=qwen_windows(config)))
+    return family_table(config, qwen3_traits(config), Extras(windows=qwen_windows(config)))
 
 
-def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+def qwen3_traits(config: Qwen) -> Traits:
+    """Traits of Qwen3's attention, with experts or without."""
+    return Traits(qkv_bias=bool(config.attention_bias), output_bias=bool(config.attention_bias), qk_norm=True)
+
+
+def qwen_windows(config: Qwen) -> tuple[int | None, ...]:
     """Sliding windows, where they are switched on, are in the layers from `max_window_layers` on."""
-    if not config.get("use_sliding_window") or not config.get("sliding_window"):
+    if not config.use_sliding_window:
         return ()
-    first = config.get("max_window_layers")
-    first = 28 if first is None else first
-    kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(config["num_hidden_layers"])]
-    return windows_by_type(config.get("layer_types") or kinds, config["sliding_window"])
+    first = 28 if config.max_window_layers is None else config.max_window_layers
+    kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(config.num_hidden_layers)]
+    return _windows(config, kinds)
 
 
-def dims_of(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes from a Hugging Face config."""
-    num_heads = config["num_attention_heads"]
-    return ModelDims(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+def _windows(config: Windowed, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """`Extras.windows` by the kind of every layer, which is `kinds` where the file names none."""
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types or kinds]
+    return tuple(windows) if any(windows) else ()
+
+
+def glm(config: Glm) -> ModelTable:
+    """GLM-4 of 2024: pairs of neighbours are rotated, in a part of each head; gate and up projection are one tensor.
+
+    vLLM serves it through transformers' model, which gathers what the fused projection gives.
+    """
+    table = _glm_table(config, Traits(qkv_bias=bool(config.attention_bias), fused_gate_up=True))
+    return replace(table, serving=Serving(cuts_fused_as_one=True))
+
+
+def glm4(config: Glm) -> ModelTable:
+    """GLM-4-0414, which has norms after attention and MLP too."""
+    traits = Traits(
+        qkv_bias=bool(config.attention_bias),
+        fused_gate_up=True,
+        post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    )
+    return _glm_table(config, traits)
+
+
+def _glm_table(config: Glm, traits: Traits) -> ModelTable:
+    return family_table(
+        config,
+        traits,
+        Extras(post_norms=bool(traits.post_norms)),
+        transformer={"rotary_interleaved": True},
+        gpt={"rotary_percent": config.rotary_share or 0.5},
     )
 
 
+def gemma2(config: Gemma2) -> ModelTable:
+    """Gemma-2: every second layer, from the first on, sees a window; soft caps of attention scores and logits."""
+    extras = Extras(
+        windows=_windows(config, _every(2, config)),
+        attention_softcap=config.attn_logit_softcapping,
+        logit_softcap=config.final_logit_softcapping,
+    )
+    return _gemma_table(config, extras, qk_norm=False)
+
+
+def gemma3(config: Gemma3) -> ModelTable:
+    """Gemma-3: all but every sixth layer see a window, and have a rotary base of their own; norms on query and key."""
+    extras = Extras(
+        windows=_windows(config, _every(config.sliding_window_pattern or config.underscored_pattern or 6, config)),
+        window_rotary_base=config.window_rotary_base,
+        logit_softcap=config.final_logit_softcapping,
+    )
+    return _gemma_table(config, extras, qk_norm=True)
+
+
+def _every(period: int, config: Gemma2) -> list[str]:
+    """transformers' names of the kinds of layers; the last of each `period` layers sees everything."""
+    layers = range(1, config.num_hidden_layers + 1)
+    return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+
+
+def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable:
+    """Norms on both sides of attention and MLP, norm weights that are added to 1, scaled embeddings."""
+    traits = Traits(
+        qkv_bias=bool(config.attention_bias),
+        output_bias=bool(config.attention_bias),
+        qk_norm=qk_norm,
+        pre_mlp_norm="pre_feedforward_layernorm",
+        post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    )
+    table = family_table(
+        config,
+        traits,
+        replace(extras, embedding_scale=math.sqrt(config.hidden_size), post_norms=True),
+        transformer={"layernorm_zero_centered_gamma": True, "softmax_scale": config.query_pre_attn_scalar**-0.5},
+    )
+    bidirectional = ("use_bidirectional_attention",) if config.use_bidirectional_attention else ()
+    return replace(table, serving=Serving(ends_on_every_stage=True), not_built=(*table.not_built, *bidirectional))
+
+
 def family_table(
-    config: Mapping[str, Any],
+    config: GroupedQuery,
     traits: Traits,
     extras: Extras | None = None,
     transformer: Mapping[str, Any] | None = None,
@@ -108,9 +174,9 @@ def family_table(
 
     `transformer` and `gpt` change or add settings; the rotary scaling comes from the config.
     """
-    dims = dims_of(config)
-    gpt = {"position_embedding_type": "rope", "rotary_base": rotary_base(config), **(gpt or {})}
-    extras = replace(extras or Extras(), rotary_scaling=rotary_scaling(config))
+    dims = _dims(config)
+    gpt = {"position_embedding_type": "rope", "rotary_base": config.rope.rope_theta, **(gpt or {})}
+    extras = replace(extras or Extras(), rotary_scaling=_rotary_scaling(config))
     return ModelTable(
         dims=dims,
         rules=(
@@ -128,11 +194,40 @@ def family_table(
     )
 
 
-def _not_built(config: Mapping[str, Any], traits: Traits, gpt: Mapping[str, Any]) -> Iterator[str]:
-    yield from unknown_scaling(config)
-    yield from unknown_activation(_activation(config))
-    if (factor := partial_rotary_factor(config)) not in (None, gpt.get("rotary_percent", 1.0)):
-        yield f"partial_rotary_factor {factor}"
+def _dims(config: GroupedQuery) -> ModelDims:
+    return ModelDims(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        tied_embeddings=bool(config.tie_word_embeddings),
+    )
+
+
+def _rotary_scaling(config: Decoder) -> RotaryScaling | None:
+    """The scaling that the file asks for; None without, and for a type that is not built."""
+    rope = config.rope  # whose keys `Rope.relations` has found complete
+    if rope.kind not in ("linear", "llama3"):
+        return None
+    assert rope.factor is not None
+    if rope.kind == "linear":
+        return RotaryScaling("linear", rope.factor)
+    original = rope.original_max_position_embeddings or config.max_position_embeddings
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
+    assert original is not None
+    return RotaryScaling("llama3", rope.factor, rope.low_freq_factor, rope.high_freq_factor, original)
+
+
+def _not_built(config: GroupedQuery, traits: Traits, gpt: Mapping[str, Any]) -> Iterator[str]:
+    if (kind := config.rope.kind) not in ("default", "linear", "llama3"):
+        yield f"rotary scaling of type {kind!r} (supported: linear, llama3)"
+    yield from unknown_activation(config.activation)
+    if config.rotary_share not in (None, gpt.get("rotary_percent", 1.0)):
+        yield f"partial_rotary_factor {config.rotary_share}"
     if traits.output_bias != traits.mlp_bias:
         yield "biases in only one of attention and MLP, where Megatron has one switch for both"
 
@@ -143,12 +238,8 @@ def unknown_activation(name: str) -> Iterator[str]:
         yield f"activation {name!r}"
 
 
-def _activation(config: Mapping[str, Any]) -> str:
-    return config.get("hidden_activation") or config.get("hidden_act") or "silu"
-
-
 def layer_shapes(dims: ModelDims, traits: Traits, experts: Shapes | None = None) -> Shapes:
-    """Of one layer, without its prefix; `experts` are those in place of the MLP, where there are any."""
+    """Return the shapes of one layer, by names without its prefix; `experts` replace the MLP, where there are any."""
     separate = mlp_shapes(dims.hidden_size, dims.ffn_hidden_size, bias=traits.mlp_bias)
     return {
         **attention_shapes(dims, qkv_bias=traits.qkv_bias, output_bias=traits.output_bias, qk_norm=traits.qk_norm),
@@ -157,18 +248,8 @@ def layer_shapes(dims: ModelDims, traits: Traits, experts: Shapes | None = None)
     }
 
 
-def rotary_base(config: Mapping[str, Any]) -> float:
-    """Rotary base of a config written by transformers 4 (rope_theta) or 5 (rope_parameters)."""
-    return rope_parameters(config).get("rope_theta") or 10000.0
-
-
-def partial_rotary_factor(config: Mapping[str, Any]) -> float | None:
-    """Part of each head that is rotated, where the config says so."""
-    return rope_parameters(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
-
-
-def _transformer(config: Mapping[str, Any], dims: ModelDims, traits: Traits) -> dict[str, Any]:
-    """What the architecture determines of TransformerConfig (see `ModelTable.transformer`)."""
+def _transformer(config: GroupedQuery, dims: ModelDims, traits: Traits) -> dict[str, Any]:
+    """Settings of TransformerConfig that the architecture determines (see `ModelTable.transformer`)."""
     return {
         "num_layers": dims.num_layers,
         "hidden_size": dims.hidden_size,
@@ -176,10 +257,10 @@ def _transformer(config: Mapping[str, Any], dims: ModelDims, traits: Traits) -> 
         "num_attention_heads": dims.num_heads,
         "num_query_groups": dims.num_kv_heads,
         "kv_channels": dims.head_dim,
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": config.rms_norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS.get(_activation(config)),
+        "activation_func": ACTIVATIONS.get(config.activation),
         "add_bias_linear": traits.output_bias or traits.mlp_bias,
         "add_qkv_bias": traits.qkv_bias,
         "qk_layernorm": traits.qk_norm,

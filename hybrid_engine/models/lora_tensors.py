@@ -21,7 +21,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """What a LoRA's tensors mean: W + alpha / rank * B A.
+    """Scale and targets of a LoRA: W + alpha / rank * B A.
 
     Attributes:
         rank, alpha: as in the formula.
@@ -37,7 +37,7 @@ class LoraSettings:
 
     @property
     def largest_rank(self) -> int:
-        """Of all modules."""
+        """Largest rank of any module."""
         return max([self.rank, *self.ranks.values()])
 
 

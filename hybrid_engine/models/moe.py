@@ -7,7 +7,7 @@ one parameter per expert, the number at the end); the adaptor gives global numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from hybrid_engine.models.blocks import (
     mlp_shapes,
     model_shapes,
 )
-from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen_windows
+from hybrid_engine.models.config_json import Mixtral, Qwen2Moe, Qwen3Moe
+from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen3_traits, qwen_windows
 from hybrid_engine.models.packing import GateUp, Over, Replicated
-from hybrid_engine.models.table import ModelTable, Rule, Serving, in_layer
-from hybrid_engine.models.variants import Extras
+from hybrid_engine.models.table import Extras, ModelTable, Rule, Serving, in_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,59 +50,50 @@ class Experts:
     shared_gate: str | None = None
 
 
-def qwen3_moe(config: Mapping[str, Any]) -> ModelTable:
+def qwen3_moe(config: Qwen3Moe) -> ModelTable:
     """Qwen3 with experts: attention as in the dense model."""
-    attention_bias = bool(config.get("attention_bias", False))
-    traits = Traits(qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True)
-    experts = Experts(num_experts(config), config["moe_intermediate_size"], config["num_experts_per_tok"])
-    return _qwen_table(config, traits, experts)
+    experts = Experts(config.expert_count, config.moe_intermediate_size, config.num_experts_per_tok)
+    return _qwen_table(config, qwen3_traits(config), experts)
 
 
-def qwen2_moe(config: Mapping[str, Any]) -> ModelTable:
+def qwen2_moe(config: Qwen2Moe) -> ModelTable:
     """Qwen1.5 and Qwen2 with experts, one of them shared and gated."""
     experts = Experts(
-        num_experts(config),
-        config["moe_intermediate_size"],
-        config["num_experts_per_tok"],
+        config.expert_count,
+        config.moe_intermediate_size,
+        config.num_experts_per_tok,
         shared="shared_expert.",
-        shared_width=config["shared_expert_intermediate_size"],
+        shared_width=config.shared_expert_intermediate_size,
         shared_gate="shared_expert_gate.weight",
     )
-    traits = Traits(qkv_bias=bool(config.get("qkv_bias", True)))
-    return _qwen_table(config, traits, experts)
+    return _qwen_table(config, Traits(qkv_bias=bool(config.qkv_bias)), experts)
 
 
-def mixtral(config: Mapping[str, Any]) -> ModelTable:
+def mixtral(config: Mixtral) -> ModelTable:
     """Mixtral: experts in every layer, each as wide as the model's MLP would be."""
     experts = Experts(
-        config["num_local_experts"],
-        config["intermediate_size"],
-        config["num_experts_per_tok"],
+        config.num_local_experts,
+        config.intermediate_size,
+        config.num_experts_per_tok,
         block="block_sparse_moe.",
         projections=("w1", "w3", "w2"),
     )
-    num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    num_layers, window = config.num_hidden_layers, config.sliding_window
     extras = Extras(windows=(window,) * num_layers) if window else Extras()
     return with_experts(family_table(config, Traits(), extras), Traits(), experts, [True] * num_layers, normalized=True)
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
-    """Routed experts, by the names that transformers 4 and 5 write."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next(config[name] for name in names if config.get(name) is not None)
-
-
-def _qwen_table(config: Mapping[str, Any], traits: Traits, experts: Experts) -> ModelTable:
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    sparse = [(layer + 1) % step == 0 and layer not in dense for layer in range(config["num_hidden_layers"])]
+def _qwen_table(config: Qwen3Moe, traits: Traits, experts: Experts) -> ModelTable:
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    sparse = [(layer + 1) % step == 0 and layer not in dense for layer in range(config.num_hidden_layers)]
     table = family_table(config, traits, Extras(windows=qwen_windows(config)))
-    return with_experts(table, traits, experts, sparse, normalized=bool(config.get("norm_topk_prob", False)))
+    return with_experts(table, traits, experts, sparse, normalized=bool(config.norm_topk_prob))
 
 
 def with_experts(
     dense: ModelTable, traits: Traits, experts: Experts, sparse: Sequence[bool], *, normalized: bool
 ) -> ModelTable:
-    """The table of a Llama-like model in which the layers marked in `sparse` have experts in place of the MLP.
+    """The table of a Llama-like model in which the layers marked in `sparse` have experts instead of the MLP.
 
     Args:
         dense: the model with an MLP in every layer; `traits`: what it was made with.
@@ -161,7 +152,7 @@ def expert_rules(experts: Experts) -> tuple[Rule, ...]:
 
 
 def expert_shapes(experts: Experts, hidden: int) -> Shapes:
-    """Of one layer, without the layer's prefix."""
+    """Return the shapes of one layer's router and experts, by names without the layer's prefix."""
     block = experts.block
     shapes: Shapes = {block + "gate.weight": (experts.num, hidden)}
     if experts.bias:
@@ -176,7 +167,7 @@ def expert_shapes(experts: Experts, hidden: int) -> Shapes:
 
 
 def expert_settings(experts: Experts, sparse: Sequence[bool]) -> dict[str, Any]:
-    """What experts determine of TransformerConfig. The router computes in fp32, whatever the weights are."""
+    """Settings of TransformerConfig that experts determine. The router computes in fp32, whatever the weights are."""
     return {
         "num_moe_experts": experts.num,
         "moe_ffn_hidden_size": experts.width,

@@ -1,14 +1,13 @@
-"""What a name table is: for one architecture, every Megatron parameter name and how it is packed."""
+"""Name tables: for one architecture, every Megatron parameter name and how it is packed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hybrid_engine.models.packing import Packing, Shape
-from hybrid_engine.models.variants import Extras
+from hybrid_engine.models.packing import Packing, Replicated, Shape
 
 DECODER_LAYER = "decoder.layers.{layer}."
 MTP_LAYER = "mtp.layers.{layer}."
@@ -81,6 +80,54 @@ class Serving:
     cuts_fused_as_one: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched for contexts longer than `original_max_position_embeddings` tokens.
+
+    `linear` divides all of them by `factor`. `llama3` divides those whose wavelength is longer than the original
+    context over `low_freq_factor`, leaves those shorter than it over `high_freq_factor`, and blends in between.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Features of an architecture that megatron-core has no setting for; everything off by default.
+
+    `trainer/megatron/model_variants.py` adds it to Megatron's layers and models. It has no part in the layout, but for
+    the names that `post_norms` brings.
+
+    Attributes:
+        rotary_scaling: of the model's rotary frequencies.
+        windows: for each layer the number of tokens a query sees, its own included; None sees all. Empty: all see all.
+        window_rotary_base: rotary base of the layers that have a window, unscaled; None: the model's own.
+        attention_softcap: attention scores s become cap * tanh(s / cap).
+        logit_softcap: likewise the logits.
+        embedding_scale: word embeddings are multiplied by it, rounded to their dtype.
+        post_norms: the outputs of attention and MLP pass a norm before they are added to the residual.
+        experts_per_group_score: a group of experts is ranked by the sum of its top-k scores (k = this value).
+    """
+
+    rotary_scaling: RotaryScaling | None = None
+    windows: tuple[int | None, ...] = ()
+    window_rotary_base: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    post_norms: bool = False
+    experts_per_group_score: int | None = None
+
+    @property
+    def layer_spec(self) -> str:
+        """`ModelTable.layer_spec` of a model whose layers are Megatron's but for these."""
+        return "extended" if self.windows or self.attention_softcap or self.post_norms else "default"
+
+
 @dataclass(frozen=True)
 class ModelTable:
     """The name table of one model: rules, sizes, and the canonical tensors of its checkpoint.
@@ -95,13 +142,13 @@ class ModelTable:
             experts, else 0.
         gpt: keyword arguments of megatron-core's GPTModel, likewise.
         layer_spec: which layers Megatron builds, by name in `trainer/megatron/specs.py`.
-        extras: what megatron-core has no setting for, see `models/variants.py`.
+        extras: what megatron-core has no setting for.
         copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
             prediction); written when a checkpoint is saved, ignored when one is read.
         unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).
         serving: vLLM's peculiarities.
         dtypes: canonical name -> dtype in a checkpoint, where it is not that of the weights (a router's bias).
-        head: what the output layer gives for each token: a number for each of the vocabulary, or one (value_table.py).
+        head: what the output layer gives for each token: a number for each of the vocabulary, or one (`value_table`).
         may_be_new: tensors that a checkpoint need not have; without them the model keeps its own.
         left_out: tensors of a checkpoint that this model has no place for, ignored when one is read.
         not_built: settings of the config that `build_model()` does not implement, one sentence each. The layout of a
@@ -139,8 +186,6 @@ class ModelTable:
         return not tensor.startswith(self.unserved) if self.unserved else True
 
 
-Table = Callable[[Mapping[str, Any]], ModelTable]
-
 _NUMBERS = {
     "layer": re.compile(r"(?P<before>^(?:decoder|mtp)\.layers\.)(?P<number>\d+)(?=\.)"),
     "expert": re.compile(
@@ -166,3 +211,37 @@ _LAYERS = (DECODER_LAYER, MTP_LAYER + "transformer_layer.", MTP_LAYER + "mtp_mod
 def in_layer(*names: str) -> tuple[str, ...]:
     """Return names below a decoder layer, and below the transformer layer of a multi-token prediction layer."""
     return tuple(prefix + name for prefix in _LAYERS for name in names)
+
+
+VALUE_HEAD = "score.weight"
+"""The output layer of a value model, as in transformers' classes for the classification of sequences and tokens."""
+
+
+def value_table(table: ModelTable) -> ModelTable:
+    """Return the table of a value model on an architecture, whose output is one number for each token.
+
+    In place of the rows of the vocabulary the output layer has one row, [1, hidden_size]; it and the embedding are two
+    weights. Layers for multi-token prediction only serve a loss over the vocabulary, and are left out.
+    """
+    own = [(tuple(name for name in rule.names if not name.startswith("output_layer.")), rule) for rule in table.rules]
+    rules = [Rule(names, rule.packing) for names, rule in own if names]
+    of_head = _packed(table.rules) - _packed(rules)
+    shapes = {name: shape for name, shape in table.shapes.items() if table.is_served(name) and name not in of_head}
+    shapes[VALUE_HEAD] = (1, table.dims.hidden_size)
+    return replace(
+        table,
+        dims=replace(table.dims, tied_embeddings=False, num_mtp_layers=0),
+        rules=(*rules, Rule(("output_layer.weight",), Replicated(VALUE_HEAD))),
+        shapes=shapes,
+        extras=replace(table.extras, logit_softcap=None),
+        copies={},
+        unserved=(),
+        head="value",
+        may_be_new=frozenset({VALUE_HEAD}),
+        left_out=frozenset({*table.shapes, *table.copies, "lm_head.weight"} - shapes.keys()),
+    )
+
+
+def _packed(rules: Iterable[Rule]) -> set[str]:
+    """The patterns of all tensors that some rules pack."""
+    return {tensor for rule in rules for tensor in rule.packing.tensors()}

@@ -5,9 +5,8 @@ A plan in numbered steps. `planner.plan` calls them all; `switch` calls it once 
 files of a checkpoint (`backends/huggingface`).
 
     1  records/validation.py    every fault of the two layouts; records/holdings.py makes them compact
-    2  tensor_classes.py        tensors with the same owners on both sides; what no training rank holds
-    3  routes.py                the senders of each class: self before same host before network, in round robins
-       box_sources.py           which part of a box comes out of which other: the geometry of that
+    2  routes.py                tensors with the same owners on both sides; what no training rank holds
+    3                           the senders of each class: self before same host before network, in round robins
     4  planner.py               transfers between places, of all ranks or of one
     5  buckets.py               tensors into buckets, so that ranks free about as much as they fill
     6  relays.py                what several places of a host need comes to it once, over relay buffers
@@ -19,11 +18,9 @@ plan of one rank is made without that of others, and has exactly those transfers
 
 Beside a plan:
 
-    summary.py            the bytes of all ranks, counted on the routes of step 3 without making transfers
-    lower_bound.py        what must be received whatever the plan
-    release_schedule.py   which training memory nobody reads any more after each bucket
-    residency.py          which buckets' weights stay on the inference side within a bound
-    rank_order.py         which rank takes which inference shard, so that most of it is there already
+    summary.py     what must be received whatever the plan; the bytes of all ranks, counted without making transfers
+    buckets.py     which training memory nobody reads any more after each bucket; which buckets' weights may stay
+    rank_order.py  which rank takes which inference shard, so that most of it is there already
 
 To change: which rank sends - routes.py; the size and order of buckets - buckets.py; the dtype on the wire, and so every
 count of bytes - `plan.wire_dtype`.

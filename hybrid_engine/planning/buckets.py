@@ -8,15 +8,22 @@ Tensors that no training step changes can have buckets of their own, so that lat
 
 When a bucket has been sent, its training bytes can go. In the model's own order a rank of the last pipeline stage would
 fill the slices of all stages before anything of its own is freed; so clusters of stages alternate here.
+
+What follows from the buckets of a plan: `release_schedule`, the parts of a rank's training buffers that nobody reads
+any more after each, and `Residency`, the buckets whose weights stay on the inference side while the devices train.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.records.layout import Extent, Shard
+from hybrid_engine.records.sides import Side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +36,7 @@ class BytesByRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Need:
-    """What one tensor takes at its destinations, and what it gives back at its sources.
+    """Bytes that one tensor takes at its destinations and gives back at its sources.
 
     Attributes:
         groups: the destination groups (`Buffer.group`) it is part of.
@@ -77,21 +84,21 @@ class _Open:
 
 
 def outline_buckets(
-    needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int, apart: Collection[str] = ()
+    needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int, frozen: Collection[str] = ()
 ) -> list[Outline]:
     """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks.
 
-    Clusters of tensors that are all in `apart` do not share a bucket with others.
+    Clusters of tensors that are all in `frozen` do not share a bucket with others.
     """
     outlines: list[Outline] = []
-    apart = frozenset(apart)
+    frozen = frozenset(frozen)
     filling: dict[bool, _Open] = {}
     for cluster in _alternating(_clusters(needs, num_ranks)):
-        is_apart = apart.issuperset(cluster.tensors)
-        bucket = filling.setdefault(is_apart, _Open(np.zeros((2, num_ranks), dtype=np.int64)))
+        is_frozen = frozen.issuperset(cluster.tensors)
+        bucket = filling.setdefault(is_frozen, _Open(np.zeros((2, num_ranks), dtype=np.int64)))
         bucket.add(cluster)
         if bucket.moved.max() >= bucket_nbytes:
-            outlines.append(filling.pop(is_apart).outline(needs))
+            outlines.append(filling.pop(is_frozen).outline(needs))
     return [*outlines, *(bucket.outline(needs) for bucket in filling.values())]
 
 
@@ -100,6 +107,8 @@ def _alternating(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
 
     A rank is as full as what it holds exceeds the larger of its two layouts.
     """
+    # A queue for each set of ranks filled and freed: clusters of one stage are in one, in the model's order, so only
+    # the first of each has to be looked at.
     queues: dict[bytes, deque[int]] = {}
     for index, cluster in enumerate(clusters):
         queues.setdefault((cluster.fills > 0).tobytes() + (cluster.frees > 0).tobytes(), deque()).append(index)
@@ -126,7 +135,7 @@ def _alternating(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
 def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_Cluster]:
     """Tensors that share groups, directly or through others, in order of the first."""
     # Union-find: an earlier tensor of the same cluster; the first points to itself, and paths are halved on the way.
-    joined_to = list(range(len(needs)))
+    joined_to = list(range(len(needs)))  # by ordinal of the tensor
     first_of_group: dict[str, int] = {}
 
     def first(ordinal: int) -> int:
@@ -159,3 +168,97 @@ def _summed(parts: Sequence[BytesByRank], num_ranks: int) -> np.ndarray:
     for part in {id(part): part for part in parts}.values():
         np.add.at(total, part.ranks, part.nbytes * times[id(part)])
     return total
+
+
+Releases = Mapping[str, tuple[Extent, ...]]
+"""Buffer name -> intervals, in elements; in order, none touching another."""
+
+
+def release_schedule(shards: Iterable[Shard], steps: Sequence[Collection[str]]) -> tuple[Releases, ...]:
+    """For every step what can go once all ranks are through with it and those before it.
+
+    Args:
+        shards: the training records of one rank.
+        steps: the canonical tensors of each, the same on all ranks.
+
+    An interval that records of several steps share goes with the last of them; what holds a tensor of no step (nobody
+    reads it) is not among them.
+    """
+    number_of = {tensor: number for number, tensors in enumerate(steps) for tensor in tensors}
+    never = len(steps)
+    spans: dict[str, list[tuple[int, int, int]]] = {}
+    for shard in shards:
+        extent, number = shard.place.extent(shard.region.lengths), number_of.get(shard.region.tensor, never)
+        spans.setdefault(shard.place.buffer.name, []).append((extent.start, extent.stop, number))
+    found: list[dict[str, list[Extent]]] = [{} for _ in range(never + 1)]
+    for name, own in spans.items():
+        for start, stop, number in _disjoint(own):
+            extents = found[number].setdefault(name, [])
+            if extents and extents[-1].stop == start:
+                start = extents.pop().start
+            extents.append(Extent(start, stop))
+    return tuple({name: tuple(extents) for name, extents in one.items()} for one in found[:never])
+
+
+def _disjoint(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Spans (start, stop, step) in order; those that overlap are one, with the last step of them."""
+    joined: list[tuple[int, int, int]] = []
+    for start, stop, number in sorted(spans):
+        if joined and start < joined[-1][1]:
+            first, last, other = joined.pop()
+            joined.append((first, max(stop, last), max(number, other)))
+        else:
+            joined.append((start, stop, number))
+    return joined
+
+
+@dataclass(frozen=True, eq=False)
+class Residency:
+    """Bytes of the buckets' weights where they stay, and how many may.
+
+    Attributes:
+        nbytes: of the groups of each bucket on ranks of each kind: int array [buckets, kinds].
+        kind: number of this rank's.
+        limit: bytes on a rank; None: no limit.
+    """
+
+    nbytes: np.ndarray
+    kind: int
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket], destination: Side, rank: int, limit: int | None) -> Residency:
+        """Of the plan's buckets and what all ranks hold for inference; `rank`: this one."""
+        bucket_of = {group: bucket.index for bucket in buckets for group in bucket.groups}
+        nbytes = np.zeros((len(buckets), len(destination.kinds)), dtype=np.int64)
+        for kind, layout in enumerate(destination.kinds):
+            for buffer in layout.buffers.values():
+                nbytes[bucket_of[buffer.group], kind] += buffer.nbytes
+        return cls(nbytes, int(destination.kind_of[rank]), limit)
+
+    def kept(self, preferred: Iterable[int]) -> frozenset[int]:
+        """The buckets that stay: in this order, each that still fits on every rank.
+
+        On all ranks or on none: a bucket that is missing anywhere has to be sent in any case.
+        """
+        kept: list[int] = []
+        taken = np.zeros(self.nbytes.shape[1], dtype=np.int64)
+        for index in preferred:
+            if self.limit is None or (taken + self.nbytes[index]).max(initial=0) <= self.limit:
+                taken += self.nbytes[index]
+                kept.append(index)
+        return frozenset(kept)
+
+    def nbytes_of(self, buckets: Collection[int]) -> int:
+        """What these take on this rank."""
+        return int(self.nbytes[sorted(buckets), self.kind].sum())
+
+
+def frozen_everywhere(ranks: Iterable[tuple[Collection[str], Collection[str]]]) -> frozenset[str]:
+    """Tensors that no rank trains; of each, what it holds, and what of that it does not train."""
+    held: set[str] = set()
+    trained: set[str] = set()
+    for own, untrained in ranks:
+        held.update(own)
+        trained.update(set(own).difference(untrained))
+    return frozenset(held - trained)

@@ -19,7 +19,7 @@ from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 
 class Link(StrEnum):
-    """What a transfer crosses."""
+    """Boundary that a transfer crosses."""
 
     SELF = "self"
     HOST = "host"
@@ -87,8 +87,8 @@ class Bucket:
     least: Mapping[int, int] = field(default_factory=dict)
 
     def counted(self) -> Iterator[Transfer]:
-        """Those whose bytes count at their destination; a rank's reading of its own relay buffer is none of them, since
-        the bytes counted when they came."""
+        """Transfers whose bytes count at their destination: not a rank's reading of its own relay buffer, since the
+        bytes counted when they came."""
         yield from self.transfers
         yield from (each for each in self.fan_out if each.link is not Link.SELF)
 

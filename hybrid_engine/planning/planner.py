@@ -5,6 +5,7 @@ The steps are in the package's docstring; here routes become transfers between t
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,42 +16,40 @@ import numpy as np
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
 from hybrid_engine.planning.coalescing import coalesce
-from hybrid_engine.planning.lower_bound import missing_by_rank
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of, wire_dtype
 from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
-from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes
-from hybrid_engine.planning.tensor_classes import TensorClass, holding_faults, tensor_classes
-from hybrid_engine.records.holdings import Holdings, PlacedHoldings, PlaceIndex, TensorOwners, placed_holdings
-from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
-from hybrid_engine.records.owners import contains
+from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes, TensorClass, holding_faults, tensor_classes
+from hybrid_engine.planning.summary import missing_by_rank
+from hybrid_engine.records.holdings import Holdings, PlacedHoldings, PlaceIndex, TensorOwners, contains
+from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import Region
+from hybrid_engine.records.sides import Side
 from hybrid_engine.records.validation import layout_faults, unusable_tensors
-
-DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
 
 
 def plan(
-    source: Layout,
-    destination: Layout,
+    source: Side,
+    destination: Side,
     hosts: Sequence[str],
-    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    bucket_nbytes: int = sys.maxsize,
     may_stay_unread: Collection[str] = (),
     rank: int | None = None,
     relaying_hosts: Collection[str] = (),
-    apart: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> ReshardPlan:
     """Plan the reshard that fills every destination buffer.
 
     Args:
-        source: the training layout of all ranks.
-        destination: the inference layout of all ranks.
+        source: what all ranks hold for training.
+        destination: what they need for inference.
         hosts: host name of every global rank.
-        bucket_nbytes: aim for this many bytes per rank and bucket, filled or freed; a group is never split.
+        bucket_nbytes: aim for this many bytes per rank and bucket, filled or freed; a group is never split. Default:
+            one bucket.
         may_stay_unread: source tensors that no destination needs to read (a head tied to the embedding).
         rank: keep only the transfers that read from or write to this rank, and only its count of bytes.
         relaying_hosts: hosts whose ranks can read each other's relay buffers; to them each element that is needed
             comes over the network once, to others once for every place.
-        apart: tensors that no training step changes; groups of nothing else have buckets of their own.
+        frozen: tensors that no training step changes; groups of nothing else have buckets of their own.
 
     Raises:
         PlanError: with every fault: bounds, overlaps, gaps, tensors of several dtypes or shapes, destination regions
@@ -59,9 +58,9 @@ def plan(
     Round robins go through the tensors in the order in which the destination declares them (the model's own); buckets
     alternate between pipeline stages (planning/buckets.py).
     """
-    sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
-    found = plan_sides(*sides, hosts, bucket_nbytes, may_stay_unread, rank, relaying_hosts, apart)
-    fingerprint = fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts)
+    sides = _checked_sides(source, destination, may_stay_unread)
+    found = plan_sides(*sides, hosts, bucket_nbytes, may_stay_unread, rank, relaying_hosts, frozen)
+    fingerprint = fingerprint_of(source.fingerprint, destination.fingerprint, hosts, relaying_hosts)
     return replace(found, fingerprint=fingerprint)
 
 
@@ -69,11 +68,11 @@ def plan_sides(
     source: PlacedHoldings,
     destination: PlacedHoldings,
     hosts: Sequence[object],
-    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    bucket_nbytes: int = sys.maxsize,
     may_stay_unread: Collection[str] = (),
     rank: int | None = None,
     relaying_hosts: Collection[object] = (),
-    apart: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> ReshardPlan:
     """The same for sides in compact form, e.g. computed from sizes; arguments as of `plan`.
 
@@ -88,29 +87,29 @@ def plan_sides(
     planner = _Planner(source, destination, Hosts(hosts, relaying_hosts), rank)
     for tensors in tensor_classes(source.holdings, destination.holdings):
         planner.add(tensors)
-    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes, apart)
+    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
     buckets = tuple(planner.bucket(index, outline, relays) for index, outline in enumerate(outlines))
     return ReshardPlan(buckets, planner.bytes_by_rank(buckets), unread, relays=relays.buffers)
 
 
-def tensors_apart(
-    source: PlacedHoldings, destination: PlacedHoldings, apart: Collection[str], bucket_nbytes: int
+def frozen_tensors(
+    source: PlacedHoldings, destination: PlacedHoldings, frozen: Collection[str], bucket_nbytes: int
 ) -> frozenset[str]:
-    """Those of the destination's tensors in `apart` that a plan of these sides has buckets of their own for."""
-    apart = frozenset(apart)
-    outlines = outline_buckets(_needs(source, destination), destination.holdings.num_ranks, bucket_nbytes, apart)
-    return frozenset(name for one in outlines if apart.issuperset(one.tensors) for name in one.tensors)
+    """The destination's tensors in `frozen` that a plan of these sides has buckets of their own for."""
+    frozen = frozenset(frozen)
+    outlines = outline_buckets(_needs(source, destination), destination.holdings.num_ranks, bucket_nbytes, frozen)
+    return frozenset(name for one in outlines if frozen.issuperset(one.tensors) for name in one.tensors)
 
 
 def box_transfers(
-    source: Layout, destination: Layout, hosts: Sequence[str], rank: int, may_stay_unread: Collection[str] = ()
+    source: Side, destination: Side, hosts: Sequence[str], rank: int, may_stay_unread: Collection[str] = ()
 ) -> list[Transfer]:
     """One rank's transfers as boxes of canonical tensors, in order of place: for files, read and written box by box.
 
     Without buckets, and not coalesced. Arguments and errors as of `plan`.
     """
-    sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
+    sides = _checked_sides(source, destination, may_stay_unread)
     planner = _Planner(*sides, Hosts(hosts), rank)
     for tensors in tensor_classes(sides[0].holdings, sides[1].holdings):
         planner.add(tensors)
@@ -123,19 +122,21 @@ def _by_place(transfer: Transfer) -> tuple[object, ...]:
 
 
 def _checked_sides(
-    source: Layout, destination: Layout, num_ranks: int, may_stay_unread: Collection[str]
+    source: Side, destination: Side, may_stay_unread: Collection[str]
 ) -> tuple[PlacedHoldings, PlacedHoldings]:
-    """Both sides in compact form. Raises PlanError with every fault."""
-    faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
-    names = ({shard.region.tensor for shard in layout.shards} for layout in (source, destination))
+    """Who holds what on both sides. Raises PlanError with every fault; of ranks that hold the same, the first's."""
+    layouts = source.layout, destination.layout
+    faults = [*layout_faults(layouts[0], exact=False), *layout_faults(layouts[1], exact=True)]
+    names = ({shard.region.tensor for shard in layout.shards} for layout in layouts)
     unread_faults = _unread_faults(_unread(*names), may_stay_unread)
-    if faults:  # only what is sound on both sides can be looked at further
-        unusable = unusable_tensors(source) | unusable_tensors(destination)
-        source, destination = source.without(unusable), destination.without(unusable)
-    sides = placed_holdings(source, num_ranks), placed_holdings(destination, num_ranks)
-    if faults or unread_faults:
-        raise PlanError([*faults, *holding_faults(sides[0].holdings, sides[1].holdings), *unread_faults])
-    return sides
+    if not faults and not unread_faults:
+        return source.placed, destination.placed
+    # only what is sound on both sides can be looked at further
+    unusable = unusable_tensors(layouts[0]) | unusable_tensors(layouts[1])
+    sides = (
+        each.placed_of(layout.without(unusable)) for each, layout in zip((source, destination), layouts, strict=True)
+    )
+    raise PlanError([*faults, *holding_faults(*(side.holdings for side in sides)), *unread_faults])
 
 
 def _unread(source: Iterable[str], destination: Iterable[str]) -> tuple[str, ...]:
@@ -174,7 +175,7 @@ def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Missing:
-    """What ranks must receive of a tensor: elements by rank, an object that its class shares, and bytes per element."""
+    """Elements of a tensor that ranks must receive: by rank, an object that its class shares; and bytes per element."""
 
     numel: Mapping[int, int]
     itemsize: int
@@ -249,7 +250,7 @@ class _Planner:
         )
 
     def bytes_by_rank(self, buckets: Sequence[Bucket]) -> dict[int, ByteCount]:
-        """Of every destination rank, or of the one that the plan is for if it is one."""
+        """Byte counts of every destination rank, or of the one that the plan is for if it is one."""
         lower_bound: Counter[int] = Counter()
         for bucket in buckets:
             lower_bound.update(bucket.least)
@@ -262,7 +263,7 @@ class _Planner:
         }
 
     def _straight(self, moving: _Moving) -> Iterator[Transfer]:
-        """What goes from one rank to one other."""
+        """Transfers from one rank to one other."""
         sources, destinations = moving.classed.sources, moving.classed.destinations
         for receivers in moving.routes.receivers:
             destination = destinations[receivers.destination]
@@ -278,7 +279,7 @@ class _Planner:
                         yield Transfer(moving.name, region.lengths, src, dst, nbytes, part.link)
 
     def _add_ingress(self, moving: _Moving) -> None:
-        """What comes to relaying hosts: over a relay buffer, or straight where one place needs it."""
+        """Add what comes to relaying hosts: over a relay buffer, or straight where one place needs it."""
         for ingress in moving.routes.ingress:
             region, source = moving.box(ingress.region), moving.classed.sources[ingress.source]
             for (src_rank, relay_rank), readers in moving.routes.ingress_of(ingress, moving.offset, self._rank):

@@ -17,10 +17,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybrid_engine.errors import DependencyError
-from hybrid_engine.planning.routes import Hosts
-from hybrid_engine.planning.tensor_classes import TensorClass, tensor_classes
-from hybrid_engine.records.holdings import Holdings, TensorOwners, first_members, rank_classes
-from hybrid_engine.records.owners import BoxOwners, groups_of_columns, presence_of
+from hybrid_engine.planning.routes import Hosts, TensorClass, tensor_classes
+from hybrid_engine.records.holdings import (
+    BoxOwners,
+    Holdings,
+    TensorOwners,
+    first_members,
+    groups_of_columns,
+    presence_of,
+    rank_classes,
+)
 from hybrid_engine.records.regions import subtract_all, union
 
 Order = tuple[int, ...]

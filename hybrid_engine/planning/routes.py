@@ -1,12 +1,14 @@
-"""Who sends what of one tensor to whom, for all ranks that need it at once.
+"""Which rank sends what of a tensor to which other, for all ranks that need it at once.
 
-    receivers that need the same box, hold the same parts of it and whose hosts hold the same parts of it are one
-    class: the box algebra runs once per class, whatever the number of ranks
+    tensor classes    tensors with the same owners on both sides are routed once for all of them: a model of 46,000
+                      tensors is some hundred classes
+    receivers         that need the same box, hold the same parts of it and whose hosts hold the same parts of it are
+                      one class: the box algebra runs once per class, whatever the number of ranks
 
-    for every class:                                  self, then same host, then network
+    for every class of receivers:                     self, then same host, then network
         for every source box that is held there:      the one with the largest common part first
             take what it has of the part that is still missing
-    the ranks that hold a box equally near send it in a round robin of its receivers
+        the ranks that hold a box equally near send it in a round robin of its receivers
 
     on relaying hosts, whose ranks read each other's memory: what several places of a host need over the network is cut
     into common boxes; each comes once, to one of the ranks that need it (host ingress), these too in a round robin
@@ -17,15 +19,177 @@ nothing but a tensor's owners, the hosts, and its place in the model: one rank's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from hybrid_engine.planning.box_sources import BoxSource, are_slices, common_boxes, nearest_first
-from hybrid_engine.planning.plan import Link
-from hybrid_engine.records.owners import BoxOwners, groups_of_columns, touching
+from hybrid_engine.errors import PlanError
+from hybrid_engine.planning.plan import Link, wire_dtype
+from hybrid_engine.records.holdings import BoxOwners, Holdings, TensorOwners, groups_of_columns, touching
+from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import Region, subtract_all
+
+
+@dataclass(frozen=True, eq=False)
+class TensorClass:
+    """Tensors with the same owners on both sides.
+
+    Attributes:
+        sources, destinations: the owners in training and in inference.
+        tensors: names, in the plan's order.
+        first: the first one's ordinal in the plan.
+        itemsizes: bytes per element on the wire, for each tensor; int array.
+    """
+
+    sources: TensorOwners
+    destinations: TensorOwners
+    tensors: tuple[str, ...]
+    first: int
+    itemsizes: np.ndarray
+
+
+class _Members(NamedTuple):
+    """A class as it is found: its owners, the ordinal of its first tensor, and its tensors."""
+
+    sources: TensorOwners
+    destinations: TensorOwners
+    first: int
+    names: list[str]
+
+
+def tensor_classes(source: Holdings, destination: Holdings) -> list[TensorClass]:
+    """The tensors that are moved, in classes. Raises PlanError with everything that `holding_faults` finds."""
+    members = _members(source, destination)
+    if faults := [*_shape_faults(source, destination), *_unserved_faults(members)]:
+        raise PlanError(faults)
+    classes = []
+    for sources, destinations, first, names in members:
+        dtypes = ((source.dtypes[name], destination.dtypes[name]) for name in names)
+        itemsizes = np.array([_wire_itemsize(*each) for each in dtypes], dtype=np.int64)
+        classes.append(TensorClass(sources, destinations, tuple(names), first, itemsizes))
+    return classes
+
+
+def holding_faults(source: Holdings, destination: Holdings) -> list[str]:
+    """Tensors of two shapes, and boxes that some rank needs and no rank holds."""
+    return [*_shape_faults(source, destination), *_unserved_faults(_members(source, destination))]
+
+
+def _members(source: Holdings, destination: Holdings) -> list[_Members]:
+    """The classes of tensors that have one shape; what no training rank holds has no sources."""
+    found: dict[tuple[int, int], _Members] = {}
+    for ordinal, (name, destinations) in enumerate(destination.owners.items()):
+        sources = source.owners.get(name, ())
+        if not sources or source.shapes[name] == destination.shapes[name]:
+            key = id(sources), id(destinations)
+            if key not in found:
+                found[key] = _Members(sources, destinations, ordinal, [])
+            found[key].names.append(name)
+    return list(found.values())
+
+
+@functools.cache
+def _wire_itemsize(source: str, destination: str) -> int:
+    return DTYPE_NBYTES[wire_dtype(source, destination)]
+
+
+def _shape_faults(source: Holdings, destination: Holdings) -> list[str]:
+    return [
+        f"{name}: shape {source.shapes[name]} in training, {shape} in inference"
+        for name, shape in destination.shapes.items()
+        if source.shapes.get(name, shape) != shape
+    ]
+
+
+def _unserved_faults(members: Iterable[_Members]) -> Iterator[str]:
+    """Elements that no source holds, tensor by tensor."""
+    known: dict[object, list[tuple[int, Region]]] = {}  # experts: on other ranks, but cut in the same way
+    for sources, destinations, _, names in members:
+        boxes = tuple(tuple((box.offsets, box.lengths) for box in side) for side in (sources, destinations))
+        if boxes not in known:
+            known[boxes] = list(_unserved(sources, destinations))
+        for name in names if known[boxes] else ():
+            yield from (_unserved_fault(name, destinations[index].ranks, region) for index, region in known[boxes])
+
+
+def _unserved(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners]) -> Iterator[tuple[int, Region]]:
+    """(index into `destinations`, part of that box that no source holds)."""
+    for index, near in enumerate(touching(sources, destinations)):
+        for region in subtract_all([destinations[index].region], [sources[number].region for number in near]):
+            yield index, region
+
+
+def _unserved_fault(tensor: str, ranks: np.ndarray, region: Region) -> str:
+    first, *others = np.unique(ranks).tolist()
+    needing = f"rank {first}" + (f" and {len(others)} other{'s' if len(others) > 1 else ''}" if others else "")
+    box = f"[{region.offsets}, {region.ends})"
+    return f"{tensor}: elements {box} are needed by {needing}, but no training rank holds them"
+
+
+@dataclass(frozen=True, slots=True)
+class BoxSource:
+    """A part of the box that a class of receivers needs, and the source box (by index) it comes out of."""
+
+    region: Region
+    source: int
+    link: Link
+
+
+def nearest_first(
+    _needed: Region, by_link: Mapping[Link, Sequence[int]], common: Mapping[int, Region]
+) -> Iterator[BoxSource]:
+    """Parts that each source has of a box, nearest first and of these the largest."""
+    for link, numbers in by_link.items():
+        for number in sorted(numbers, key=lambda number: (-common[number].numel, common[number])):
+            yield BoxSource(common[number], number, link)
+
+
+def are_slices(needed: Region, parts: Collection[Region]) -> bool:
+    """Whether boxes that cover another one lie in it side by side, along one dim: as ranks shard a tensor."""
+    whole = tuple(zip(needed.offsets, needed.lengths, strict=True))
+    cut = {
+        dim
+        for part in parts
+        for dim, bounds in enumerate(zip(part.offsets, part.lengths, strict=True))
+        if bounds != whole[dim]
+    }
+    return len(cut) <= 1 and sum(part.numel for part in parts) == needed.numel
+
+
+@dataclass(frozen=True, slots=True)
+class CommonBox:
+    """A box that the same classes of receivers (by index) need."""
+
+    region: Region
+    source: int
+    classes: tuple[int, ...]
+
+
+def common_boxes(needed: Mapping[int, Sequence[BoxSource]]) -> list[CommonBox]:
+    """Cut what some classes of receivers need into disjoint boxes; `needed` is by class, the parts of one disjoint."""
+    boxes: list[CommonBox] = []
+    for number, parts in needed.items():
+        near = touching([box.region for box in boxes], [part.region for part in parts])
+        pieces = [[box] for box in boxes]
+        new: list[CommonBox] = []
+        for part, touched in zip(parts, near, strict=True):
+            others = [piece.region for index in touched for piece in pieces[index]]
+            new += (CommonBox(region, part.source, (number,)) for region in subtract_all([part.region], others))
+            for index in touched:
+                pieces[index] = [cut for piece in pieces[index] for cut in _cut(piece, part.region, number)]
+        boxes = [piece for each in pieces for piece in each] + new
+    return boxes
+
+
+def _cut(box: CommonBox, region: Region, number: int) -> Iterator[CommonBox]:
+    """The parts outside `region`, then the one inside, which class `number` needs too."""
+    for outside in box.region.subtract(region):
+        yield CommonBox(outside, box.source, box.classes)
+    if (inside := box.region.intersect(region)) is not None:
+        yield CommonBox(inside, box.source, (*box.classes, number))
 
 
 class Hosts:
@@ -281,7 +445,7 @@ class Routes:
             yield receivers
 
     def _find_ingress(self) -> Iterator[HostIngress]:
-        """What relaying hosts need over the network, worked out once for hosts with equally many equal receivers."""
+        """Boxes that relaying hosts need over the network, found once for hosts with equally many equal receivers."""
         if not self._from_network:
             return
         by_host = [_OnHosts(receivers.ranks, self._hosts) for receivers, _ in self._from_network]

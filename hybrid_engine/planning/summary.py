@@ -1,17 +1,58 @@
-"""The bytes of all ranks, counted on the same routes as a plan's transfers, without making any of them."""
+"""Bytes of all ranks: what must be received whatever the plan, and what a plan moves, counted on its routes.
+
+No transfer is made for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.planning.lower_bound import missing_by_host, missing_by_rank
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Hosts, LinkBytes, Routes
-from hybrid_engine.planning.tensor_classes import tensor_classes
-from hybrid_engine.records.holdings import Holdings
+from hybrid_engine.planning.routes import Hosts, LinkBytes, Routes, tensor_classes
+from hybrid_engine.records.holdings import BoxOwners, Holdings, groups_of_columns, presence_of
+from hybrid_engine.records.regions import subtract_all, union
+
+
+def missing_by_rank(
+    sources: Sequence[BoxOwners],
+    destinations: Sequence[BoxOwners],
+    num_ranks: int,
+    ranks: np.ndarray | None = None,
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Elements that each rank must receive: |needed minus held|, each element once.
+
+    Args:
+        sources, destinations: the owners of one tensor.
+        num_ranks: of the world. ranks: those to look at; default: all.
+
+    Yields (ranks, elements); every rank that needs anything is in one of them.
+    """
+    ranks = np.arange(num_ranks) if ranks is None else ranks
+    needs = [presence_of(box, num_ranks)[ranks] for box in destinations]
+    concerned = np.flatnonzero(np.any(needs, axis=0)) if needs else np.zeros(0, dtype=np.int64)
+    ranks, needs = ranks[concerned], [need[concerned] for need in needs]
+    holds = [presence_of(box, num_ranks)[ranks] for box in sources]
+    # Ranks that need the same boxes and hold the same boxes have equal columns, and the box algebra is done once.
+    for members in groups_of_columns([*needs, *holds], len(ranks)):
+        first = members[0]
+        needed = union(box.region for box, need in zip(destinations, needs, strict=True) if need[first])
+        held = [box.region for box, hold in zip(sources, holds, strict=True) if hold[first]]
+        yield ranks[members], sum(region.numel for region in subtract_all(needed, held))
+
+
+def missing_by_host(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners], hosts: Hosts) -> np.ndarray:
+    """Elements that must come to each host over the network; int array by host."""
+    numel = np.zeros(hosts.count, dtype=np.int64)
+
+    def by_host(owners: Sequence[BoxOwners]) -> list[BoxOwners]:
+        return [BoxOwners(each.offsets, each.lengths, hosts.numbers[each.ranks]) for each in owners]
+
+    for numbers, count in missing_by_rank(by_host(sources), by_host(destinations), hosts.count):
+        numel[numbers] += count
+    return numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +88,7 @@ class ByteSummary:
 def summarize(
     source: Holdings, destination: Holdings, hosts: Sequence[object], relaying_hosts: Collection[object] = ()
 ) -> ByteSummary:
-    """What every rank receives and sends in the plan between two sides.
+    """Bytes that every rank receives and sends in the plan between two sides.
 
     Args:
         source, destination: training and inference.
@@ -77,28 +118,3 @@ def summarize(
         lower_bound=lower_bound,
         network_lower_bound=network_lower_bound,
     )
-
-
-def group_traffic(
-    source: Holdings,
-    destination: Holdings,
-    hosts: Sequence[object],
-    relaying_hosts: Collection[object],
-    groupings: Sequence[np.ndarray],
-) -> list[np.ndarray]:
-    """Bytes between groups of ranks, [senders, receivers], for each of some ways to group them.
-
-    Args:
-        source, destination, hosts, relaying_hosts: as of `summarize`.
-        groupings: number of its group for each rank, counted from 0.
-
-    Copies within a rank are not in it; what ranks of one group send each other is.
-    """
-    by_number = Hosts(hosts, relaying_hosts)
-    found = [np.zeros((int(groups.max()) + 1,) * 2, dtype=np.int64) for groups in groupings]
-    for tensors in tensor_classes(source, destination):
-        for flow in Routes(tensors.sources, tensors.destinations, by_number).flows(tensors.first, tensors.itemsizes):
-            if flow.link is not Link.SELF:
-                for groups, nbytes in zip(groupings, found, strict=True):
-                    np.add.at(nbytes, (groups[flow.senders], groups[flow.receivers]), flow.nbytes)
-    return found

@@ -1,19 +1,14 @@
 """The ranks of a job: how they start, what they know of each other, and how they fail together.
 
-    job.py              Job: rank, hosts, device, agreement; handed to all that ask who is who
-      start_up.py         torchrun's ranks meet and join one process group
-      hosts.py            which processes can see each other, and whether one still lives
-    agreement.py        all ranks leave a phase together: all succeeded, or all raise
-      held_signals.py     a signal waits for the end of collectives that belong together
+    job.py              Job: rank, hosts, device, agreement; handed to all that ask who is who; how ranks meet
+    agreement.py        all ranks leave a phase together: all succeeded, or all raise; hosts keep near each other in it
       failure_watch.py    what became of the others, known while this rank still waits for them
-      pace.py             hosts keep near each other in a long phase
-      host_groups.py      groups by host, and all ranks by way of hosts' first
-      process_groups.py   the end of groups, and what their errors say
-      forks.py            forked children end nothing of the rank's
+      groups.py           hosts, and whether a process still lives; groups by host; the end of groups
+      process.py          a signal waits for the end of collectives; forked children end nothing of the rank's
     digests.py          8 bytes for a tensor of any size, computed where it lies
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
-    torch_defaults.py   what a rank computes is the same inside autocast, inference mode and another default dtype
-    torch_internals.py  private names of torch below the backends, with their reasons
+    torch_internals.py  private names of torch below the backends, with their reasons; what a rank computes is the same
+                        inside autocast, inference mode and another default dtype
 
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines
     2    join_process_group           waits until all ranks have started
@@ -27,5 +22,5 @@
 
 Memory: nothing on the device. To change: what a wait's end says, agreement.py; how long a wait is, `timeout_seconds` of
 the configuration and the constants of agreement.py; when a rank counts as lost, what is logged then (logger
-"hybrid_engine.failures") and when a process is ended, failure_watch.py. docs/architecture.md lists every wait.
+"hybrid_engine.failures") and when a process is ended, failure_watch.py. docs/failures.md lists every wait.
 """

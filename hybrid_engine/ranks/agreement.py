@@ -1,19 +1,30 @@
 """All ranks leave a phase together: either all succeeded or all raise.
 
-with agreement.phase("commit"):
-    ...                             # may fail on one rank only
-# here on every rank, or an error on every rank: the own one where it happened, RemoteError elsewhere
+    with agreement.phase("commit"):
+        ...                             # may fail on one rank only
+    # here on every rank, or an error on every rank: the own one where it happened, RemoteError elsewhere
 
 Ranks part ways where a phase waits for others inside a library: one fails, the others wait there for what never comes.
 All of them know of it at once (ranks/failure_watch.py), every wait has an end, and then the agreement is over:
 
     the rank that failed      waits for the others to arrive, for its patience or the timeout, then raises alone
     the others                are ended by that rank's closed connections, by their library's timeout, or by the watch
+
+`Pace` keeps hosts near each other in a phase of many steps, where nothing else lets one wait for another:
+
+    step        0 … 7 | 8 … 15 | 16 … 23 | …
+    a host goes past 8 (k + 1) when all hosts have come to 8 k
+
+A host that has less to do would otherwise be at the end, or at a message it shares with another host, long before that
+one: waits last `timeout_seconds` at most, and a long piece of work may take longer. So no wait for another host, at the
+end of the work either, lasts longer than 16 steps of that host. Whoever is held here had to wait later anyhow. A rank
+also hears here, at every step, of failures elsewhere, though no message comes to it from there.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +33,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
+from hybrid_engine.errors import (
+    HybridEngineError,
+    LostRankError,
+    MessageError,
+    PeerTransportError,
+    RemoteError,
+    ReshardError,
+    StateError,
+    TransportError,
+    clipped,
+)
+from hybrid_engine.messages import LIMIT, content_digest, decode, encode, require_size
 from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
 from hybrid_engine.ranks.failure_watch import FailureWatch
-from hybrid_engine.ranks.held_signals import signals_held
-from hybrid_engine.ranks.host_groups import HostLeaders
-from hybrid_engine.ranks.pace import Pace
-from hybrid_engine.ranks.process_groups import end_groups, is_lost_connection, plain_text
+from hybrid_engine.ranks.groups import HostLeaders, end_groups, gathered, is_lost_connection, plain_text
+from hybrid_engine.ranks.process import signals_held
 
 SECONDS_TO_BUILD = 300.0
 """Floor of the longest wait while engines are built: ranks of a busy host import for a minute, and not at one speed."""
@@ -42,8 +62,22 @@ SECONDS_OF_A_ROUND = 5.0
 SHORT_PATIENCE = 30.0
 """Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
 
+_LONGEST_TEXT = 100_000
+"""Characters of an error that others hear of."""
+
+MOST_SHARED = 2**31
+"""Bytes of all messages that ranks share. FSDP2's ranks all hold something else: 2,048 of a dense 70B model say 195 MB,
+while DeepSeek-V3 in Megatron's layouts takes 17 MB for any number of ranks."""
+
+_PART = 2**28
+"""Bytes of one sum."""
+
 PATIENCE_AFTER_INTERRUPT = 1.0
 """In its place after Ctrl-C or SystemExit, which ends a job: torchrun kills after 30 s."""
+
+
+_Said = tuple[tuple[str, bool] | None, str]
+"""What a rank says where a phase failed: its error and whether it is secondhand, and what it called."""
 
 
 class Agreement:
@@ -61,6 +95,7 @@ class Agreement:
     Attributes:
         world_size: as given.
         lost: that error; None as long as the ranks are together.
+        nbytes_received: of what the ranks told each other, in all; without maxima and flags.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
@@ -69,6 +104,7 @@ class Agreement:
         self.group: dist.ProcessGroup | None = _new_group(timeout_seconds)
         self._leaders: HostLeaders | None = None  # by which they meet; default: in the group
         self.lost: LostRankError | None = None
+        self.nbytes_received = 0
         self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
         self._watch = FailureWatch(rank, world_size, timeout_seconds)
 
@@ -80,7 +116,7 @@ class Agreement:
             self._leaders = leaders  # the phase itself ended without
 
     def pace(self, hosts: Sequence[str]) -> Pace:
-        """What keeps hosts near each other within a phase of many steps; `hosts` by rank."""
+        """Return what keeps hosts near each other within a phase of many steps; `hosts` by rank."""
         is_first = hosts.index(hosts[self._rank]) == self._rank
         return Pace(self._watch, len(set(hosts)), is_first=is_first, timeout_seconds=self.timeout_seconds)
 
@@ -230,22 +266,74 @@ class Agreement:
                 has_failed, highest, negated_lowest = met.tolist()
                 if not has_failed and highest == -negated_lowest:
                     return
-                told = None if error is None else (_described(error), _is_secondhand(error))
-                messages, called = zip(*self._gather((told, f"{phase}{what_follows}"), phase, error), strict=True)
+                # so short that all ranks' together are no longer than a message may be: a character has 4 bytes at most
+                most = min(_LONGEST_TEXT, LIMIT // (8 * self.world_size))
+                told = None if error is None else (clipped(_described(error), most), _is_secondhand(error))
+                said = self._gather(encode((told, f"{phase}{what_follows}")), phase, error)
+                messages, called = zip(*(decode(each, _Said) for each in said), strict=True)
         # a rank that failed ends an outer phase, which is no other call
         self._agreed = _agreed_error(phase, error, messages, kind) if has_failed else _different_calls(called)
         raise self._agreed from (None if error is None else error if error is not self._agreed else error.__cause__)
 
     @signals_held()
-    def gather(self, value: object, phase: str = "gather") -> list[Any]:
-        """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
+    def gather(self, value: object, kind: Any, phase: str = "gather", limit: int = LIMIT) -> list[Any]:
+        """`value` of every rank, by rank; for set-up and results, not for switches.
+
+        Args:
+            value: small: every rank receives that of all.
+            kind: its type as `messages.decode` takes it, e.g. `list[str]`.
+            phase: in messages.
+            limit: most bytes of all ranks' together, each as long as the longest.
+
+        Raises RemoteError, and MessageError for what cannot be told, is not of this type, or is too long.
+        """
+        data, error = b"", None
+        try:
+            data = encode(value, limit)
+        except MessageError as caught:
+            error = caught
         # a rank that failed on its way here concludes that, and never meets this gather
-        self.conclude(phase, what_follows=" (gather)")
-        return self._gather(value, phase)
+        self.conclude(phase, error, what_follows=" (gather)")
+        told = self._gather(data, phase, limit=limit)
+        with self.call(phase):
+            return [decode(each, kind, limit) for each in told]
+
+    @signals_held()
+    def share(self, messages: Sequence[bytes], phase: str = "share") -> tuple[list[list[int]], list[bytes]]:
+        """What all ranks have to say, where many say the same: each message comes once, whoever has it.
+
+        Returns for every rank the numbers of its messages, and the messages by number, in the order of ranks.
+        Raises RemoteError, and MessageError on all ranks where all of them together are longer than `MOST_SHARED`.
+        """
+        own = [(content_digest(message), len(message)) for message in messages]
+        numbers: dict[tuple[bytes, int], int] = {}
+        told = [
+            [numbers.setdefault(each, len(numbers)) for each in of_rank]
+            for of_rank in self.gather(own, list[tuple[bytes, int]], phase)
+        ]
+        places = list(itertools.accumulate((nbytes for _, nbytes in numbers), initial=0))
+        with self.phase(phase):
+            require_size(places[-1], MOST_SHARED)
+            # The first rank that has a message lends it, all others have zeros there: their sum is the message.
+            joined = torch.zeros(places[-1], dtype=torch.uint8)
+            first_with = {number: rank for rank in reversed(range(self.world_size)) for number in told[rank]}
+            for message, number in zip(messages, told[self._rank], strict=True):
+                if first_with[number] == self._rank and message:
+                    lent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+                    joined[places[number] : places[number + 1]] = lent
+        for part in joined.split(_PART):
+            with self._connected(phase):
+                dist.all_reduce(part, group=self._open_group())
+        self.nbytes_received += 2 * len(joined)  # at most: around a ring, to be summed and then as the sum
+        with self.phase(phase):
+            found = [joined[start:stop].numpy().tobytes() for start, stop in itertools.pairwise(places)]
+            if any(content_digest(message) != digest for message, (digest, _) in zip(found, numbers, strict=True)):
+                raise MessageError(f"{phase}: a message is not what the rank that sent it says it is")
+        return told, found
 
     def total(self, value: int) -> int:
         """Sum over all ranks. Raises RemoteError."""
-        return sum(self.gather(value, "total"))
+        return sum(self.gather(value, int, "total"))
 
     @signals_held()
     def any_of(self, flags: Sequence[bool], phase: str) -> list[bool]:
@@ -275,11 +363,15 @@ class Agreement:
         else:
             self._leaders.maximum(values)
 
-    def _gather(self, value: object, phase: str, error: Exception | None = None) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
+    def _gather(self, data: bytes, phase: str, error: Exception | None = None, limit: int = LIMIT) -> list[bytes]:
+        """The messages of all ranks, by rank. Raises MessageError on all of them where they are longer than `limit`."""
         with self._connected(phase, error):
-            dist.all_gather_object(values, value, group=self._open_group())
-        return values
+            messages = gathered(data, self.world_size, self._all_gather, limit)
+        self.nbytes_received += self.world_size * max(map(len, messages))
+        return messages
+
+    def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor) -> None:
+        dist.all_gather(rows, row, group=self._open_group())
 
     def _open_group(self) -> dist.ProcessGroup:
         if self.lost is not None:
@@ -313,6 +405,8 @@ class Agreement:
         """
         try:
             yield
+        except MessageError:  # of all ranks
+            raise
         except Exception as broken:
             if error is None and not is_lost_connection(broken):
                 error = broken
@@ -337,7 +431,7 @@ class Agreement:
         return error
 
     def _reasons(self) -> list[str]:
-        """What is known of the others: what they said of themselves, or how they ended."""
+        """Return what is known of the others: what they said of themselves, or how they ended."""
         return list(map(str, self._watch.failures_of_others())) or self._watch.ended_ranks()
 
 
@@ -355,7 +449,7 @@ def _agreed_error(
     messages: Sequence[tuple[str, bool] | None],
     kind: type[HybridEngineError],
 ) -> Exception:
-    """What a rank raises when all know what each has to tell: by rank, (text, whether it is secondhand), or None."""
+    """The error of a rank when all know what each has to tell: by rank, (text, whether it is secondhand), or None."""
     firsthand = {rank: told[0] for rank, told in enumerate(messages) if told and not told[1]}
     texts = firsthand or {rank: told[0] for rank, told in enumerate(messages) if told}
     causes = "\n".join(f"rank {rank}: {text}" for rank, text in texts.items())
@@ -388,3 +482,52 @@ def _is_secondhand(error: Exception) -> bool:
 
 def _new_group(timeout_seconds: float) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+NUM_STEPS = 8
+"""Between two marks: few questions to the job's store, and a host has that many times 2 within the timeout."""
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+class Pace:
+    """One rank's steps in one phase; the ranks of a host keep in step by other means.
+
+    Args:
+        watch: of the agreement to which the phase belongs.
+        num_hosts: of the job; nothing is done for a single one.
+        is_first: whether this rank stands for its host.
+        timeout_seconds: longest wait for another host.
+    """
+
+    def __init__(self, watch: FailureWatch, num_hosts: int, *, is_first: bool, timeout_seconds: float) -> None:
+        self._watch = watch
+        self._num_hosts = num_hosts
+        self._is_first = is_first
+        self._timeout_seconds = timeout_seconds
+
+    def reach(self, step: int) -> None:
+        """Call at each step, from 0. Raises PeerTransportError when another rank failed, TransportError when a host
+        does not come."""
+        if self._num_hosts == 1:
+            return
+        self._heed()
+        number, remainder = divmod(step, NUM_STEPS)
+        if self._is_first and not remainder:
+            self._watch.num_at(f"pace/{number}", arriving=True)
+            if number:
+                self._await_hosts(number - 1)
+
+    def _await_hosts(self, number: int) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+        while (num_there := self._watch.num_at(f"pace/{number}")) not in (self._num_hosts, None):
+            self._heed()
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"only {num_there} of {self._num_hosts} hosts came to step {number * NUM_STEPS} within "
+                    f"{self._timeout_seconds:g} s; raise generate_config.timeout_seconds if they are only slow"
+                )
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _heed(self) -> None:
+        if failures := self._watch.heard():
+            raise PeerTransportError("\n".join(map(str, failures)))

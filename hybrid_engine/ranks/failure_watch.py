@@ -1,4 +1,4 @@
-"""What became of the other ranks, known while this one still waits for them.
+"""Watches the other ranks, so that their failures are known while this one still waits for them.
 
 Ranks wait for each other inside libraries: in vLLM's collectives, Megatron's, torch's. When one of them fails, the
 others wait there for what never comes. So a rank that fails says so in the job's store, and a thread on every rank
@@ -13,8 +13,9 @@ shared memory on CPU, hears no signal and has no timeout. It happens only while 
 which it heard of the failure, and only to a rank that waits for the one that failed.
 
 A rank that was killed or frozen says nothing. Its neighbour (the rank below) says it: it looks at the process where
-both are on one host, and elsewhere at a counter that every rank's thread keeps counting. A rank that counts again is
-forgiven. Without the store, whose holder may be the one that ended, each rank looks at the processes of its host.
+both are on one host, and elsewhere at a counter that every rank's thread keeps counting. A rank whose counter moves
+again is no longer treated as failed. Without the store, whose holder may be the one that ended, each rank looks at the
+processes of its host.
 
 Whoever shows the user something adds a handler to the logger "hybrid_engine.failures": what is said there, while other
 ranks still wait, is the first that is known of a failure.
@@ -39,7 +40,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hybrid_engine.ranks.hosts import has_ended, process_space, state_of
+from hybrid_engine.ranks.groups import has_ended, process_space, state_of
 from hybrid_engine.ranks.torch_internals import job_store
 
 logger = logging.getLogger("hybrid_engine.failures")
@@ -57,7 +58,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells the others, or one says of another.
+    """Failure that a rank reports of itself or of another.
 
     Attributes:
         rank: that failed.
@@ -103,7 +104,7 @@ class _Place:
 
 @dataclass
 class _Heard:
-    """What the thread knows of the present step."""
+    """Failures of the present step, as the thread knows them."""
 
     step: int = -1
     failures: dict[Failure, float] = field(default_factory=dict)  # when each was first seen
@@ -181,12 +182,12 @@ class FailureWatch:
         self._ask(lambda: self._say(self._store, failure, place.step), None)
 
     def failures_of_others(self) -> list[Failure]:
-        """Of the present step, read from the store now; none if it is gone."""
+        """Read failures of the present step from the store; none if it is gone."""
         place = self._place
         return self._ask(lambda: self._read(self._store, place), [])
 
     def heard(self) -> list[Failure]:
-        """What the thread knows of failures of the present step, but for those of ranks that may count again."""
+        """Failures of the present step that the thread knows, but for those of ranks that may count again."""
         heard, place = self._heard, self._place
         failures = list(heard.failures) if heard.step == place.step else []
         return [failure for failure in failures if failure.entry >= place.entry and failure.beat is None]
@@ -216,7 +217,7 @@ class FailureWatch:
         return found
 
     def _ask(self, call: Callable[[], _T], otherwise: _T) -> _T:
-        """What the store answers. It is a help: when the process that holds it has ended or is frozen there is none,
+        """Ask the store. It is a help: when the process that holds it has ended or is frozen there is none,
         and torch's own timeouts do not cover every call."""
         answers: SimpleQueue[_T] = SimpleQueue()
 
@@ -247,7 +248,7 @@ class FailureWatch:
         _append(store, f"{step}/failed", json.dumps(asdict(failure)))
 
     def _read(self, store: dist.Store, place: _Place) -> list[Failure]:
-        """What counts of the failures of other ranks where this one is."""
+        """Read the failures of other ranks that count where this one is."""
         lines = map(json.loads, _lines(store, f"{place.step}/failed"))
         told = [Failure(**{**line, "waiting": line["waiting"] and tuple(line["waiting"])}) for line in lines]
         return [failure for failure in told if failure.rank != self._rank and failure.entry >= place.entry]
@@ -301,7 +302,7 @@ class FailureWatch:
                 self._say(store, failure, place.step)
 
     def _failures_of_this_host(self) -> list[Failure]:
-        """What can be seen without the store."""
+        """Failures that can be seen without the store."""
         ended = [rank for rank, pid in self._pids.items() if has_ended(pid)]
         return [self._seen(rank, "has ended", self._place) for rank in ended if self._place.phase]
 

@@ -94,7 +94,7 @@ def run_ranks(
 
 
 class Process(Protocol):
-    """What is asked of a rank: `pid`, and what subprocess.Popen says of these."""
+    """Interface of a rank: `pid`, and what subprocess.Popen says of these."""
 
     pid: int
 

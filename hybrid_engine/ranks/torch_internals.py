@@ -1,4 +1,4 @@
-"""Private names of torch that the engine uses below the backends, and the record of such a name.
+"""Private names of torch below the backends, the record of such a name, and torch's modes as in a new process.
 
 Each backend has a module `internals` of the same kind for its library. Tests look every name up in the installed
 version, so an upgrade that lost one says so at once, by name and reason.
@@ -6,7 +6,8 @@ version, so an upgrade that lost one says so at once, by name and reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ def job_store() -> dist.Store:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from every other that exists now, with memory or without."""
+    """Number that tells a storage from every other that exists now, with memory or without."""
     return storage._cdata
 
 
@@ -99,3 +100,24 @@ def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     wrapper: Any = tensor
     names = wrapper.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(wrapper) else ()
     return {name: getattr(tensor, name) for name in names}
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Compute as outside `torch.autocast` and `torch.inference_mode`, with the default dtype and device of torch.
+
+    For what must give the same bits wherever it is called: vLLM's construction and its answers, sums of weights, and a
+    switch, whose tensors outlive the caller's modes. A decorator too. What holds outside is back at the end.
+    """
+    with ExitStack() as ends:
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                ends.enter_context(torch.autocast(device_type, enabled=False))
+        if torch.is_inference_mode_enabled():
+            ends.enter_context(torch.inference_mode(False))
+        if torch.get_default_device().type != "cpu":
+            ends.enter_context(torch.device("cpu"))
+        if (dtype := torch.get_default_dtype()) is not torch.float32:
+            ends.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        yield

@@ -3,9 +3,9 @@
     regions.py      Region: a box of a tensor, with intersection and subtraction; boxes of a copy between strided views
     layout.py       Buffer, Place, Shard (the record), and Layout: the records of one rank or of all
     validation.py   every fault of a layout: bounds, overlaps, gaps, dtypes
-    owners.py       BoxOwners: the ranks that hold a box
-    holdings.py     the records of all ranks in compact form, for the planner
+    holdings.py     the records of all ranks in compact form, for the planner; BoxOwners: the ranks that hold a box
+    sides.py        Side: what all ranks of one side hold, of ranks that hold the same once; layouts as messages
 
-Adaptors of engines make a `Layout` of their own rank; ranks exchange them once, and `planning` makes them compact. A
-`SideLayout` of `layouts` is compact from the start.
+Adaptors of engines make a `Layout` of their own rank. Ranks tell each other theirs, which become a `Side`, and that is
+made compact. A `SideLayout` of `layouts` is compact from the start.
 """

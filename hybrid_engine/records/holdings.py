@@ -11,16 +11,87 @@ one stage, a projection in the layers of one stage) share one tuple of them, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.owners import BoxOwners, contains, presence_of
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import dtype_faults
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxOwners:
+    """One box of a tensor and the ranks that hold (or want) it.
+
+    Attributes:
+        offsets, lengths: of the box, in elements, one entry per dim.
+        ranks: sorted; a rank is in it once for every place in which it has the box.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    ranks: np.ndarray
+
+    @property
+    def region(self) -> Region:
+        """The box, of a tensor without a name: equal for all tensors with the same owners."""
+        return Region("", self.offsets, self.lengths)
+
+
+def contains(ranks: np.ndarray, rank: int) -> bool:
+    """Whether a rank is among sorted ranks."""
+    position = ranks.searchsorted(rank)
+    return bool(position < len(ranks) and ranks[position] == rank)
+
+
+def presence_of(box: BoxOwners, num_ranks: int) -> np.ndarray:
+    """Bool array by rank: who has the box."""
+    present = np.zeros(num_ranks, dtype=bool)
+    present[box.ranks] = True
+    return present
+
+
+def groups_of_columns(rows: Sequence[np.ndarray], num_columns: int) -> list[np.ndarray]:
+    """Indices of equal columns of a boolean matrix, as groups in a fixed order; each group is sorted."""
+    if num_columns == 0:
+        return []
+    if not rows:
+        return [np.arange(num_columns)]
+    # Eight rows become one byte, and the bytes of a column one opaque value, so that `unique` compares whole columns.
+    packed = np.ascontiguousarray(np.packbits(np.array(rows), axis=0).T)
+    keys = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
+    _, group_of = np.unique(keys, return_inverse=True)
+    # Sorted by group, the columns of each are neighbours; a stable sort keeps their order, and groups end where the
+    # cumulated sizes say.
+    order = np.argsort(group_of, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(group_of))[:-1])
+
+
+Boxes = Sequence[BoxOwners] | Sequence[Region]
+
+
+def touching(sources: Boxes, destinations: Boxes) -> list[list[int]]:
+    """For every destination box, the indices of the source boxes that share elements with it; boxes of one tensor."""
+    if not sources or not destinations:
+        return [[] for _ in destinations]
+    # Two boxes share elements when in every dim the later start is before the earlier end: [destination, source, dim].
+    # A scalar has no dims, and `all` of nothing is true: its one element is common.
+    low, high = _bounds(sources)
+    start, stop = (bound[:, None] for bound in _bounds(destinations))
+    common = np.all(np.maximum(low, start) < np.minimum(high, stop), axis=2)
+    return [np.flatnonzero(row).tolist() for row in common]
+
+
+def _bounds(owners: Boxes) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends of boxes; int arrays [box, dim]."""
+    shape = len(owners), len(owners[0].offsets)
+    low = np.array([box.offsets for box in owners], dtype=np.int64).reshape(shape)
+    return low, low + np.array([box.lengths for box in owners], dtype=np.int64).reshape(shape)
+
 
 TensorOwners = tuple[BoxOwners, ...]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -87,9 +158,9 @@ class Interned:
         self._ranks: dict[bytes, np.ndarray] = {}
         self._owners: dict[object, TensorOwners] = {}
 
-    def ranks(self, ranks: Iterable[int]) -> np.ndarray:
+    def ranks(self, ranks: Sequence[int] | np.ndarray) -> np.ndarray:
         """These ranks, sorted."""
-        found = np.sort(np.array(ranks, dtype=np.int64))
+        found = np.sort(np.asarray(ranks, dtype=np.int64))
         return self._ranks.setdefault(found.tobytes(), found)
 
     def owners(self, boxes: Iterable[BoxOwners]) -> TensorOwners:
@@ -184,12 +255,18 @@ class PlaceIndex:
         return index
 
 
-def placed_holdings(layout: Layout, num_ranks: int) -> PlacedHoldings:
+def placed_holdings(layout: Layout, num_ranks: int, alike: Mapping[int, np.ndarray] | None = None) -> PlacedHoldings:
     """The compact form of explicit records, e.g. of live engines; padding and exports are left out.
 
+    `alike`: for each rank of `layout`, all ranks that hold the same in the same places; default: it alone.
     Raises PlanError naming every tensor that is held in several dtypes.
     """
     interned = Interned()
+
+    @cache
+    def all_of(ranks: tuple[int, ...]) -> np.ndarray:
+        return interned.ranks(ranks if alike is None else np.concatenate([alike[rank] for rank in ranks]))
+
     dtypes: dict[str, str] = {}
     owners: dict[str, TensorOwners] = {}
     placed: dict[str, tuple[PlacedBoxes, ...]] = {}
@@ -209,7 +286,7 @@ def placed_holdings(layout: Layout, num_ranks: int) -> PlacedHoldings:
         placed[name] = tuple(
             PlacedBoxes(
                 tuple(
-                    PlacedBox(BoxOwners(*box, interned.ranks(ranks)), "{name}", numel, start, strides)
+                    PlacedBox(BoxOwners(*box, all_of(tuple(ranks))), "{name}", numel, start, strides)
                     for (box, numel, start, strides), ranks in by_place.items()
                 ),
                 {"name": buffer_name},
@@ -219,11 +296,6 @@ def placed_holdings(layout: Layout, num_ranks: int) -> PlacedHoldings:
         )
         owners[name] = interned.owners(box.owners for part in placed[name] for box in part.boxes)
     return PlacedHoldings(Holdings(num_ranks, layout.tensors, dtypes, owners), placed)
-
-
-def holdings_of(layout: Layout, num_ranks: int) -> Holdings:
-    """Who holds what, of explicit records; errors as of `placed_holdings`."""
-    return placed_holdings(layout, num_ranks).holdings
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ their own rank; `Layout.merge` joins those of all ranks.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -56,7 +55,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What is known of a flat buffer.
+    """Properties of a flat buffer.
 
     Attributes:
         numel: elements.
@@ -143,8 +142,11 @@ class Layout:
         buffers: dict[BufferId, Buffer] = {}
         shards: list[Shard] = []
         faults: list[str] = []
+        merged: dict[int, Mapping[str, tuple[int, ...]]] = {}  # by identity: many ranks name the same tensors
         for layout in layouts:
-            for name, shape in layout.tensors.items():
+            named = {} if id(layout.tensors) in merged else layout.tensors
+            merged[id(layout.tensors)] = layout.tensors
+            for name, shape in named.items():
                 if tensors.setdefault(name, shape) != shape:
                     faults.append(f"{name}: shape {tensors[name]} on one rank, {shape} on another")
             for buffer_id, buffer in layout.buffers.items():
@@ -154,6 +156,12 @@ class Layout:
         if faults:
             raise PlanError(faults)
         return Layout(tensors, buffers, tuple(shards))
+
+    def on(self, rank: int) -> Layout:
+        """The same layout, of one rank, as that of another."""
+        ids = {buffer_id: BufferId(rank, buffer_id.name) for buffer_id in self.buffers}
+        shards = (replace(each, place=replace(each.place, buffer=ids[each.place.buffer])) for each in self.shards)
+        return Layout(self.tensors, {ids[buffer_id]: one for buffer_id, one in self.buffers.items()}, tuple(shards))
 
     def without(self, tensors: Collection[str]) -> Layout:
         """The layout without the shards of some tensors."""
@@ -166,19 +174,5 @@ class Layout:
             grouped.setdefault(shard.region.tensor, []).append(shard)
         return grouped
 
-    def fingerprint(self) -> str:
-        """A digest of everything a plan depends on; the same on every rank and in every run.
-
-        The order of tensors is in it (it is the order of the plan), those of buffers and shards are not.
-        """
-        digest = hashlib.sha256()
-        for part in (list(self.tensors.items()), sorted(self.buffers.items(), key=_buffer_id), self._sorted_shards()):
-            digest.update(repr(part).encode())
-        return digest.hexdigest()
-
     def _sorted_shards(self) -> list[Shard]:
         return sorted(self.shards, key=lambda shard: (shard.place.buffer, shard.place.offset, shard.region))
-
-
-def _buffer_id(item: tuple[BufferId, Buffer]) -> BufferId:
-    return item[0]

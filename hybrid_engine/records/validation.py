@@ -82,6 +82,16 @@ def shard_fault(layout: Layout, shard: Shard) -> str | None:
     return None
 
 
+def undeclared_faults(layout: Layout) -> list[str]:
+    """Every shard of a tensor or buffer that the layout does not declare."""
+    return [
+        fault
+        for shard in layout.shards
+        if (shard.region.tensor not in layout.tensors or shard.place.buffer not in layout.buffers)
+        and (fault := shard_fault(layout, shard))
+    ]
+
+
 def _bounds_fault(buffer: Buffer, shard: Shard) -> str | None:
     low, high = shard.place.offset, shard.place.offset
     for length, stride in zip(shard.region.lengths, shard.place.strides, strict=True):

@@ -1,28 +1,23 @@
 """The switch between training and inference on one set of devices.
 
-    sharding_manager.py   ShardingManager: the states, the order of a switch, the way back after a failure
-      states.py             the states, and what each needs on the device
-      entered.py            the context of a state, and which one runs
-      contexts.py           `rollout_context` and the like, for HybridEngine and ActorHybridWorker
-      hooks.py              how users' hooks are called
-      report.py             ReshardReport, and the tally that it is made from
+    sharding_manager.py   ShardingManager: the order of a switch, the way back after a failure; `rollout_context` and
+                          the like, for HybridEngine and ActorHybridWorker
+      states.py             the states, what each needs on the device, their contexts, and users' hooks
+      report.py             ReshardReport, and the tally that it is made from; device memory against the memory plan
     prefetch.py           training state that comes back before the switch, while the last sequences are drawn
-    memory_watch.py       what is on the device against the memory plan, where there is one
     rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
-      peer_access.py        which hosts' ranks can read each other's memory
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
-    deliveries.py         what the inference side still has from earlier switches
+    incremental.py        what the inference side still has from earlier switches
     release_fence.py      releases training memory as soon as all ranks of the host have read it
-    verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
-      common_regions.py     what is compared: regions that both sides have whole
-    value_ranges.py       refuses weights that a cast on the way would make infinite
+    verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled; refuses
+                          values that a cast on the way would make infinite
     computation.py        `generate_config.check_compute`: vLLM's log-probabilities against the trainer's
 
 Set-up, once, on every rank:
 
-    1  gather_layouts          training layouts of all ranks                             (by assembly.py, or in 2)
+    1  gather_side          training layouts of all ranks                             (by assembly.py, or in 2)
     2  rendezvous.connect      the other layouts and handles; plan; groups; transports; container
-    3  InferenceWeights.release, Offloader.onload                                        state TRAIN
+    3  start: InferenceWeights.release, Offloader.onload                                 state TRAIN
 
 A switch to INFER, each step a phase that all ranks leave together; on the device afterwards:
 

@@ -108,7 +108,7 @@ class Computation:
         trainer, inference = self._trainer, self._inference
         with self._job.agreement.phase("looking at what can be compared"):
             own = [limits_of(trainer), limits_of(inference)]
-        limits = self._job.agreement.gather(own, "looking at what can be compared")
+        limits = self._job.agreement.gather(own, list[ProbeLimits], "looking at what can be compared")
         refusal, tokens = tokens_within([each for of_rank in limits for each in of_rank])
         if isinstance(trainer, Probed) and isinstance(inference, Probed) and tokens is not None:
             return _Sides(trainer, inference, tokens)

@@ -16,6 +16,7 @@ import torch
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
+from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.memory.offload_items import Kind, OffloadReport
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceWeights
@@ -23,7 +24,6 @@ from hybrid_engine.switch.states import NEEDED_KINDS, State
 
 logger = logging.getLogger("hybrid_engine")
 
-_MIB = 1024**2
 _COPIED: tuple[Kind, ...] = ("param", "optimizer")
 
 
@@ -98,7 +98,7 @@ class Prefetcher:
     def _room(self) -> int:
         """Bytes that may come now."""
         configured = self._config.prefetch_mb
-        room = self._highest_peak - self._held() if configured is None else configured * _MIB - self.nbytes
+        room = self._highest_peak - self._held() if configured is None else configured * MIB - self.nbytes
         if self._device.type == "cuda":
             free, size = torch.cuda.mem_get_info(self._device)
             taken = self._beside + resident_nbytes(self._offloader)

@@ -6,7 +6,7 @@
 A fence ends when every rank of the host has read all it needs of a bucket; it runs while the next bucket is on its way.
 So a rank never holds more than its training weights, less those of the buckets before the last, and the inference
 weights so far. Ranks of other hosts have no part in it: what they need of this rank's memory it has copied into
-messages by itself. That they are no more than a few buckets apart is up to `ranks/pace.py`.
+messages by itself. That they are no more than a few buckets apart is up to `ranks/agreement.py`.
 
 When a rank fails, all ranks of its host must still start the same fences, or the next switch would meet the leftovers.
 They start those up to the one after the first that tells of a failure: none can observe the failure later than that.
@@ -16,32 +16,43 @@ Those of other hosts hear of it by messages that they wait for, or at the next b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
-from hybrid_engine.ranks.host_groups import HostGroup
-from hybrid_engine.ranks.pace import Pace
-from hybrid_engine.ranks.process_groups import plain_text
-from hybrid_engine.tracing.recording import span
+from hybrid_engine.memory.offload_items import Part
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.planning.buckets import Releases
+from hybrid_engine.ranks.agreement import Pace
+from hybrid_engine.ranks.groups import HostGroup, plain_text
+from hybrid_engine.tracing import span
 
 logger = logging.getLogger(__name__)
 
 
+def parts_of(buffers: Mapping[str, torch.Tensor], releases: Releases) -> list[Part]:
+    """Parts of these buffers that `releases` names."""
+    return [Part(buffers[name], extent.start, extent.stop) for name, extents in releases.items() for extent in extents]
+
+
 class ReleaseFence:
-    """The fences of one switch on one rank (`ports.BucketFollower`).
+    """The fences of one switch on one rank.
 
     Args:
         rank: global rank of this process.
         group: of the ranks of its host, used for nothing else.
         pace: of the switch's phase.
-        buckets: the indices of those that are filled, in order.
-        save: called with the position in `buckets` of one that this rank has sent; reading is all it may do.
-        give_back: called with the position in `buckets` of one that every rank of the host has read all of.
+        offloader: of the parameters, which go.
+        buffers: the parameters', by name.
+        schedule: what of them goes once a bucket was read, by the index of the buckets that are filled, in order.
         timeout: seconds to wait for a fence.
+        before_release: called before each release, with the bytes released so far.
+
+    Attributes:
+        released_nbytes: so far.
     """
 
     def __init__(
@@ -49,17 +60,20 @@ class ReleaseFence:
         rank: int,
         group: HostGroup,
         pace: Pace,
-        buckets: Sequence[int],
-        save: Callable[[int], None],
-        give_back: Callable[[int], None],
+        offloader: Offloader,
+        buffers: Mapping[str, torch.Tensor],
+        schedule: Mapping[int, Releases],
         timeout: float,
+        before_release: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._rank = rank
         self._group = group
         self._pace = pace
-        self._buckets = buckets
-        self._save = save
-        self._give_back = give_back
+        self._offloader = offloader
+        self._source, self._schedule = buffers, schedule
+        self._buckets = tuple(schedule)
+        self._before_release = before_release
+        self.released_nbytes = 0
         self._timeout = timedelta(seconds=timeout)
         self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
         self._num_ended = 0
@@ -75,7 +89,8 @@ class ReleaseFence:
         self._start(failed=False)
         if len(self._fences) > 1:
             self._end_next()
-        self._save(len(self._fences) - 1)  # after the bucket before has gone, which waits for all copies
+        # after the bucket before has gone, which waits for all copies
+        self._offloader.save_parts("param", self._parts(index))
 
     def finish(self) -> None:
         """All buckets are sent: give back the last. Raises as `sent`."""
@@ -117,7 +132,11 @@ class ReleaseFence:
         if failed_rank := self._wait():
             raise PeerTransportError(f"bucket {self._buckets[number]}, phase release: rank {failed_rank - 1} failed")
         with span("offload bucket", index=self._buckets[number]):
-            self._give_back(number)
+            self._before_release(self.released_nbytes)
+            self.released_nbytes += self._offloader.offload_parts("param", self._parts(self._buckets[number]))
+
+    def _parts(self, index: int) -> list[Part]:
+        return parts_of(self._source, self._schedule[index])
 
     def _wait(self) -> int:
         """End the oldest fence; returns what it tells."""

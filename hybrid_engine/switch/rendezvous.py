@@ -1,10 +1,13 @@
 """Set-up: the ranks tell each other what they hold, make the plan, and connect.
 
-    1  gather_layouts   the training layouts of all ranks, once: by assembly.py, for the order of ranks, or here
-    2  peer_access      which hosts' ranks can read each other's memory
-       gather           inference layouts, handles of exported buffers, and who can relay
+    1  gather_side      what all ranks hold for training, once: by assembly.py, for the order of ranks, or here
+    2  peer access      which hosts' ranks can read each other's memory, tried: a container's seccomp profile, the
+                        host's ptrace rules, or GPUs that do not reach each other forbid it. Found in the middle of a
+                        switch that would be an error; found here, the ranks of that host send messages
+       share            what they hold for inference, and who can relay: messages that many ranks have come once
+       host_groups      handles of exported buffers, among the ranks of a host
     3  plan             on every rank from the same records; each keeps its own part
-    4  gather           digests of the plans, which must be one; handles of relay buffers
+    4  is_same          digests of the plans, which must be one; then handles of relay buffers
     5  connect          process groups, transports, the container to be filled
 
 Called by ShardingManager, once; and for a destination beside it (a second Megatron model) by whoever has one.
@@ -13,37 +16,39 @@ Memory: the records of all ranks while this runs; afterwards the plan of one ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, PlanError, Violation
-from hybrid_engine.memory.elastic import Handle, is_elastic
+from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
+from hybrid_engine.layouts.memory import MIB
+from hybrid_engine.memory.device_pages import DeviceHandle
+from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, open_peer
+from hybrid_engine.memory.host_pages import BufferHandle
+from hybrid_engine.messages import Record, decode, encode
+from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
-from hybrid_engine.planning.release_schedule import Releases, release_schedule
-from hybrid_engine.planning.residency import Residency, frozen_everywhere
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
-from hybrid_engine.ranks.host_groups import HostGroup
+from hybrid_engine.ranks.digests import text_digest
+from hybrid_engine.ranks.groups import HostGroup
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import BufferId, Layout
-from hybrid_engine.switch.common_regions import CommonRegions
-from hybrid_engine.switch.deliveries import Deliveries, Delivery
-from hybrid_engine.switch.peer_access import hosts_without_access
-from hybrid_engine.switch.value_ranges import ValueRanges
+from hybrid_engine.records.layout import BufferId
+from hybrid_engine.records.sides import Side, layout_messages
+from hybrid_engine.switch.incremental import Incremental, Selection
+from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.registry import choose_transport
-from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.router import TransportSet, export_handles
-from hybrid_engine.transports.wiring import Wiring
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.pull import SharedMemoryTransport
+from hybrid_engine.transports.router import CONFIG_KEY, TransportSet, choose_transport, export_handles
 
-_Value = TypeVar("_Value")
+logger = logging.getLogger("hybrid_engine")
 
 Timed = Callable[[str], AbstractContextManager[object]]
 """Takes the time of a step, with its wait for the slowest rank."""
@@ -51,7 +56,7 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """What a rank switches with.
+    """Everything that a rank switches with.
 
     Attributes:
         plan: of this rank.
@@ -59,8 +64,8 @@ class Connection:
         router: the transports, connected for the plan.
         container: the inference weights, to be filled by the router.
         fence_group: of this host, for the fences of a switch (release_fence.py).
-        regions: of this rank, where switches are verified.
-        deliveries: what need not be sent again; None without `generate_config.incremental`.
+        verifier: of the switches, where they are verified.
+        incremental: what need not be sent again; None without `generate_config.incremental`.
         ranges: of the values that are sent in another dtype.
     """
 
@@ -69,40 +74,52 @@ class Connection:
     router: TransportSet
     container: WeightContainer
     fence_group: HostGroup
-    regions: CommonRegions | None = None
-    deliveries: Deliveries | None = None
+    verifier: Verifier | None = None
+    incremental: Incremental | None = None
     ranges: ValueRanges | None = None
 
-    def check_values(self, training: TrainingWeights, delivery: Delivery) -> None:
+    def check_values(self, training: TrainingWeights, selection: Selection) -> None:
         """Raise WeightError for values that are no numbers, or would be none where they are sent."""
-        training.check_values(delivery.unread)
+        training.check_values(selection.unread)
         if self.ranges is not None:
             self.ranges.require(training)
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What the ranks tell each other before planning."""
+class Offer(Record, frozen=True):
+    """What a rank says beside its layouts before planning; most say the same."""
 
-    destination: Layout
-    handles: Mapping[BufferId, Handle]
     can_relay: bool
-    frozen: frozenset[str]
+    frozen: list[str]
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """What the ranks tell each other after planning."""
+class _Handles(Record, frozen=True):
+    """A rank's buffers that the others of its host can map, by name."""
 
-    digest: str
-    handles: Mapping[BufferId, Handle]  # of relay buffers
+    host: dict[str, BufferHandle]
+    device: dict[str, DeviceHandle]
+
+    @classmethod
+    def of(cls, handles: Mapping[BufferId, Handle]) -> _Handles:
+        """Of one rank's."""
+        named = {buffer_id.name: handle for buffer_id, handle in handles.items()}
+        return cls(
+            {name: handle for name, handle in named.items() if isinstance(handle, BufferHandle)},
+            {name: handle for name, handle in named.items() if isinstance(handle, DeviceHandle)},
+        )
+
+    def on(self, rank: int) -> dict[BufferId, Handle]:
+        """As those of a rank."""
+        named: dict[str, Handle] = {**self.host, **self.device}
+        return {BufferId(rank, name): handle for name, handle in named.items()}
 
 
-def gather_layouts(job: Job, weights: WeightAdaptor) -> Sequence[Layout]:
-    """What every rank holds of one side, by rank. Collective. Raises ParameterMismatchError on the rank at fault."""
+def gather_side(job: Job, weights: WeightAdaptor) -> Side:
+    """What all ranks hold of one side. Collective. Raises ParameterMismatchError on the rank at fault."""
     with job.agreement.phase("layout"):
-        own = weights.layout()
-    return job.agreement.gather(own, "exchange of layouts")
+        own = layout_messages(weights.layout())
+    told, messages = job.agreement.share(own, "exchange of layouts")
+    with job.agreement.phase("layout"):
+        return Side.from_messages(told, messages)
 
 
 def connect(
@@ -114,7 +131,7 @@ def connect(
     *,
     may_stay_unread: Collection[str] = (),
     frozen: Callable[[], Collection[str]] = tuple,
-    source_layouts: Sequence[Layout] | None = None,
+    source_side: Side | None = None,
     timed: Timed = nullcontext,
 ) -> Connection:
     """Agree on a plan with all ranks, and connect. Collective.
@@ -127,78 +144,147 @@ def connect(
         may_stay_unread: source tensors that no destination needs to read.
         frozen: called for those of this rank's that no step changes, with `config.incremental`: they get buckets of
             their own.
-        source_layouts: of all ranks, where they are known (`gather_layouts`).
+        source_side: what all ranks hold for training, where that is known (`gather_side`).
         timed: called with "layout" and "plan"; default: nobody looks at the time.
 
     Raises, on all ranks: PlanError with every fault of the two sides, ConfigError for a transport that cannot carry the
     plan and for a job of another device or timeout, DeviceMemoryError when relay buffers find no memory.
     """
+    fence_group = job.new_host_group(owner)
     with timed("layout"):
         with job.agreement.phase("layout"):
             job.require_timeout(config.timeout_seconds)
             buffers = source.buffers()
             _require_device(job, buffers)
-        shares_memory = job.hosts[job.rank] not in hosts_without_access(job, config)
+        shares_memory = job.hosts[job.rank] not in hosts_without_access(job, config, fence_group)
         with job.agreement.phase("layout"):
-            untrained = frozenset(frozen() if config.incremental == "auto" else ())
-            own = _offer(job, buffers, destination, config, untrained, shares_memory=shares_memory)
-        if source_layouts is None:
-            source_layouts = gather_layouts(job, source)
-        offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
-    fence_group = job.new_host_group(owner)
+            can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
+            offer = Offer(can_relay, sorted(frozen() if config.incremental == "auto" else ()))
+            own = *layout_messages(destination.layout()), encode(offer)
+            exported = export_handles(job.rank, buffers) if shares_memory else {}
+        if source_side is None:
+            source_side = gather_side(job, source)
+        told, messages = job.agreement.share(own, "exchange of layouts")
+        handles = _gather_handles(job, exported, fence_group)
     with timed("plan"):
         with job.agreement.phase("plan"):
-            apart = frozen_everywhere([each.tensors for each in source_layouts], [each.frozen for each in offers])
-            made = _make_plan(job, source_layouts, offers, config, may_stay_unread, apart)
-            relays = RelayBuffers(job.rank, made.relays, job.device)
-        own_plan = _Planned(_digest(made, config), relays.handles())
-        planned: Sequence[_Planned] = job.agreement.gather(own_plan, "comparison of plans")
-        if len({each.digest for each in planned}) > 1:
+            made = rank_plan(job.rank, job.hosts, source_side, told, messages, config, may_stay_unread)
+            relays = RelayBuffers(job.rank, made.plan.relays, job.device)
+            of_relays = relays.handles()
+        if not job.agreement.is_same([text_digest(made.parameters)], "comparison of plans"):
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
-        handles_of_all = _joined([*(each.handles for each in offers), *(each.handles for each in planned)])
+        (has_relays,) = job.agreement.any_of([bool(of_relays)], "comparison of plans")
+        if has_relays:
+            handles |= _gather_handles(job, of_relays, fence_group)
         # each for one purpose: a group that timed out is dead
-        transfer_group = _transfer_group(job, made, handles_of_all.keys(), config, owner)
-        tell_group = job.new_group("gloo", owner) if any(each.handles for each in planned) else None
+        transfer_group = _transfer_group(job, made.plan, handles.keys(), config, owner)
+        notify_group = job.new_group("gloo", owner) if has_relays else None
         with job.agreement.phase("plan"):
-            wiring = Wiring(
+            context = TransportContext(
                 job.rank,
-                _joined(each.buffers for each in source_layouts),
-                handles_of_all,
+                source_side.buffers,
+                handles,
                 transfer_group,
-                destination_buffers=_joined(each.destination.buffers for each in offers),
+                destination_buffers=made.destination.buffers,
                 relays=relays,
-                tell_group=tell_group,
-                buckets=made.buckets,
+                notify_group=notify_group,
+                buckets=made.plan.buckets,
                 timeout=job.timeout_seconds,
             )
-            router = TransportSet.connect(wiring, config.transport)
+            router = TransportSet.connect(context, config.transport)
             owner.callback(router.close)
-            router.check(made, exported=handles_of_all)
-            container = WeightContainer(destination, made, router, num_ranks=job.world_size)
-            schedule = release_schedule(source_layouts[job.rank].shards, [bucket.tensors for bucket in made.buckets])
-            regions, deliveries, ranges = None, None, None
-            if config.check_nan:
-                ranges = ValueRanges(job.rank, source_layouts[job.rank], [each.destination for each in offers])
-            if config.verify != "off":
-                regions = CommonRegions(source_layouts, [each.destination for each in offers], job.rank)
-            if config.incremental == "auto":
-                deliveries = _deliveries(job, made, source_layouts[job.rank], offers, config, apart)
-    return Connection(made, schedule, router, container, fence_group, regions, deliveries, ranges)
+            router.check(made.plan, exported=handles)
+            container = WeightContainer(destination, made.plan, router, num_ranks=job.world_size)
+            verifier = None
+            if made.regions is not None and config.verify != "off":
+                verifier = Verifier(made.regions, job, config.verify)
+    return Connection(made.plan, made.releases, router, container, fence_group, verifier, made.incremental, made.ranges)
 
 
-def _offer(
-    job: Job,
-    buffers: Mapping[str, torch.Tensor],
-    destination: InferenceWeights,
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank works out of what all ranks said.
+
+    Attributes:
+        parameters: what must be the same on all ranks, of the plan and of the keys by which they take part in a switch.
+        destination: what all ranks hold for inference.
+        plan, releases, regions, incremental, ranges: see `Connection`; regions are what its verifier compares.
+    """
+
+    parameters: str
+    destination: Side
+    plan: ReshardPlan
+    releases: Sequence[Releases]
+    regions: CommonRegions | None
+    incremental: Incremental | None
+    ranges: ValueRanges | None
+
+
+def rank_plan(
+    rank: int,
+    hosts: Sequence[str],
+    source: Side,
+    told: Sequence[Sequence[int]],
+    messages: Sequence[bytes],
     config: GenerateConfig,
-    frozen: frozenset[str],
-    *,
-    shares_memory: bool,
-) -> _Offer:
-    """This rank's; `shares_memory`: the ranks of its host can read each other's."""
-    handles = export_handles(job.rank, buffers) if shares_memory else {}
-    can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
-    return _Offer(destination.layout(), handles, can_relay, frozen)
+    may_stay_unread: Collection[str] = (),
+) -> RankPlan:
+    """Plan for one rank, without a collective. Raises PlanError, MessageError.
+
+    Args:
+        rank: global.
+        hosts: of all ranks. A host relays where all of its ranks can.
+        source: what all ranks hold for training.
+        told, messages: what the ranks shared: names and records of their inference layout, and an `Offer`.
+        config, may_stay_unread: see `connect`.
+    """
+    destination = Side.from_messages([of_rank[:2] for of_rank in told], messages)
+    offers = {number: decode(messages[number], Offer) for number in {of_rank[2] for of_rank in told}}
+    said = [offers[of_rank[2]] for of_rank in told]
+    cannot_relay = {host for host, offer in zip(hosts, said, strict=True) if not offer.can_relay}
+    different = {(kind, of_rank[2]) for kind, of_rank in zip(source.kind_of.tolist(), told, strict=True)}
+    frozen = frozen_everywhere((source.kinds[kind].tensors, offers[number].frozen) for kind, number in different)
+    made = plan(
+        source,
+        destination,
+        hosts,
+        config.bucket_mb * MIB,
+        may_stay_unread,
+        rank=rank,
+        relaying_hosts=set(hosts) - cannot_relay,
+        frozen=frozen,
+    )
+    keys = config.bucket_mb, config.transport, config.verify, config.incremental, config.incremental_mb
+    held = source.of_rank(rank)
+    incremental = None
+    if config.incremental == "auto":
+        # where inference weights keep their memory in any case there is nothing to bound
+        limit = config.incremental_mb * MIB if config.release_weights else None
+        groups = {buffer.group for buffer in destination.kind(rank).buffers.values()}
+        residency = Residency.of(made.buckets, destination, rank, limit)
+        incremental = Incremental(made.buckets, held, groups, residency, frozen)
+    return RankPlan(
+        f"{made.fingerprint} {keys}",
+        destination,
+        made,
+        release_schedule(held.shards, [bucket.tensors for bucket in made.buckets]),
+        CommonRegions(source, destination, rank) if config.verify != "off" else None,
+        incremental,
+        ValueRanges(rank, held, destination.placed.holdings.dtypes) if config.check_nan else None,
+    )
+
+
+def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: HostGroup) -> dict[BufferId, Handle]:
+    """Those of the ranks of this host. Collective."""
+    with job.agreement.phase("exchange of handles"):
+        message = encode(_Handles.of(own))
+    with job.agreement.phase("exchange of handles"):
+        told = group.gather(message)
+        return {
+            buffer_id: handle
+            for rank, each in told.items()
+            for buffer_id, handle in decode(each, _Handles).on(rank).items()
+        }
 
 
 def _transfer_group(
@@ -208,33 +294,6 @@ def _transfer_group(
     chosen = {choose_transport(transfer, exported, config.transport) for transfer in made.transfers()}
     (is_needed,) = job.agreement.any_of([CollectiveTransport.name in chosen], "choice of transports")
     return job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner) if is_needed else None
-
-
-def _digest(made: ReshardPlan, config: GenerateConfig) -> str:
-    """What must be the same on all ranks, of the plan and of the keys by which they take part in a switch."""
-    incremental = f"{config.incremental} {config.incremental_mb} MiB"
-    return f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {config.verify}, {incremental}"
-
-
-def _deliveries(
-    job: Job,
-    made: ReshardPlan,
-    source: Layout,
-    offers: Sequence[_Offer],
-    config: GenerateConfig,
-    frozen: Collection[str],
-) -> Deliveries:
-    """Where inference weights keep their memory in any case there is nothing to bound."""
-    buffers = _joined(each.destination.buffers for each in offers)
-    limit = config.incremental_mb * 1024**2 if config.release_weights else None
-    return Deliveries(
-        made.buckets,
-        source,
-        {buffer.group for buffer in offers[job.rank].destination.buffers.values()},
-        Residency.of(made.buckets, buffers, job.world_size, limit),
-        frozen,
-        job.rank,
-    )
 
 
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -251,28 +310,60 @@ def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
         raise ConfigError([Violation("Job.device", problem, "Pass their device: Job.join(..., device=...)")])
 
 
-def _make_plan(
-    job: Job,
-    source_layouts: Sequence[Layout],
-    offers: Sequence[_Offer],
-    config: GenerateConfig,
-    may_stay_unread: Collection[str],
-    apart: Collection[str],
-) -> ReshardPlan:
-    """A host relays where all of its ranks can."""
-    cannot_relay = {host for host, offer in zip(job.hosts, offers, strict=True) if not offer.can_relay}
-    return plan(
-        Layout.merge(source_layouts),
-        Layout.merge(each.destination for each in offers),
-        job.hosts,
-        config.bucket_mb * 1024**2,
-        may_stay_unread,
-        rank=job.rank,
-        relaying_hosts=set(job.hosts) - cannot_relay,
-        apart=apart,
-    )
+_PHASE = "peer access"
 
 
-def _joined(parts: Iterable[Mapping[BufferId, _Value]]) -> dict[BufferId, _Value]:
-    """What each rank says of its own buffers, as one."""
-    return {buffer_id: value for part in parts for buffer_id, value in part.items()}
+def hosts_without_access(job: Job, config: GenerateConfig, group: HostGroup) -> frozenset[str]:
+    """Hosts on which a rank cannot read another's memory; each is logged with the first reason. Collective.
+
+    Raises ConfigError, on all ranks, where `config.transport` allows nothing else.
+    """
+    reasons = _reasons_by_host(job, group)
+    if reasons and config.transport == SharedMemoryTransport.name:
+        remedy = "Choose auto or collective, or give the permission"
+        raise ConfigError([Violation(CONFIG_KEY, f"{config.transport}, but {why}", remedy) for why in reasons.values()])
+    for host, why in reasons.items():
+        if job.rank == job.hosts.index(host) and config.transport == "auto":
+            logger.warning("[Reshard] the ranks of this host send their weights instead of sharing memory: %s", why)
+    return frozenset(reasons)
+
+
+def _reasons_by_host(job: Job, group: HostGroup) -> Mapping[str, str]:
+    """The same on all ranks."""
+    with ExitStack() as ends:
+        with job.agreement.phase(_PHASE):
+            own = {BufferId(job.rank, "probe"): _probe(job, ends)} if is_elastic(job.device) else {}
+        handles = _gather_handles(job, own, group)
+        with job.agreement.phase(_PHASE):
+            why = _obstacle(job, {buffer_id.rank: handle for buffer_id, handle in handles.items()})
+        found: Sequence[str] = job.agreement.gather(why, str, _PHASE)
+    reasons: dict[str, str] = {}
+    for host, why in zip(job.hosts, found, strict=True):
+        if why:
+            reasons.setdefault(host, why)
+    return reasons
+
+
+def _probe(job: Job, ends: ExitStack) -> Handle:
+    """A buffer that holds this rank's number, until `ends` is closed."""
+    probe = ElasticBuffer(1, torch.int64, "probe", job.device)
+    ends.callback(probe.close)
+    probe.tensor.fill_(job.rank)
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)
+    return probe.export()
+
+
+def _obstacle(job: Job, handles: Mapping[int, Handle]) -> str:
+    """Why this rank cannot read the probe of another of its host, by rank; "" if it can read all."""
+    for peer, handle in handles.items():
+        if peer == job.rank:
+            continue
+        try:
+            with closing(open_peer(handle, job.device)) as opened, opened.mapped() as flat:
+                number = int(flat[0])
+        except TransportError as error:
+            return f"rank {job.rank} cannot read the memory of rank {peer}: {error}"
+        if number != peer:
+            return f"rank {job.rank} reads {number} where rank {peer} wrote {peer}"
+    return ""

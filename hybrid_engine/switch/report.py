@@ -1,23 +1,27 @@
-"""What a switch did: `ReshardReport`, and the tally it is made from."""
+"""`ReshardReport` of a switch, the tally it is made from, and a comparison of device memory with the memory plan."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hybrid_engine.layouts.memory import MemoryPlan
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch.verifier import VerifyReport
 from hybrid_engine.switch.weight_container import FillReport
-from hybrid_engine.tracing.recording import span
+from hybrid_engine.tracing import span
 from hybrid_engine.transports.pull import LocalTransport
+
+logger = logging.getLogger("hybrid_engine")
 
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What one switch did on this rank.
+    """Results of one switch on this rank.
 
     Attributes:
         direction: "train->infer" and the like.
@@ -95,7 +99,7 @@ class ReshardReport:
 
 @dataclass
 class SwitchTally:
-    """What a running switch has done so far on this rank; attributes as in `ReshardReport`."""
+    """Sums of a running switch on this rank; attributes as in `ReshardReport`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     offloaded: int = 0
@@ -121,7 +125,7 @@ class SwitchTally:
         self.seconds.update(fill.seconds)
 
     def add_verified(self, verified: VerifyReport) -> None:
-        """Of the fill."""
+        """Add the verification of the fill."""
         self.verified = verified
         self.seconds["verify"] = verified.seconds
 
@@ -155,3 +159,48 @@ class SwitchTally:
             bytes_skipped=fill.skipped_nbytes,
             bytes_kept=self.kept,
         )
+
+
+_TOLERATED_SHARE, _TOLERATED_NBYTES = 0.05, 2**20
+"""Of a phase, beyond its plan: padding of buffers, and their last pages."""
+
+
+class MemoryWatch:
+    """One rank's.
+
+    Args:
+        plan: of the job.
+        rank: of this process.
+
+    Attributes:
+        measured: phase -> most bytes seen so far.
+    """
+
+    def __init__(self, plan: MemoryPlan, rank: int) -> None:
+        self.plan = plan
+        self.measured: dict[str, int] = {}
+        self._rank = rank
+        self._warned: set[str] = set()
+
+    def note(self, phase: str, nbytes: int, began_in: str | None = None) -> None:
+        """So many bytes of weights and training state are on the device. Logs, once for each phase, if that is more
+        than was planned, or than the budget.
+
+        `began_in`: the phase in which a switch began, for it begins with all that this one had.
+        """
+        self.measured[phase] = max(self.measured.get(phase, 0), nbytes)
+        planned = max(int(self.plan.phases[name].total[self._rank]) for name in (phase, began_in) if name is not None)
+        allowed = planned + max(planned * _TOLERATED_SHARE, _TOLERATED_NBYTES)
+        over = [("planned", planned)] if nbytes > allowed else []
+        if self.plan.budget is not None and nbytes > self.plan.budget:
+            over.append(("the budget", self.plan.budget))
+        if over and phase not in self._warned:
+            self._warned.add(phase)
+            against = " and ".join(f"{what} {limit:,}" for what, limit in over)
+            logger.warning(
+                "[Memory] rank %d, %s: %s bytes on the device, %s", self._rank, phase, f"{nbytes:,}", against
+            )
+
+    def report(self) -> str:
+        """This rank's plan as a table, with what was measured."""
+        return "\n".join(self.plan.lines(self._rank, self.measured))

@@ -8,7 +8,7 @@
 
 The phases of a switch are in the package's docstring; each ends with an agreement of all ranks. The device holds at
 most the larger of training state and inference weights, and a few buckets. (With `incremental`, up to `incremental_mb`
-of inference weights stay: deliveries.py.) A failure restores the state before; the training weights are only ever
+of inference weights stay: incremental.py.) A failure restores the state before; the training weights are only ever
 read, and those that left come back. From the first thing that leaves to the last that is there the state is
 INTERRUPTED: so it is what an exception leaves that nobody may hold up (Ctrl-C), and the next switch starts from that.
 """
@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -27,25 +30,30 @@ from hybrid_engine.errors import LostRankError, ReshardError, StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
-from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
+from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
-from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.torch_defaults import torch_defaults
-from hybrid_engine.records.layout import Layout
+from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.computation import Computation
-from hybrid_engine.switch.deliveries import Delivery, Digests, parts_of
-from hybrid_engine.switch.entered import Contexts, Entered
-from hybrid_engine.switch.hooks import SwitchHooks
+from hybrid_engine.switch.incremental import Selection
 from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes, total
-from hybrid_engine.switch.release_fence import ReleaseFence
+from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
-from hybrid_engine.switch.states import NEEDED_KINDS, State, require, resident_kinds
-from hybrid_engine.switch.verifier import Verifier
+from hybrid_engine.switch.states import (
+    NEEDED_KINDS,
+    Contexts,
+    Entered,
+    Hook,
+    State,
+    SwitchHooks,
+    require,
+    resident_kinds,
+)
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.tracing.recording import count, span
-from hybrid_engine.tracing.timeline import timeline_of
+from hybrid_engine.tracing import count, span, timeline_of
 from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
@@ -56,6 +64,13 @@ _ALL_KINDS = frozenset(KINDS)
 class ShardingManager(SwitchHooks):
     """Moves one set of devices between training and inference. All methods are collective.
 
+        manager = ShardingManager(trainer, weights, ...)     layouts are exchanged, the plan is made; nothing moves
+        manager.start()                                      TRAIN; the first switch does it, too
+        for step in range(num_steps):
+            with manager.entered(State.INFER): ...
+            with manager.entered(State.TRAIN): ...
+        manager.close()
+
     Args:
         trainer: whose weights are read, and whose state leaves the device.
         inference: the weights that are written.
@@ -63,9 +78,10 @@ class ShardingManager(SwitchHooks):
         offloader: takes the trainer's state off the device and back.
         config: which kinds to offload, transport, bucket size.
         job: of all ranks; outlives this object.
-        training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
+        training_side: what all ranks hold for training, where that is known (`rendezvous.gather_side`).
 
-    The plan is made once, here; a later switch that finds the training weights elsewhere raises.
+    The plan is made once, here; a later switch that finds the training weights elsewhere raises. Until `start` both
+    sides have what they had before: the state is INTERRUPTED, since nobody has told where things are.
     """
 
     def __init__(
@@ -77,15 +93,14 @@ class ShardingManager(SwitchHooks):
         offloader: Offloader,
         config: GenerateConfig,
         job: Job,
-        training_layouts: Sequence[Layout] | None = None,
+        training_side: Side | None = None,
     ) -> None:
         super().__init__()
         self.trainer, self.training, self.inference, self.caches = trainer, trainer.weights, inference, caches
         self.offloader, self.config, self.job = offloader, config, job
-        self.state = State.TRAIN
+        self.state, self._is_started = State.INTERRUPTED, False
         self.last_report: ReshardReport | None = None
         self._contexts: Contexts = []
-        self._digested: tuple[object | None, Digests] = None, ()  # what was read of parameters before a departure
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device, caches.taken_before)
         self._connection: Connection | None = None
@@ -99,24 +114,18 @@ class ShardingManager(SwitchHooks):
                 undo,
                 may_stay_unread=trainer.unserved,
                 frozen=lambda: trainer.frozen,
-                source_layouts=training_layouts,
+                source_side=training_side,
                 timed=self._tally.timed,
             )
             self._computation = Computation(trainer, caches, job, config.check_compute)
-            with self._phase("release"):
-                inference.release()
-            with self._phase("onload"):
-                offloader.onload(KINDS)
             self._connection, self._ends = connection, undo.pop_all()
-            regions, mode = connection.regions, config.verify
-            self._verifier = None if regions is None or mode == "off" else Verifier(regions, job, mode)
-        self._setup_seconds = dict(self._tally.seconds)
+        self._setup_seconds: Mapping[str, float] = {}
         planned = connection.plan.bytes_by_rank.get(job.rank)
         self._filled_nbytes = planned.own + planned.received if planned else 0  # of inference weights; measured later
 
     @property
     def plan(self) -> ReshardPlan:
-        """Of this rank. Raises StateError when closed, as do `router` and `container`."""
+        """This rank's plan. Raises StateError when closed, as do `router` and `container`."""
         return self._require_open().plan
 
     @property
@@ -129,6 +138,22 @@ class ShardingManager(SwitchHooks):
         """The inference weights, as the switch fills them."""
         return self._require_open().container
 
+    def start(self) -> None:
+        """Bring training state to the device and release the inference weights: state TRAIN. Idempotent.
+
+        After a failure the manager is as before the call: not started, and it can be started again, or closed.
+        """
+        self._require_open()
+        if self._is_started:
+            return
+        with self._traced("start"), torch_defaults():
+            with self._phase("release"):
+                self.inference.release()
+            with self._phase("onload"):
+                self.offloader.onload(KINDS)
+        self._setup_seconds = dict(self._tally.seconds)
+        self.state, self._is_started = State.TRAIN, True
+
     def entered(self, state: State) -> AbstractContextManager[None]:
         """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
 
@@ -138,14 +163,14 @@ class ShardingManager(SwitchHooks):
         return Entered(state, self.enter, self._contexts)
 
     def enter(self, target: State) -> ReshardReport | None:
-        """Switch to `target`; None when it is the present state already.
+        """Switch to `target`, from TRAIN where nothing was started; None when it is the present state already.
 
         Raises on all ranks when any rank fails. Then the state before is restored (IDLE if inference weights were lost
         on the way; INTERRUPTED if restoring failed too, and after Ctrl-C); every later switch starts from what is
         really there. When only an end hook failed, the switch stands. After a LostRankError no switch can follow.
         StateError where ranks ask for different states.
         """
-        self._require_open()
+        self.start()
         if not self.job.agreement.is_same([list(State).index(self.state)], f"entering {target.context}"):
             self.state = State.INTERRUPTED  # for some ranks Ctrl-C came before the end of a switch, for others after
         if target is self.state:
@@ -194,12 +219,17 @@ class ShardingManager(SwitchHooks):
             self._prefetcher.begin()
 
     def require(self, *states: State) -> None:
-        """Raise StateError unless the present state is one of these; closed, there is no state."""
-        self._require_open()
+        """Raise StateError unless the present state is one of these; closed, there is no state. Starts."""
+        self.start()
         require(self.state, states)
 
     def require_kinds(self, kinds: Iterable[str]) -> None:
-        """Raise StateError unless the present state needs these kinds of training state on the device."""
+        """Raise StateError unless the present state needs these kinds of training state on the device.
+
+        No collective. Before the start, what was not offloaded may be used.
+        """
+        if not self._is_started and not any(self.offloader.away_nbytes().values()):
+            return
         if self._computation.is_asking and {*kinds} == {"param"}:  # before anything leaves
             return
         require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
@@ -209,58 +239,60 @@ class ShardingManager(SwitchHooks):
             self._note_peak()
         if before not in (State.TRAIN, State.FORWARD):  # IDLE may follow a release that failed
             self._release_inference()
-        delivery = self._fill_inference() if target is State.INFER else None
-        if delivery is None and before is State.TRAIN:  # what is pending would write what leaves, or is only read
+        selection = self._fill_inference() if target is State.INFER else None
+        if selection is None and before is State.TRAIN:  # what is pending would write what leaves, or is only read
             self._prepare()
         wanted = resident_kinds(target, self.config)
         self._offload(_ALL_KINDS - wanted)
-        if delivery is not None:
-            self._digested = self.offloader.departure("param"), delivery.digests
+        if selection is not None and (incremental := self._require_open().incremental) is not None:
+            incremental.note_departure(self.offloader.departure("param"), selection)
         self._onload(wanted, read_only=target is not State.TRAIN)
-        if delivery is not None:
+        if selection is not None:
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()
             self._computation.compare(self._tally)
 
-    def _fill_inference(self) -> Delivery:
+    def _fill_inference(self) -> Selection:
         if self._computation.is_due:
             self._onload({"param"}, read_only=True)
             self._computation.ask_trainer(self._tally)
         leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"}
         (self._begin_offload if self.config.prefetch == "auto" else self._offload)(leaving)
-        delivery = self._next_delivery()
+        selection = self._next_selection()
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
                 if self.config.check_nan:
-                    self._require_open().check_values(self.training, delivery)
+                    self._require_open().check_values(self.training, selection)
         if self.config.prefetch == "auto":
             self._make_room(leaving)
-        if delivery.skipped and self.config.offload_train_param:
+        if selection.skipped and self.config.offload_train_param:
             with self._phase("offload"):
-                unread = parts_of(self.training.buffers(), delivery.unread)
+                unread = parts_of(self.training.buffers(), selection.unread)
                 self._tally.offloaded += self.offloader.offload_parts("param", unread)
-        self._forget_deliveries()
+        self._forget_sent()
         with self._phase("fill"):
-            verification = None if self._verifier is None else self._verifier.begin()
+            verifier = self._require_open().verifier
+            verification = None if verifier is None else verifier.begin()
             buffers = self.training.buffers()
-            follower = self._follower(buffers, delivery)
+            fence = self._fence(buffers, selection)
             with ExitStack() as observing:
                 if verification is not None:
-                    verification.skipped(self.plan.buckets[index] for index in delivery.skipped)
+                    verification.skipped(self.plan.buckets[index] for index in selection.skipped)
                     observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
-                self._tally.add_fill(self.container.fill(buffers, follower, verification, delivery.skipped))
+                self._tally.add_fill(self.container.fill(buffers, fence, verification, selection.skipped))
+            self._tally.offloaded += fence.released_nbytes if fence is not None else 0
             self._note_peak()
             self._filled_nbytes = self.inference.resident_nbytes()
         if verification is not None:
             self._tally.add_verified(verification.conclude())
-        if (deliveries := self._require_open().deliveries) is not None:
-            deliveries.note(delivery)
-        return delivery
+        if (incremental := self._require_open().incremental) is not None:
+            incremental.note(selection)
+        return selection
 
-    def _forget_deliveries(self) -> None:
-        if (deliveries := self._require_open().deliveries) is not None:
-            deliveries.forget()
+    def _forget_sent(self) -> None:
+        if (incremental := self._require_open().incremental) is not None:
+            incremental.forget()
 
     def _begin_offload(self, kinds: frozenset[Kind]) -> None:
         # gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill
@@ -269,33 +301,32 @@ class ShardingManager(SwitchHooks):
             self._tally.offloaded += total(self.offloader.offload(kinds & {"grad"}))
 
     def _make_room(self, kinds: frozenset[Kind]) -> None:
-        """What began to leave goes, unless it and the inference weights fit into what was taken before the switch."""
+        """Offload what began to leave, unless it and the inference weights fit into what was taken before."""
         with self._phase("offload"):
             if resident_nbytes(self.offloader) + self._filled_nbytes > self._tally.peak:
                 self._tally.offloaded += total(self.offloader.offload(kinds))
 
-    def _next_delivery(self) -> Delivery:
+    def _next_selection(self) -> Selection:
         """Agree on what all ranks send, bring parameters unless that is nothing, and release what it renews."""
         connection = self._require_open()
-        if (deliveries := connection.deliveries) is None:
+        if (incremental := connection.incremental) is None:
             self._bring_parameters()
-            return Delivery((), frozenset(), {}, connection.releases)
-        departure, digests = self._digested
-        is_known = departure is not None and departure is self.offloader.departure("param")
-        (must_read,) = self.job.agreement.any_of([not is_known], "compare")
+            return Selection((), frozenset(), {}, connection.releases)
+        digests = incremental.digests_since(self.offloader.departure("param"))
+        (must_read,) = self.job.agreement.any_of([digests is None], "compare")
         if must_read:
             self._bring_parameters()
         with self._phase("compare"):
-            if must_read:
-                digests = deliveries.digests(self.training.buffers())
-            reasons = deliveries.reasons(digests, self.container.kept())
+            if must_read or digests is None:
+                digests = incremental.digests(self.training.buffers())
+            reasons = incremental.reasons(digests, self.container.kept())
         flags = self.job.agreement.any_of(reasons, "compare")
         with self._phase("release"):
-            delivery = deliveries.next(digests, flags, connection.releases)
-            self.container.release(deliveries.groups_of(delivery.skipped))
-        if not must_read and len(delivery.skipped) < len(self.plan.buckets):
+            selection = incremental.next(digests, flags, connection.releases)
+            self.container.release(incremental.groups_of(selection.skipped))
+        if not must_read and len(selection.skipped) < len(self.plan.buckets):
             self._bring_parameters()
-        return delivery
+        return selection
 
     def _bring_parameters(self) -> None:
         self._onload({"param"}, read_only=True)
@@ -308,37 +339,30 @@ class ShardingManager(SwitchHooks):
             if self.job.device.type == "cuda":  # peers read without waiting for what is queued on this device
                 torch.cuda.synchronize(self.job.device)
 
-    def _follower(self, buffers: Mapping[str, torch.Tensor], delivery: Delivery) -> BucketFollower | None:
+    def _fence(self, buffers: Mapping[str, torch.Tensor], selection: Selection) -> ReleaseFence | None:
         """Lets parameters go bucket by bucket during a fill, and notes the peak; None where they are to stay."""
         if not self.config.offload_train_param:
             return None
-        training = resident_nbytes(self.offloader) + self._tally.offloaded
-
-        def save_bucket(number: int) -> None:
-            self.offloader.save_parts("param", parts_of(buffers, delivery.releases[number]))
-
-        def free_bucket(number: int) -> None:
-            self._note_peak(training - self._tally.offloaded)
-            parts = parts_of(buffers, delivery.releases[number])
-            self._tally.offloaded += self.offloader.offload_parts("param", parts)
-
+        training = resident_nbytes(self.offloader)
+        sent = [bucket.index for bucket in self.plan.buckets if bucket.index not in selection.skipped]
         return ReleaseFence(
             self.job.rank,
             self._require_open().fence_group,
             self.job.agreement.pace(self.job.hosts),
-            [bucket.index for bucket in self.plan.buckets if bucket.index not in delivery.skipped],
-            save_bucket,
-            free_bucket,
+            self.offloader,
+            buffers,
+            dict(zip(sent, selection.releases, strict=True)),
             self.job.timeout_seconds,
+            lambda released: self._note_peak(training - released),
         )
 
     def _release_inference(self) -> None:
-        deliveries = self._require_open().deliveries
+        incremental = self._require_open().incremental
         with self._phase("release"):
-            if deliveries is None:
+            if incremental is None:
                 self.container.release()
             else:
-                self._tally.kept = deliveries.release(self.container)
+                self._tally.kept = incremental.release(self.container)
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
@@ -353,7 +377,7 @@ class ShardingManager(SwitchHooks):
         """After a failed switch: drop what was filled and bring back what `before` needs, but for inference weights."""
         self.offloader.take_hidden_seconds()
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
-        self._forget_deliveries()
+        self._forget_sent()
         try:
             with self.job.agreement.phase("restore"):
                 self.container.release()
@@ -398,3 +422,72 @@ class ShardingManager(SwitchHooks):
         """No switch any more: give back the transports' mappings and memory, and end the process groups. Idempotent."""
         self._connection = None
         self._ends.close()
+
+
+class SwitchContexts(ABC):
+    """Base of what has a switch, `_sharding`. All methods are collective, but for the hooks'.
+
+    As a context manager it is started, and shut down at the end of the block, whatever ends it.
+    """
+
+    job: Job
+    _sharding: ShardingManager | None = None
+
+    @property
+    def sharding(self) -> ShardingManager:
+        """The switch. Raises StateError where it is gone, after `shutdown`."""
+        if self._sharding is None:
+            raise StateError(f"this {type(self).__name__} was shut down: build a new one")
+        return self._sharding
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End what was made here; idempotent."""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException as error:  # of a context that was not entered Python does not call the end
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or self.job.is_inherited:
+            self.shutdown()
+            return
+        self.job.agreement.leave(error)
+        try:
+            self.shutdown()
+        except Exception as failure:  # the error that ends the block is the one to be seen
+            error.add_note(f"then the shutdown failed: {type(failure).__name__}: {failure}")
+
+    def rollout_context(self) -> AbstractContextManager[None]:
+        """Generate inside: weights are resharded into vLLM, training state is off the device as configured."""
+        return self.sharding.entered(State.INFER)
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Train inside: parameters, gradients and optimizer state are on the device, vLLM's weights are released."""
+        return self.sharding.entered(State.TRAIN)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Score inside: only parameters need to be on the device."""
+        return self.sharding.entered(State.FORWARD)
+
+    def start(self) -> None:
+        """Bring the devices to training: what `with` and the first context do. Idempotent."""
+        self.sharding.start()
+
+    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
+        """In a rollout: begin to bring training state back; see `ShardingManager.prefetch`."""
+        self.sharding.prefetch(kinds)
+
+    def on_reshard_start(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(from_state, to_state)` before every switch, or `hook()` if it takes no argument."""
+        return self.sharding.on_reshard_start(hook)
+
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(report)` after every successful switch, or `hook()` if it takes no argument."""
+        return self.sharding.on_reshard_end(hook)

@@ -1,9 +1,13 @@
-"""The states of the devices, and what each needs there."""
+"""The states of the devices, what each needs there, the contexts in which users are in one, and users' hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from types import TracebackType
+from typing import Any, TypeVar
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import StateError
@@ -11,7 +15,7 @@ from hybrid_engine.memory.offload_items import KINDS, Kind
 
 
 class State(StrEnum):
-    """What the devices are ready for."""
+    """States of the devices."""
 
     TRAIN = "train"
     FORWARD = "forward"
@@ -22,7 +26,7 @@ class State(StrEnum):
 
     @property
     def context(self) -> str:
-        """What a user enters to be in it."""
+        """Name of the context in which a user is in it."""
         return {"infer": "rollout_context", "idle": "the context of a model beside the actor"}.get(
             self, f"{self.value}_context"
         )
@@ -55,3 +59,77 @@ def require(present: State, wanted: Collection[State]) -> None:
         # neither is only of a context: they are what a failure leaves, too
         here = "" if present in (State.IDLE, State.INTERRUPTED) else f" ({present.context})"
         raise StateError(f"the engine is in state {present.value}{here}; call this in {contexts}")
+
+
+Contexts = list["weakref.ref[Entered]"]
+"""Those that were entered, the innermost last. One whose block ended may still be listed: an exception from a signal
+handler can come before the context hears of the end, so it is asked, or gone."""
+
+
+class Entered:
+    """A context in a state. See `ShardingManager.entered`.
+
+    Args:
+        state: of its block.
+        enter: switches.
+        contexts: of the same switch; this one is added.
+    """
+
+    def __init__(self, state: State, enter: Callable[[State], object], contexts: Contexts) -> None:
+        self._state, self._enter, self._contexts = state, enter, contexts
+        self._outer: State | None = None
+        self._is_running = False
+
+    def __enter__(self) -> None:
+        running = [each for ref in self._contexts if (each := ref()) is not None and each._is_running]
+        self._outer = running[-1]._state if running else None
+        if self._outer not in (None, self._state) and self._state is not State.IDLE:
+            raise StateError(f"{self._state.context} inside {self._outer.context}; leave the latter first")
+        self._enter(self._state)
+        self._is_running = True
+        self._contexts[:] = map(weakref.ref, [*running, self])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_running = False
+        if error is None and self._outer not in (None, self._state):
+            self._enter(self._outer)
+
+
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+
+class SwitchHooks:
+    """Base of what has a start and an end that users may hear of."""
+
+    def __init__(self) -> None:
+        self._start_hooks: list[Callable[..., object]] = []
+        self._end_hooks: list[Callable[..., object]] = []
+
+    def on_reshard_start(self, hook: Hook) -> Hook:
+        """Call `hook(from_state, to_state)` before every switch, or `hook()`; usable as a decorator."""
+        self._start_hooks.append(hook)
+        return hook
+
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """Call `hook(report)` after every successful switch, or `hook()`; usable as a decorator."""
+        self._end_hooks.append(hook)
+        return hook
+
+    def _call_start_hooks(self, before: object, target: object) -> None:
+        for hook in self._start_hooks:
+            call_hook(hook, before, target)
+
+    def _call_end_hooks(self, report: object) -> None:
+        for hook in self._end_hooks:
+            call_hook(hook, report)
+
+
+def call_hook(hook: Callable[..., object], *arguments: Any) -> None:
+    """Call with as many of the arguments as the hook takes: one that only logs a line needs none."""
+    kinds = [parameter.kind for parameter in inspect.signature(hook).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = arguments[: sum(kind in positional for kind in kinds)]
+    hook(*arguments)

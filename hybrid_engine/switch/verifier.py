@@ -1,33 +1,50 @@
-"""`generate_config.verify`: whether vLLM has the bits of training, found out inside the switch, by digests.
+"""Checks of the weights in a switch: that vLLM has the bits of training, and that no cast makes a value infinite.
+
+`generate_config.verify` compares by digests, inside the switch:
 
     begin          before a fill: which tensors, the same on all ranks
-    filled         a bucket has crossed: digests of its regions on both sides (common_regions.py)
+    filled         a bucket has crossed: digests of its regions on both sides
     unproven       the engine says, while it commits, that it computes with something else than it was given
     conclude       digests of training travel, each rank compares those of what it received
 
 A region is right when it has the bits of the ranks that train it, which must be the same: replicas whose bits differ
 train more than one model. `WeightError` on any rank fails the switch, so the state before is restored.
 
+    training     | rank 0              | rank 1              |
+    inference    | ranks 0, 1    | ranks 2, 3                |
+    regions      | 0             | 1   | 2                   |      numbered alike on all ranks, over all tensors
+
+Regions are what a box of training and a box of inference have in common. Each rank has every region of its own boxes
+whole, so either side can digest it where it lies. Neither the plan nor a transport is asked, so both are checked,
+relays and copies within a rank too.
+
 Memory: 16 bytes for every region of the verified tensors, of all ranks that train them.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import torch
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.holdings import Box, TensorOwners, touching
+from hybrid_engine.records.layout import Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.switch.common_regions import CommonRegions, PlacedRegion
-from hybrid_engine.tracing.recording import span
+from hybrid_engine.records.sides import Side
+from hybrid_engine.tracing import span
 from hybrid_engine.transports.copies import strided
 
 NUM_SAMPLED = 8
@@ -36,7 +53,7 @@ NUM_SAMPLED = 8
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification did on this rank.
+    """Results of a verification on this rank.
 
     Attributes:
         num_tensors: canonical tensors that were compared.
@@ -76,7 +93,7 @@ class Verifier:
 
 @dataclass
 class _Digests:
-    """Of one side on this rank: a digest for each region, in the same order."""
+    """Digests of one side on this rank: one for each region, in the same order."""
 
     regions: list[PlacedRegion] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
@@ -87,8 +104,14 @@ class _Digests:
         return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
+def _rows_from(message: bytes) -> torch.Tensor:
+    if not message:  # torch makes no tensor of no bytes
+        return torch.empty(0, 2, dtype=torch.int64)
+    return torch.frombuffer(bytearray(message), dtype=torch.int64).view(-1, 2)
+
+
 class Verification:
-    """Of one fill on one rank (port `FillObserver`).
+    """Verification of one fill on one rank.
 
     Attributes:
         tensors: canonical tensors that are compared, if they are sent.
@@ -129,7 +152,8 @@ class Verification:
         """Compare. Collective. Raises WeightError with all that is wrong, RemoteError with that of other ranks."""
         with self._timed():
             rows = self._source.rows()
-            sources: list[torch.Tensor] = self._job.agreement.gather(rows, "verify")
+            told = self._job.agreement.gather(rows.numpy().tobytes(), bytes, "verify", sys.maxsize)
+            sources = [_rows_from(each) for each in told]
             received = sum(each.nbytes for each in sources) - rows.nbytes
             with self._job.agreement.phase("verify"):
                 self._compare(sources)
@@ -194,10 +218,157 @@ class Verification:
 
 
 def _named(region: Region) -> str:
-    """As an index into the tensor."""
+    """Format as an index into the tensor."""
     box = ", ".join(f"{low}:{high}" for low, high in zip(region.offsets, region.ends, strict=True))
     return f"{region.tensor}[{box}]"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRegion:
+    """A region that this rank has: its number, and where it lies."""
+
+    number: int
+    lengths: tuple[int, ...]
+    place: Place
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+
+OwnRegions = Mapping[str, Sequence[PlacedRegion]]
+"""Canonical tensor -> this rank's regions of it, each once for every place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Region that two boxes of a tensor have in common; it has no name, as tensors with the same owners share it."""
+
+    region: Region
+    source: Box
+    destination: Box
+
+
+class CommonRegions:
+    """The regions of a job, and where this rank has them. The same numbers on all ranks, without a collective.
+
+    Args:
+        source, destination: what all ranks hold; sound, since a plan was made of them.
+        rank: this one.
+
+    Attributes:
+        dtypes: tensor -> its dtype in inference, in the plan's order.
+        source, destination: what this rank has.
+    """
+
+    def __init__(self, source: Side, destination: Side, rank: int) -> None:
+        training, inference = source.placed.holdings, destination.placed.holdings
+        known: dict[tuple[int, int], tuple[_Overlap, ...]] = {}  # by identity of the owners
+        self._overlaps: dict[str, tuple[_Overlap, ...]] = {}
+        for name, owners in inference.owners.items():
+            key = id(training.owners[name]), id(owners)
+            if key not in known:
+                known[key] = tuple(_overlaps(training.owners[name], owners))
+            self._overlaps[name] = known[key]
+        self._names = tuple(self._overlaps)
+        # Regions are numbered tensor by tensor: those of the k-th have the numbers from starts[k] to starts[k + 1]. The
+        # last entry is the number of all regions and begins no tensor, so `zip` drops it.
+        self._starts = tuple(accumulate(map(len, self._overlaps.values()), initial=0))
+        self._first = dict(zip(self._names, self._starts, strict=False))
+        self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in self._names}
+        self.source = self._own(source.of_rank(rank), is_source=True)
+        self.destination = self._own(destination.of_rank(rank), is_source=False)
+
+    def region(self, number: int) -> Region:
+        """The region of a number."""
+        name = self._names[bisect_right(self._starts, number) - 1]
+        region = self._overlaps[name][number - self._first[name]].region
+        return Region(name, region.offsets, region.lengths)
+
+    def _own(self, layout: Layout, *, is_source: bool) -> OwnRegions:
+        shards = layout.shards_by_tensor()
+        return {
+            name: [part for shard in shards.get(name, ()) for part in self._parts(shard, is_source=is_source)]
+            for name in self._names
+        }
+
+    def _parts(self, shard: Shard, *, is_source: bool) -> Iterator[PlacedRegion]:
+        """The regions that a shard is made of."""
+        whole = shard.region
+        box = whole.offsets, whole.lengths
+        # A shard is a whole box of its side (boxes are what shards have in common), so the overlaps that were cut out
+        # of this very box lie in it; `place.at` takes the offset within the box, not within the tensor.
+        for number, overlap in enumerate(self._overlaps[whole.tensor], self._first[whole.tensor]):
+            if box == (overlap.source if is_source else overlap.destination):
+                region = overlap.region
+                start = (low - base for low, base in zip(region.offsets, whole.offsets, strict=True))
+                yield PlacedRegion(number, region.lengths, shard.place.at(start))
+
+
+def _overlaps(sources: TensorOwners, destinations: TensorOwners) -> Iterator[_Overlap]:
+    for destination, near in zip(destinations, touching(sources, destinations), strict=True):
+        for source in (sources[index] for index in near):
+            region = source.region.intersect(destination.region)
+            assert region is not None, "they touch"
+            pair = (source.offsets, source.lengths), (destination.offsets, destination.lengths)
+            yield _Overlap(region, *pair)
+
+
+class ValueRanges:
+    """The parts of one rank's training weights that inference holds in a dtype of a smaller range.
+
+    Args:
+        rank: of this process.
+        source: what it holds for training.
+        served: tensor -> its dtype in inference.
+
+    float16 ends at 65504, and bfloat16 a little below float32. Rounding keeps the order of numbers, so that all of a
+    part are finite in a dtype if the smallest and the largest are.
+    """
+
+    def __init__(self, rank: int, source: Layout, served: Mapping[str, str]) -> None:
+        self._rank = rank
+        self._parts: list[tuple[Shard, torch.dtype]] = []
+        for shard in source.shards:
+            one, other = source.buffers[shard.place.buffer].dtype, served.get(shard.region.tensor)
+            if other is not None and _is_smaller(other, one) and 0 not in shard.region.lengths:
+                self._parts.append((shard, getattr(torch, other)))
+
+    def require(self, training: TrainingWeights) -> None:
+        """Raise WeightError naming every tensor with a value that a cast makes infinite.
+
+        Reads each part once; where nothing is cast to a smaller range, nothing.
+        """
+        if not self._parts:
+            return
+        buffers = training.buffers()
+        ends = [torch.stack(self._view(buffers, shard).aminmax()) for shard, _ in self._parts]
+        fits = [end.to(dtype).isfinite().all() for end, (_, dtype) in zip(ends, self._parts, strict=True)]
+        if bool(torch.stack(fits).all()):
+            return
+        raise WeightError(
+            [self._finding(buffers, *part) for part, fit in zip(self._parts, fits, strict=True) if not fit]
+        )
+
+    def _finding(self, buffers: Mapping[str, torch.Tensor], shard: Shard, dtype: torch.dtype) -> str:
+        values = self._view(buffers, shard)
+        name, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+        return (
+            f"{shard.region.tensor} on rank {self._rank}: {int(values.to(dtype).isinf().sum())} of {values.numel()} "
+            f"elements are too large for {name}, in which they are sent: up to {float(values.abs().max()):g}, which "
+            f"ends at {most:g}. Use compression_dtype: bfloat16, or leave compress_reshard out"
+        )
+
+    @staticmethod
+    def _view(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+        return strided(buffers[shard.place.buffer.name].detach(), shard.region.lengths, shard.place)
+
+
+def _is_smaller(dtype: str, than: str) -> bool:
+    """Whether the numbers of one dtype end before those of another."""
+    one, other = getattr(torch, dtype), getattr(torch, than)
+    return one.is_floating_point and other.is_floating_point and torch.finfo(one).max < torch.finfo(other).max

@@ -3,13 +3,13 @@
     for bucket in plan.buckets:                     on every rank, but for those that all ranks skip
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
-        follower.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
-        observer.filled(bucket, source, buffers)    where the fill is verified
+        fence.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
+        verification.filled(bucket, source, buffers)    where the fill is verified
         weights.commit(groups)                      the engine's own post-load processing
     weights.finish_fill()                           staging memory is freed
 
-A rank that fails says so wherever another may wait for it: weights.abandon, follower.abandon, router.abandon for each
-bucket that is left, follower.drain.
+A rank that fails says so wherever another may wait for it: weights.abandon, fence.abandon, router.abandon for each
+bucket that is left, fence.drain.
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
@@ -35,8 +35,10 @@ import torch
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError, first_of
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
-from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
-from hybrid_engine.tracing.recording import span
+from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.switch.release_fence import ReleaseFence
+from hybrid_engine.switch.verifier import Verification
+from hybrid_engine.tracing import span
 from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ PHASES = ("allocate", "read", "transfer", "write", "commit")
 
 
 class ContainerState(Enum):
-    """What the inference side holds: no weights, some of them, all of them live."""
+    """Contents of the inference side: no weights, some of them, all of them live."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -56,7 +58,7 @@ class ContainerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FillReport:
-    """What one fill cost this rank.
+    """Costs of one fill on this rank.
 
     Attributes:
         seconds: by phase; copies that go straight from source to destination count as transfer.
@@ -130,19 +132,19 @@ class WeightContainer:
     def fill(
         self,
         source: Mapping[str, torch.Tensor],
-        follower: BucketFollower | None = None,
-        observer: FillObserver | None = None,
+        fence: ReleaseFence | None = None,
+        verification: Verification | None = None,
         skipped: Collection[int] = (),
     ) -> FillReport:
         """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
 
         Args:
             source: by buffer name.
-            follower: hears of every bucket.
-            observer: sees every bucket before it is committed.
+            fence: releases training memory behind every bucket.
+            verification: of what is filled.
             skipped: buckets to leave out, the same on all ranks: their groups are among `kept`.
 
-        The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
+        The caller fences before (all sources are final) and, without a fence, after (nobody reads them any more).
         Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
         so that no peer waits for this rank, and the error is raised: the engine's own and interrupts (Ctrl-C) as they
         are, others as ReshardError. Raises StateError also where an earlier fill was interrupted even in that.
@@ -164,9 +166,9 @@ class WeightContainer:
         self._is_in_step = self._num_ranks == 1  # until it has ended, or told the others that it does not
         self._state = ContainerState.PARTIAL
         try:
-            self._fill(source, follower, observer, tally)
+            self._fill(source, fence, verification, tally)
         except BaseException as error:
-            self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", follower)
+            self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", fence)
             self._is_in_step = True
             if isinstance(error, HybridEngineError) or not isinstance(error, Exception):
                 raise
@@ -186,17 +188,17 @@ class WeightContainer:
     def _fill(
         self,
         source: Mapping[str, torch.Tensor],
-        follower: BucketFollower | None,
-        observer: FillObserver | None,
+        fence: ReleaseFence | None,
+        verification: Verification | None,
         tally: _Tally,
     ) -> None:
         self._router.prepare()
         for bucket in self._walked:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
-                self._fill_bucket(bucket, source, follower, observer, tally)
+                self._fill_bucket(bucket, source, fence, verification, tally)
         self._doing, self._filling = "after the last bucket", []
-        if follower is not None:
-            follower.finish()
+        if fence is not None:
+            fence.finish()
         self._weights.finish_fill()
         tally.staging_nbytes = self._router.trim()
 
@@ -241,8 +243,8 @@ class WeightContainer:
         self,
         bucket: Bucket,
         source: Mapping[str, torch.Tensor],
-        follower: BucketFollower | None,
-        observer: FillObserver | None,
+        fence: ReleaseFence | None,
+        verification: Verification | None,
         tally: _Tally,
     ) -> None:
         groups = self._owned(bucket)
@@ -255,24 +257,24 @@ class WeightContainer:
             destination = self._weights.allocate(groups) if groups else {}
         begin("transfer")
         tally.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
-        if follower is not None:
+        if fence is not None:
             begin("release")
-            follower.sent(bucket.index)
-        if observer is not None:  # nothing comes between this and the commit
+            fence.sent(bucket.index)
+        if verification is not None:  # nothing comes between this and the commit
             begin("verify")
-            observer.filled(bucket, source, destination)
+            verification.filled(bucket, source, destination)
         with tally.time(begin("commit")):
             if groups:
                 self._weights.commit(groups)
 
-    def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
+    def _abandon(self, reason: str, fence: ReleaseFence | None) -> None:
         """Walk the buckets that are left without filling them, for peers that wait for this rank; then keep no memory
         for messages, and none of peers'."""
         buckets: list[Callable[[], object]] = [
             partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
             for bucket in self._walked[self._router.num_met - self._num_met :]
         ]
-        steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
+        steps = buckets if fence is None else [fence.abandon, *buckets, fence.drain]
         steps = [self._weights.abandon, *steps]  # first: others may wait there, and so not come to the buckets
         failures = []
         for step in [*steps, self._router.trim]:

@@ -1,7 +1,6 @@
 """Training from a configuration: the loop's side of `ActorHybridWorker`. The switch does without it.
 
     worker.py       `ActorHybridWorker`: a trainer that is built here, and vLLM beside it
-    global_batches.py  each data parallel rank's share of a batch that all ranks pass, and the whole result
     ports.py        what the worker and companions ask of whoever trains for them
     batches/        batches of sequences: masks, packing, checks, what losses get and return
     companions/     models beside the actor: the reference, the critic
@@ -9,7 +8,7 @@
     fsdp/           the same on a transformers model that FSDP2 shards
 
     learning_rate.py          set by hand, or by a schedule
-    checkpoint_directory.py   how checkpoints are put in place, and compared when they are read
+    checkpoint_directory.py   checkpoints of both trainers: saves, a pointer to the latest, checksums
 
 Whoever has a loop of their own needs none of this: `HybridEngine(model=...)`, `attach` and `--enable-resharding` work
 where this folder is absent (tests/hybrid_engine/test_model_engine.py runs them so).

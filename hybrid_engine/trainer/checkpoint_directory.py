@@ -1,232 +1,259 @@
-"""The directory of a checkpoint: written beside its place, put there whole, and compared when it is read.
+"""Checkpoints of both trainers: torch.distributed.checkpoint in a new directory per save, and a pointer to the latest.
 
-    with new_checkpoint(directory, job) as new:        # on every rank
-        ...                                            # write files into new.path
-        new.contents[name] = Contents(nbytes, crc32)   # of this rank's
-    # here the directory has all ranks' files, and a manifest of their lengths and checksums
+    directory/latest                       the name of the save that counts
+    directory/save-000003/__0_0.distcp     what rank 0 wrote: tensors, or its parts of them, and values
+    directory/save-000003/.metadata        which entry is where
+    directory/save-000003/checksums.json   of all these
 
-    require_as_written(current_directory(directory) / name)    # before a file is believed
+A kill or a power cut leaves `latest` naming the old save or the new one, both complete. What it left is removed by the
+next save, and so is the old one, once `latest` names the new. Other files in `directory` are left alone.
 
-What is in a directory belongs to us if the manifest there lists it; nothing else is ever replaced or removed. So the
-manifest is the first file of a directory, says that it is being written until all others are, and goes last.
+torch's planner and storage are called one after the other as `torch.distributed.checkpoint.save` and `load` do. These
+raise what is no Exception, about files they do not name; here all ranks agree after every step.
 
-CRC-32 detects flipped bits and torn writes at 1.9 GB/s on one core (sha256: 0.8).
+No code is loaded from a checkpoint. torch would unpickle `.metadata` and values without limits, so both are restricted
+here: to torch's own records, and to what `torch.load(weights_only=True)` takes.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+import io
+import pickle
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from hybrid_engine.errors import ConfigError, FileError, Violation, first_of
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from hybrid_engine.errors import ConfigError, FileError, StateError, Violation, first_of, shortened
+from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, require_as_written, write_checksums
 from hybrid_engine.files.documents import given_path
-from hybrid_engine.files.durable import (
-    crc32_of,
-    current_directory,
-    leftovers,
-    naming,
-    recover_directory,
-    remove_directory,
-    replace_directory,
-    write_text,
-)
+from hybrid_engine.files.durable import naming, sync, write_text
 from hybrid_engine.ranks.job import Job
 
-MANIFEST = "manifest.json"
+LATEST = "latest"
+METADATA = ".metadata"
 REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
-MOST_NAMED = 5
-"""Differences, or files, that an error names."""
 
-_MOUNTS = Path("/proc/self/mountinfo")
-_BEING_WRITTEN = json.dumps({"files": None}) + "\n"
-"""The manifest until all files are there: all of them are ours."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Length and checksum (hex) of a file when it was written."""
-
-    nbytes: int
-    crc32: str
-
-
-@dataclass(frozen=True)
-class NewCheckpoint:
-    """A checkpoint that is being written.
-
-    Attributes:
-        path: where to.
-        contents: this rank's files in it, by name.
-    """
-
-    path: Path
-    contents: dict[str, Contents] = field(default_factory=dict)
+_SAVE = re.compile(r"save-(\d{6,})")
+_MOST_NAMED = 5
+_RECORDS = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "pathlib": {"Path", "PosixPath"},
+}
+"""What `.metadata` consists of, beside dtypes."""
 
 
-@contextmanager
-def new_checkpoint(directory: str | Path, job: Job) -> Iterator[NewCheckpoint]:
-    """Write a checkpoint in the block, and put it in place afterwards. Collective.
+def save(directory: str | Path, state: Mapping[str, Any], job: Job) -> None:
+    """Write a checkpoint and point to it. Collective.
 
-    It is renamed at the end: a kill or a power cut at any moment leaves the old checkpoint or the new one, for readers
-    and for the next save. On file systems that cannot exchange two names the old one is called `<directory>.replaced`
-    between two renames. A block that fails leaves nothing behind. A symbolic link stays one: what it points to is
-    replaced. All ranks see one file system.
+    Args:
+        directory: on a file system that all ranks share.
+        state: this rank's tensors and plain values, by key. A plain tensor has a key that no other rank has; a DTensor
+            has the same key on all ranks, each of which writes its part.
+
+    A save that fails leaves the checkpoint before it. Each tensor is copied to the host when it is written.
 
     Raises:
         FileError: naming what could not be written.
-        ConfigError: before anything is written, if the directory holds anything but a checkpoint or must stay.
+        ConfigError: before anything is written, for a `latest` that is not a checkpoint's.
     """
-    with job.agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
-        directory = given_path(directory, "directory").resolve()
-        _require(*_fixed(directory))
-        new = NewCheckpoint(directory.with_name(f"{directory.name}.incomplete"))
-        if job.rank == 0:
-            _require(*_foreign(directory, new.path, *leftovers(directory)))
+    new = None
     try:
-        with job.agreement.phase("preparing the checkpoint's directory"):
+        with job.agreement.phase("preparing the checkpoint"), naming("preparing the checkpoint", str(directory)):
+            place = given_path(directory, "directory")
             if job.rank == 0:
-                _make_room(directory, new.path)
-        yield new
-        written = job.agreement.gather(new.contents, "writing the checkpoint")
-        with job.agreement.phase("putting the checkpoint in place"):
-            if job.rank == 0:
-                write_manifest(new.path, {name: each[name] for each in written for name in each})
-                with naming("replacing the checkpoint", directory):
-                    _require(*_foreign(directory))  # writing takes its time
-                    replace_directory(new.path, directory, last=MANIFEST)
+                new = _make_save(place)
+        name = job.agreement.gather(None if new is None else new.name, str | None, "preparing the checkpoint")[0]
+        checksums = _write(place / name, state, job)
+        with job.agreement.phase("completing the checkpoint"), naming("completing the checkpoint", place):
+            if new is not None:
+                write_checksums(new, checksums | {METADATA: checksum_of(new / METADATA)})
+                sync(new)
+                write_text(place / LATEST, new.name + "\n")
+                _remove(path for path in _saves(place) if path != new)
     except BaseException as error:
-        if job.rank == 0:
-            _remove(new.path, error)
+        if new is not None and _named(place / LATEST) != new.name:
+            try:
+                _remove([new])
+            except OSError as failure:
+                error.add_note(f"{new} could not be removed: {failure}")
         raise
 
 
-def present_checkpoint(directory: str | Path) -> Path:
-    """Find the checkpoint last saved to `directory`. Raises FileError, or ArgumentError if that is not a path."""
-    with naming("reading the checkpoint", directory):
-        return current_directory(given_path(directory, "directory").resolve())
+def _make_save(directory: Path) -> Path:
+    """Make the directory of the next save, and room for it: what killed saves left goes."""
+    if (directory / LATEST).exists() and _named(directory / LATEST) is None:
+        problem = f"{directory / LATEST} is not the pointer of a checkpoint"
+        raise ConfigError([Violation("directory", problem, "Save to another directory, or move that file away")])
+    directory.mkdir(parents=True, exist_ok=True)
+    saves = _saves(directory)
+    _remove(path for path in saves if not (path / CHECKSUMS).exists())
+    number = 1 + max((int(path.name.rpartition("-")[2]) for path in saves), default=0)
+    new = directory / f"save-{number:06d}"
+    new.mkdir()
+    return new
 
 
-def foreign_names(directory: Path) -> list[str]:
-    """List the names in a directory that none of our manifests lists, sorted. Raises OSError."""
-    names = {path.name for path in directory.iterdir()}
-    files = {name for name in names if _is_file(directory / name)}
-    ours = {f"{MANIFEST}.incomplete"}  # of a write of the manifest that was killed
-    if MANIFEST in files and (directory / MANIFEST).read_bytes() == _BEING_WRITTEN.encode():
-        ours = files
-    else:
-        with suppress(FileError):
-            ours |= {MANIFEST, *names_in_manifest(directory)}
-    return sorted(names - (files & ours))
+def _named(latest: Path) -> str | None:
+    """Return the save that the pointer names; None where it names none."""
+    text = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    return text if _SAVE.fullmatch(text) else None
 
 
-def write_manifest(directory: Path, contents: Mapping[str, Contents]) -> None:
-    """Write the manifest of files, by name, once all are written. Raises FileError."""
-    files = {name: asdict(contents[name]) for name in sorted(contents)}
-    write_text(directory / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
+def _saves(directory: Path) -> list[Path]:
+    paths = [path for path in directory.iterdir() if _SAVE.fullmatch(path.name)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
-def contents_of(path: Path) -> Contents:
-    """Length and checksum of a file as it is now. Raises OSError, and ValueError for a link, a pipe or a device."""
-    if not _is_file(path):  # before it is opened: a pipe would be waited for, a device read without end
-        raise ValueError("it is not a regular file")
-    with path.open("rb", buffering=0) as file:
-        crc32, nbytes = crc32_of(file)
-    return Contents(nbytes, f"{crc32:08x}")
+def _remove(saves: Iterable[Path]) -> None:
+    for path in saves:
+        shutil.rmtree(path)
 
 
-def require_as_written(path: Path) -> None:
-    """Raise FileError, naming the file, unless it is what the manifest beside it says."""
-    written = _contents_in(_manifest(path.parent), path.name)
-    with naming("reading the checkpoint", path, REMEDY):
-        found = contents_of(path)
-        if found != written:
-            now, then = (f"{contents.nbytes:,} bytes with checksum {contents.crc32}" for contents in (found, written))
-            raise FileError(f"reading the checkpoint {path}: {now}, expected {then}. {REMEDY}")
+def _write(new: Path, state: Mapping[str, Any], job: Job) -> dict[str, str]:
+    """Write this rank's part; return the checksums of all ranks' files."""
+    planner, writer = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), FileSystemWriter(new)
+    with job.agreement.phase("planning the checkpoint"):
+        planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(is_coordinator=True)
+        own = writer.prepare_local_plan(planner.create_local_plan())
+    plans = _gather_objects(job, own, "planning the checkpoint")
+    with job.agreement.phase("writing the checkpoint"), naming("writing the checkpoint", new):
+        plans, metadata = planner.create_global_plan(plans)  # the same on every rank
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[job.rank])
+        results = writer.write_data(plan, planner).wait()
+        files = {result.storage_data.relative_path for result in results}
+        written = results, {name: checksum_of(new / name) for name in files}
+    by_rank = _gather_objects(job, written, "writing the checkpoint")
+    with job.agreement.phase("writing the checkpoint"), naming("writing the checkpoint", new):
+        if job.rank == 0:
+            writer.finish(metadata, [results for results, _ in by_rank])
+    return {name: checksum for _, checksums in by_rank for name, checksum in checksums.items()}
 
 
-def names_in_manifest(directory: Path) -> list[str]:
-    """The files that a checkpoint consists of. Raises FileError."""
-    manifest = _manifest(directory)
-    with naming("reading", manifest, REMEDY):
-        match json.loads(manifest.read_text(encoding="utf-8")):
-            case {"files": {**files}}:
-                names = sorted(map(str, files))
-                if outside := [name for name in names if Path(name).name != name]:
-                    raise ValueError(f"it names {outside[0]!r}, which is not a file of the checkpoint")
-                return names
-        raise ValueError("it has no list of files")
+def _gather_objects(job: Job, value: Any, phase: str) -> list[Any]:
+    """What torch's planner and writer hand to those of other ranks, which they would pickle themselves."""
+    return [pickle.loads(each) for each in job.agreement.gather(pickle.dumps(value), bytes, phase, sys.maxsize)]
 
 
-def _manifest(directory: Path) -> Path:
-    manifest = directory / MANIFEST
-    if not (os.path.lexists(manifest) and _is_file(manifest)):
-        raise FileError(
-            f"reading the checkpoint {directory}: it has no {MANIFEST}, so it is incomplete, or older than "
-            "checksums. Resume from another one, or with the version that wrote it"
-        )
-    return manifest
+class SavedCheckpoint:
+    """The latest checkpoint in a directory, its files compared with their checksums.
+
+    Args:
+        directory: as given to `save`.
+        job: of all ranks. They share the reading of all files; collective.
+
+    Attributes:
+        path: of the save.
+
+    Raises StateError where there is no checkpoint, FileError naming what cannot be read or is not what was written.
+    """
+
+    def __init__(self, directory: str | Path, job: Job) -> None:
+        with job.agreement.phase("verifying the checkpoint"), naming("reading the checkpoint", str(directory)):
+            self.path = _latest_save(given_path(directory, "directory"))
+            checksums = read_checksums(self.path, REMEDY)
+            for name in sorted(checksums)[job.rank :: job.world_size]:
+                require_as_written(self.path / name, checksums[name], REMEDY)
+        with job.agreement.phase("reading the checkpoint"), naming("reading", self.path / METADATA, REMEDY):
+            self._reader = _Reader(self.path)
+            self._metadata = self._reader.read_metadata()
+            needed = {METADATA, *(stored.relative_path for stored in self._metadata.storage_data.values())}
+            if unlisted := sorted(needed - checksums.keys()):
+                raise FileError(f"reading {self.path / CHECKSUMS}: it has no entry for {unlisted[0]}. {REMEDY}")
+
+    def entries(self, prefix: str) -> dict[str, TensorStorageMetadata | None]:
+        """Return size and dtype of tensors, None for values, by key without `prefix`, which all of them have."""
+        found = below(self._metadata.state_dict_metadata, prefix)
+        return {key: entry if isinstance(entry, TensorStorageMetadata) else None for key, entry in found.items()}
+
+    def read(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Fill tensors in host memory, put the saved values for None, and return `state`. Raises FileError."""
+        with naming("reading the checkpoint", self.path, REMEDY):
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(state, self._metadata, is_coordinator=True)
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        return state
+
+    def read_all(self, prefix: str) -> dict[str, Any]:
+        """Read whole tensors and values, those whose keys begin with `prefix`, into new memory. Raises FileError."""
+        room = {
+            prefix + key: None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in self.entries(prefix).items()
+        }
+        return self.read(room)
+
+    def value(self, key: str) -> Any:
+        """Read one value. Raises FileError."""
+        return self.read({key: None})[key]
+
+    def require_fit(self, problems: Iterable[str]) -> None:
+        """Raise StateError, naming what cannot be restored, if there is anything."""
+        if found := sorted(problems):
+            named = first_of(found, _MOST_NAMED, "; ")
+            raise StateError(f"{self.path} belongs to another model: {named}. Load it into the model that saved it")
 
 
-def _contents_in(manifest: Path, name: str) -> Contents:
-    with naming("reading", manifest, REMEDY):
-        match json.loads(manifest.read_text(encoding="utf-8")):
-            case {"files": {**files}}:
-                match files.get(name):
-                    case {"nbytes": int(nbytes), "crc32": str(crc32)}:
-                        return Contents(nbytes, crc32)
-        raise ValueError(f"it has no entry for {name}")
+def below(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return what has a key that begins with `prefix`, by the rest of the key."""
+    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
 
 
-def _is_file(path: Path) -> bool:
-    """Whether it is a regular file itself, not what a link leads to. Raises OSError."""
-    return stat.S_ISREG(path.lstat().st_mode)
+def differences(saved: Mapping[str, TensorStorageMetadata | None], live: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what of the saved entries cannot be restored into those that are live, tensors and values."""
+    yield from (f"{key} is missing" for key in live.keys() - saved.keys())
+    yield from (f"{key} is unknown to this model" for key in saved.keys() - live.keys())
+    for key in live.keys() & saved.keys():
+        now, then = live[key], saved[key]
+        if isinstance(now, torch.Tensor) != (then is not None):
+            yield f"{key} is {'not ' if then is None else ''}a tensor in the checkpoint"
+        elif then is not None and (tuple(now.shape), now.dtype) != (tuple(then.size), then.properties.dtype):
+            yield f"{key}: {tuple(then.size)} of {then.properties.dtype}, expected {tuple(now.shape)} of {now.dtype}"
 
 
-def _require(*violations: Violation) -> None:
-    if violations:
-        raise ConfigError(violations)
+def _latest_save(directory: Path) -> Path:
+    latest = directory / LATEST
+    if not latest.exists():
+        raise StateError(f"no checkpoint: {latest} does not exist")
+    if (name := _named(latest)) is None or not (directory / name).is_dir():
+        found = shortened(latest.read_text(encoding="utf-8", errors="replace") if latest.is_file() else "no file")
+        raise FileError(f"reading {latest}: {found} is not a save beside it. {REMEDY}")
+    return directory / name
 
 
-def _fixed(directory: Path) -> Iterator[Violation]:
-    """Why no other directory can take this one's place, under which this process works or a file system is mounted."""
-    working = Path(os.readlink("/proc/self/cwd"))  # os.getcwd() raises where it was removed
-    if directory in (working, *working.parents):
-        yield Violation("directory", f"{directory} is the working directory, or above it", "Name one below it")
-    if directory in _mount_points():
-        yield Violation("directory", f"{directory} is a mount point, which stays", "Name a directory below it")
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
-def _mount_points() -> set[Path]:
-    """Also those within one file system, which os.path.ismount does not tell. Spaces are written \\040."""
-    lines = _MOUNTS.read_bytes().splitlines()
-    places = (line.split()[4].decode("unicode_escape").encode("latin-1") for line in lines)
-    return {Path(os.fsdecode(place)) for place in places}
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise ValueError(f"it is a {type(found).__name__}")
+        return found
 
 
-def _foreign(*directories: Path) -> Iterator[Violation]:
-    """Report files that are not a checkpoint's in directories that will be replaced or removed."""
-    for directory in directories:
-        if directory.exists() and (names := foreign_names(directory)):
-            problem = f"{directory} holds files that are not a checkpoint's: {first_of(names, MOST_NAMED)}"
-            yield Violation("directory", problem, "Save to another directory, or move these away")
-
-
-def _make_room(directory: Path, incomplete: Path) -> None:
-    with naming("preparing the checkpoint", directory):
-        recover_directory(directory, last=MANIFEST)
-        remove_directory(incomplete, last=MANIFEST)  # of a save that was killed
-        incomplete.mkdir(parents=True)
-        write_text(incomplete / MANIFEST, _BEING_WRITTEN)
-
-
-def _remove(incomplete: Path, error: BaseException) -> None:
-    """Clean up after `error`, to which a failure to do so is added as a note."""
-    try:
-        remove_directory(incomplete, last=MANIFEST)
-    except OSError as failure:
-        error.add_note(f"{incomplete} could not be removed: {failure}")
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _RECORDS.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
+        return super().find_class(module, name)

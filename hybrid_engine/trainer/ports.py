@@ -9,13 +9,14 @@ from typing import Protocol
 import torch
 
 from hybrid_engine.memory.offload_items import OffloadItem
-from hybrid_engine.ports import Batch, LossFunction, Trainer
-from hybrid_engine.trainer.batches.batch_checks import BatchLimits
+from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 
 
-class DataParallelModel(Protocol):
-    """One rank's share of a model; every data parallel rank works on its part of a batch."""
+class Scorer(Protocol):
+    """One rank's share of a model; every data parallel rank scores its part of a batch."""
 
     @property
     def limits(self) -> BatchLimits:
@@ -30,17 +31,48 @@ class DataParallelModel(Protocol):
         """Everything that can leave the device."""
         ...
 
-
-class Scorer(DataParallelModel, Protocol):
-    """One that gives log-probabilities."""
-
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
         """`log_probs` [B, S] fp32 of every label of this rank's part, and what `outputs` asks for. Collective."""
         ...
 
 
+def score(
+    engine: Scorer, batch: Batch, agreement: Agreement, phase: str, data: Data, outputs: Outputs
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Score a batch: each data parallel rank its share; of a global one the results are joined on every rank."""
+    share = agreed_share(batch, engine.limits, agreement, phase, data, outputs)
+    with agreement.call(phase):
+        found = engine.scores(share, outputs)
+        if data == "global" and engine.limits.dp_size > 1:
+            found = {name: engine.gather_over_data_parallel(value) for name, value in found.items()}
+    found = {name: value.to(batch["tokens"].device) for name, value in found.items()}
+    return found if outputs else found["log_probs"]
+
+
 class ActorTrainer(Trainer, Scorer, Protocol):
-    """Whoever trains for `ActorHybridWorker`: trainer/megatron/actor.py, trainer/fsdp/actor.py."""
+    """Whoever trains for `ActorHybridWorker`: trainer/megatron/actor.py, trainer/fsdp/actor.py.
+
+    `update` and `compute_log_probs` come with `GlobalBatches`.
+    """
+
+    def compute_log_probs(
+        self, batch: Batch, agreement: Agreement, *, data: Data, entropy: bool, top_k: int
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """`HybridEngine.compute_log_probs`, where parameters are on the device."""
+        ...
+
+    def update(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        agreement: Agreement,
+        *,
+        data: Data,
+        entropy: bool,
+        top_k: int,
+    ) -> dict[str, float]:
+        """`HybridEngine.update`, in `train_context`."""
+        ...
 
     @property
     def learning_rate(self) -> float:
@@ -72,3 +104,30 @@ class ActorTrainer(Trainer, Scorer, Protocol):
     def frozen_copy(self) -> Scorer:
         """A copy of the present weights, adapters added, that is only read. Collective."""
         ...
+
+
+class GlobalBatches:
+    """Scoring and steps of an `ActorTrainer` on batches that all ranks pass: each data parallel rank computes its part,
+    and every rank gets the whole result."""
+
+    def compute_log_probs(
+        self: ActorTrainer, batch: Batch, agreement: Agreement, *, data: Data, entropy: bool, top_k: int
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """`HybridEngine.compute_log_probs`, where parameters are on the device."""
+        return score(self, batch, agreement, "scoring", data, Outputs(entropy, top_k))
+
+    def update(
+        self: ActorTrainer,
+        batch: Batch,
+        loss_function: LossFunction,
+        agreement: Agreement,
+        *,
+        data: Data,
+        entropy: bool,
+        top_k: int,
+    ) -> dict[str, float]:
+        """`HybridEngine.update`, in `train_context`."""
+        call, outputs, rate = "training step", Outputs(entropy, top_k), self.learning_rate
+        share = agreed_share(batch, self.limits, agreement, call, data, outputs, learning_rate=rate)
+        with agreement.call(call):
+            return self.train_step(share, loss_function, outputs)

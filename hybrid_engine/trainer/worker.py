@@ -6,24 +6,19 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
 
 from hybrid_engine.assembly import inference_settings, megatron_lora, put_beside
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.config.memory_rules import memory_plan, watches_memory
+from hybrid_engine.config.job_rules import memory_plan, watches_memory
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.layouts.memory_plan import GIB, MemoryPlan
+from hybrid_engine.layouts.memory import GIB, MemoryPlan
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
-from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.memory_watch import MemoryWatch
-from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.ranks.process import Ends
+from hybrid_engine.switch.report import MemoryWatch, ReshardReport
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.ports import ActorTrainer
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -98,8 +93,7 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
         parts = put_beside(
             train, self.config, table, job, undo, lora=megatron_lora(self.config, table), gives_back=False
         )
-        self._take(parts)
-        undo.callback(self.sharding.close)
+        self._take(parts, undo)
         if self._memory is not None:
             self._measure_switches()
 
@@ -153,7 +147,7 @@ def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
         from hybrid_engine.trainer.fsdp.actor import build_actor as build_with_fsdp
 
         return build_with_fsdp
-    from hybrid_engine.attaching.preparing import apply_patches
+    from hybrid_engine.attaching.attachment import apply_patches
 
     apply_patches()
     from hybrid_engine.trainer.megatron.actor import build_actor as build_with_megatron

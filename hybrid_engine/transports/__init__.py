@@ -1,15 +1,13 @@
 """Moving bytes from training buffers to inference buffers.
 
-    router.py            TransportSet: gives each transfer of a bucket to a transport, and runs them in order
-      registry.py          the transports there are, and which of them carries a transfer
-      wiring.py            what they are built from
-    pull.py              local: strided copies within a rank; and what transports share that only read
-    shared_memory.py     the destination reads its peer's mapped pages, on one host
+    router.py            the transports there are; TransportSet: gives each transfer of a bucket to one of them, and
+                         runs them in order
+      context.py           what they are built from; relay buffers: what several ranks of a host need crosses the
+                           network once, and is read from there
+    pull.py              local: strided copies within a rank; shared_memory: reads the peer's mapped pages, on one host
     collective.py        packed messages over gloo or NCCL
       messages.py          which bytes go to whom, derived at both ends
-    relay_buffers.py     what several ranks of a host need crosses the network once, and is read from here
-    batched_copies.py    thousands of small copies in few calls
-    copies.py, phase_clock.py   the strided copy and its errors; where the time goes
+    copies.py            thousands of small copies in few calls, their errors and their time
 
     transfer of a bucket --choose_transport-->
         src == dst rank ................ local           strided copy
@@ -24,7 +22,7 @@ Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objec
 
     1  export_handles(rank, training.buffers())            for peers of the host; gathered
     2  RelayBuffers(rank, plan.relays, device)             their handles() too
-    3  TransportSet.connect(Wiring(rank, buffers, all_handles, group, ...))     builds what the registry has
+    3  TransportSet.connect(TransportContext(rank, buffers, all_handles, group, ...))     builds what the registry has
     4  router.check(plan, exported=all_handles)            every transfer that cannot be carried, at once
 
 Every switch, by switch/weight_container.py, after a fence (all sources are final):
@@ -33,11 +31,11 @@ Every switch, by switch/weight_container.py, after a fence (all sources are fina
     2  router.run(bucket, source, destination, next)       for each bucket:
          Transport.start                                     + staging; messages of this bucket and the next are posted
          Transport.run, each in the registry's order         bytes arrive in the destination, or in relay buffers
-         Transport.tell, fan_out, Transport.tell             relays -> readers -> relays: the relay buffer may be reused
+         Transport.notify, fan_out, Transport.notify         relays -> readers -> relays: the relay buffer may be reused
     3  router.trim()                                       - staging, relay memory
 
 A rank that fails calls `router.abandon` for the buckets that are left: headers with its reason are sent instead.
 
-To add a transport: registry.py says how. To change: what is cast before it is sent, `plan.wire_dtype`; whom a
+To add a transport: router.py says how. To change: what is cast before it is sent, `plan.wire_dtype`; whom a
 timeout blames, collective.py.
 """

@@ -9,7 +9,7 @@ this one is written and committed: at most NUM_SLOTS buckets at once, each with 
 and reused and grows to the largest bucket.
 
 A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its messages: their
-header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable. `tell`
+header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable. `notify`
 sends headers alone: a rank got so far in a bucket, or why it did not.
 """
 
@@ -27,14 +27,11 @@ import torch.distributed as dist
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
-from hybrid_engine.ranks.process_groups import plain_text
+from hybrid_engine.ranks.groups import plain_text
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.batched_copies import BatchedCopies, CopyError
-from hybrid_engine.transports.copies import copy_straight, failure_at, synchronize
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.copies import BatchedCopies, CopyError, PhaseClock, copy_straight, failure_at, synchronize
 from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
-from hybrid_engine.transports.phase_clock import PhaseClock
-from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.wiring import Wiring
 
 _MESSAGE_ALIGNMENT = 64  # bytes
 _SHORTEST_WAIT = 0.001  # seconds; torch takes a timeout of 0 for "no timeout"
@@ -43,7 +40,7 @@ _ROUNDING = 0.01  # seconds by which a wait may end early: torch counts whole mi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """What this rank does in a bucket; made at the first switch.
+    """This rank's work in a bucket; made at the first switch.
 
     Attributes:
         transfers: it is made from.
@@ -61,6 +58,7 @@ class _Share:
 
     def planned(self, moved: Transfer) -> Transfer:
         """The plan's transfer, of which `moved` has one end in a message."""
+        # A packed transfer has the plan's source, an unpacked one its destination: one of the two tells which it was.
         return next(
             one
             for one in self.transfers
@@ -71,7 +69,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """The messages of one bucket (or of one `tell`) that are being exchanged.
+    """The messages of one bucket (or of one `notify`) that are being exchanged.
 
     Attributes:
         group: over which they go.
@@ -96,21 +94,23 @@ class CollectiveTransport:
     working.
 
     Args:
-        wiring: with a group.
+        context: with a group.
         device: where staging lies; default: the current GPU with NCCL, else the CPU.
     """
 
     name = "collective"
 
-    def __init__(self, wiring: Wiring, device: torch.device | None = None) -> None:
-        assert wiring.group is not None
-        self.rank, self._timeout = wiring.rank, wiring.timeout
-        self._relays = wiring.relays or RelayBuffers(wiring.rank, {})
+    def __init__(self, context: TransportContext, device: torch.device | None = None) -> None:
+        assert context.group is not None
+        self.rank, self._timeout = context.rank, context.timeout
+        self._relays = context.relays or RelayBuffers(context.rank, {})
         self._planner = MessagePlanner(
-            wiring.rank, wiring.source_buffers, wiring.destination_buffers, self._relays.buffers
+            context.rank, context.source_buffers, context.destination_buffers, self._relays.buffers
         )
-        self._group, self._tell_group = wiring.group, wiring.tell_group or wiring.group
-        self._device, self._tell_device = (device or _staging_device(each) for each in (self._group, self._tell_group))
+        self._group, self._notify_group = context.group, context.notify_group or context.group
+        self._device, self._notify_device = (
+            device or _staging_device(each) for each in (self._group, self._notify_group)
+        )
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
         self._shares: dict[int, _Share] = {}  # by bucket
@@ -119,13 +119,13 @@ class CollectiveTransport:
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """As `registry.RegisteredTransport`: it carries everything."""
+        """See `router.RegisteredTransport`: it carries everything."""
         return ""
 
     @classmethod
-    def connect(cls, wiring: Wiring) -> CollectiveTransport | None:
-        """As `registry.RegisteredTransport`; None without a process group."""
-        return None if wiring.group is None else cls(wiring)
+    def connect(cls, context: TransportContext) -> CollectiveTransport | None:
+        """See `router.RegisteredTransport`; None without a process group."""
+        return None if context.group is None else cls(context)
 
     @torch.no_grad()
     def start(
@@ -175,23 +175,25 @@ class CollectiveTransport:
         self.start(bucket, transfers, None, reason)
         self._wait(bucket, "transfer", self._in_flight.pop(bucket))
 
-    def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
-        """As `ports.Transport`: headers alone go to the listeners. Raises TransportError as `run` does."""
-        self._raise_if_broken(bucket, self._tell_group)
+    def notify(
+        self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
+    ) -> str:
+        """See `ports.Transport`: headers alone go to the receivers. Raises TransportError as `run` does."""
+        self._raise_if_broken(bucket, self._notify_group)
         outgoing, incoming = (
             [
-                StagedMessage(Message(peer), torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._tell_device))
+                StagedMessage(Message(peer), torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._notify_device))
                 for peer in sorted(peers)
             ]
-            for peers in (listeners, speakers)
+            for peers in (receivers, senders)
         )
         for staged in outgoing:
             staged.write_header(bucket, reason)
-        self._wait(bucket, phase, self._post(bucket, phase, outgoing, incoming, self._tell_group))
+        self._wait(bucket, phase, self._post(bucket, phase, outgoing, incoming, self._notify_group))
         return self._peer_failure(bucket, phase, incoming)
 
     def take_seconds(self) -> dict[str, float]:
-        """As `ports.Transport`."""
+        """See `ports.Transport`."""
         return self._clock.take()
 
     def trim(self) -> int:
@@ -244,6 +246,8 @@ class CollectiveTransport:
         self, side: str, messages: Sequence[Message], relays: Mapping[str, torch.Tensor] | None = None
     ) -> list[StagedMessage]:
         """Byte tensors for messages, out of the side's staging memory; relay images lie in `relays`, if given."""
+        # One allocation holds all bodies and then all images, each in the order of the messages. Images that come in
+        # need none of it: they are received into the relay buffer itself, of which they are the first elements.
         sizes = [message.nbytes for message in messages]
         if relays is None:
             sizes += [image.nbytes for message in messages for image in message.images]

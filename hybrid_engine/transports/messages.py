@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RelayImage:
-    """What one rank sends into one relay buffer of another: its first `numel` elements, as they lie there."""
+    """Data that one rank sends into one relay buffer of another: its first `numel` elements, as they lie there."""
 
     buffer: BufferId
     transfers: tuple[Transfer, ...]
@@ -52,7 +52,7 @@ class RelayImage:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank sends another in one bucket.
+    """Data that one rank sends another in one bucket.
 
     Attributes:
         peer: the other rank.
@@ -78,7 +78,7 @@ class Message:
             yield from image.transfers
 
     def unpacked(self) -> Iterator[Transfer]:
-        """Those that empty its body: they start there. Relay images lie where they belong already."""
+        """The transfers that empty its body: they start there. Relay images lie where they belong already."""
         for piece in self.pieces:
             yield replace(piece.transfer, src=self._place_of(piece))
 
@@ -123,7 +123,7 @@ class StagedMessage:
         self.body[:HEADER_NBYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
 
     def fault(self, bucket: int) -> str:
-        """What is wrong with a message of `bucket` that has come: "" if it is the one expected, and good."""
+        """Describe what is wrong with a message of `bucket` that has come: "" if it is the one expected, and good."""
         header = self.body[:HEADER_NBYTES].cpu().numpy().tobytes()
         sent_bucket, nbytes, text_nbytes = _HEADER.unpack_from(header)
         if text := header[_HEADER.size : _HEADER.size + text_nbytes].decode(errors="replace"):
@@ -153,7 +153,7 @@ class MessagePlanner:
     relay_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
-        """What this rank sends and what it receives, by ascending peer; copies within the rank are no messages."""
+        """Messages that this rank sends and receives, by ascending peer; copies within the rank are no messages."""
         outgoing: dict[int, list[Transfer]] = {}
         incoming: dict[int, list[Transfer]] = {}
         for transfer in transfers:
@@ -166,7 +166,7 @@ class MessagePlanner:
         return self._by_peer(outgoing), self._by_peer(incoming)
 
     def source_dtype(self, transfer: Transfer) -> torch.dtype:
-        """Of the source buffer. Raises TransportError when it was not given."""
+        """Dtype of the source buffer. Raises TransportError when it was not given."""
         return _dtype(self._source(transfer).dtype)
 
     def _source(self, transfer: Transfer) -> Buffer:

@@ -1,4 +1,8 @@
-"""The set of transports of one rank: gives each transfer of a bucket to one of them, and runs them in order."""
+"""The set of transports of one rank: gives each transfer of a bucket to one of them, and runs them in order.
+
+To add a transport: a class that implements `RegisteredTransport`; its place in `REGISTRY`, before those that it is
+better than; its name in `generate_config.transport` if it can be asked for; a case in the contract tests.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,29 +19,66 @@ from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.tracing.recording import span
-from hybrid_engine.transports.registry import (
-    CONFIG_KEY,
-    REGISTRY,
-    RegisteredTransport,
-    choose_transport,
-    obstacle_of,
-)
-from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.wiring import Wiring
+from hybrid_engine.tracing import span
+from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
+
+CONFIG_KEY = "generate_config.transport"
+
+
+class RegisteredTransport(Transport, Protocol):
+    """A transport that says by itself what it is for."""
+
+    @staticmethod
+    def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
+        """Why it cannot carry a transfer, given the buffers that peers can map; "" if it can."""
+        ...
+
+    @classmethod
+    def connect(cls, context: TransportContext) -> Transport | None:
+        """This rank's; None where the job has not got what it needs. No collective."""
+        ...
+
+
+REGISTRY: tuple[type[RegisteredTransport], ...] = (LocalTransport, SharedMemoryTransport, CollectiveTransport)
+"""Best first; a bucket's transfers run in this order too. The last carries everything."""
+
+PREFERENCES = ("auto", *(transport.name for transport in REGISTRY if transport is not LocalTransport))
+
+
+def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
+    """Name of the transport for a transfer.
+
+    auto: the first of the registry that can carry it. With another preference everything between two ranks goes that
+    way (`obstacle_of` says whether it can). Raises ConfigError for an unknown preference.
+    """
+    if preference not in PREFERENCES:
+        problem = f"unknown transport {preference!r}"
+        raise ConfigError([Violation(CONFIG_KEY, problem, f"Choose one of {', '.join(PREFERENCES)}")])
+    for transport in REGISTRY:
+        if not transport.obstacle(transfer, exported):
+            return transport.name if preference == "auto" or transport is LocalTransport else preference
+    raise AssertionError("the last transport of the registry carries everything")
+
+
+def obstacle_of(name: str, transfer: Transfer, exported: Set[BufferId]) -> str:
+    """Why the transport of this name cannot carry a transfer; "" if it can, or is not of the registry."""
+    return next((each.obstacle(transfer, exported) for each in REGISTRY if each.name == name), "")
+
 
 _ARRIVED, _READ = "relay arrived", "relay read"  # phases in messages
 
 
 def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[BufferId, Handle]:
-    """Handles of those of this rank's flat buffers that peers can map; to be exchanged once among all ranks."""
+    """Handles of this rank's flat buffers that peers can map; to be exchanged once among the ranks of a host."""
     handles = {BufferId(rank, name): export_tensor(flat) for name, flat in buffers.items()}
     return {buffer_id: handle for buffer_id, handle in handles.items() if handle is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What one bucket cost this rank; bytes of a pull that casts count in the narrower dtype, as a message has them.
+    """Costs of one bucket on this rank; bytes of a pull that casts count in the narrower dtype, as a message has them.
 
     Attributes:
         seconds: by phase (read, transfer, write).
@@ -85,24 +127,24 @@ class TransportSet:
     @classmethod
     def connect(
         cls,
-        wiring: Wiring,
+        context: TransportContext,
         preference: str = "auto",
         registry: Sequence[type[RegisteredTransport]] = REGISTRY,
     ) -> TransportSet:
         """The transports of a running job. No collective.
 
         Args:
-            wiring: what they are built from.
+            context: what they are built from.
             preference: see `choose_transport`; a plan with relays needs "auto".
             registry: those that are tried; each name stands for what `REGISTRY` says that it can carry.
         """
-        connected = [transport.connect(wiring) for transport in registry]
-        exported = frozenset(wiring.handles)
+        connected = [transport.connect(context) for transport in registry]
+        exported = frozenset(context.handles)
         return cls(
-            wiring.rank,
+            context.rank,
             [transport for transport in connected if transport is not None],
             lambda transfer: choose_transport(transfer, exported, preference),
-            wiring.relays,
+            context.relays,
         )
 
     def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:
@@ -170,7 +212,7 @@ class TransportSet:
                 failure = failure or error
         for phase in (_ARRIVED, _READ) if share.is_relaying else ():
             try:
-                self._tell(share, phase, reason)
+                self._notify(share, phase, reason)
             except Exception as error:
                 failure = failure or error
         if failure is not None:
@@ -206,7 +248,7 @@ class TransportSet:
         """
         for phase in (_ARRIVED, _READ):
             try:
-                heard = self._tell(share, phase, "" if failure is None else str(failure))
+                heard = self._notify(share, phase, "" if failure is None else str(failure))
                 if heard and failure is None:
                     failure = PeerTransportError(heard)
                 if phase == _ARRIVED and failure is None:
@@ -216,13 +258,13 @@ class TransportSet:
                 failure = failure or error
         return failure
 
-    def _tell(self, share: _BucketShare, phase: str, reason: str) -> str:
+    def _notify(self, share: _BucketShare, phase: str, reason: str) -> str:
         """Relay ranks tell readers that a bucket has arrived, readers tell relay ranks that they have read it."""
-        listeners, speakers = share.readers, share.relay_ranks
+        receivers, senders = share.readers, share.relay_ranks
         if phase == _READ:
-            listeners, speakers = speakers, listeners
+            receivers, senders = senders, receivers
         told = [
-            transport.tell(share.bucket.index, phase, listeners, speakers, reason)
+            transport.notify(share.bucket.index, phase, receivers, senders, reason)
             for transport in self._transports.values()
         ]
         return next(filter(None, told), "")
@@ -283,7 +325,7 @@ class TransportSet:
 
 @dataclass(frozen=True, slots=True)
 class _BucketShare:
-    """What a rank does in a bucket.
+    """A rank's work in a bucket.
 
     Attributes:
         transfers, fan_out: by transport name.

@@ -12,11 +12,9 @@ its logits show that the right weights are in it. A model whose computation mega
 weights come from a new checkpoint each time.
 
     cases.py         a small model with both sides' layouts, as a checked configuration
-    small_model.py   its config.json: that of the published model with the sizes cut down
     verify.py        starts the ranks, and what each of them runs
-    comparison.py    on one rank: change the weights, switch, compare
+    comparison.py    on one rank: change the weights, switch, compare; what was found, and when that is a fault
     reference.py     what transformers computes, in a process of its own
-    verdict.py       what was found, and when that is a fault
     machine.py       facts of the machine, for bug reports: `python -m hybrid_engine env`
 
 Called by cli/verify_command.py and by the matrix of the tests (`make matrix`).

@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 
 from hybrid_engine.errors import clipped
+from hybrid_engine.layouts.memory import GIB
 
-GIB = 2**30
 _MODULE = "hybrid_engine.verification.machine"
 _SECONDS_TO_ANSWER = 180.0
 _SECONDS_OF_NVIDIA_SMI = 30.0

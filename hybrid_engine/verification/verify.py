@@ -6,24 +6,23 @@ import gc
 import json
 import shutil
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import find_violations
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.files.scratch import scratch_directory
+from hybrid_engine.messages import decode, encode
+from hybrid_engine.ranks.groups import gathered
 from hybrid_engine.ranks.launching import run_ranks
-from hybrid_engine.verification.cases import Case
+from hybrid_engine.verification.cases import HEAD_DIM, Case
+from hybrid_engine.verification.comparison import Comparison, Verdict, join
 from hybrid_engine.verification.reference import Reference
-from hybrid_engine.verification.small_model import HEAD_DIM
-from hybrid_engine.verification.verdict import Verdict, join
 
 if TYPE_CHECKING:
     from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -35,15 +34,12 @@ SCRATCH_PREFIX = "hybrid-engine-verify-"
 
 _SECONDS_TO_WAIT = 300
 """Longest wait of one rank for another."""
-_PHASE = "phase"
-_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def run_cases(
     cases: Sequence[Case],
     num_ranks: int,
     timeout: float = 1800,
-    progress: Callable[[str], None] = lambda _: None,
     module: str = "hybrid_engine.verification.verify",
 ) -> list[Verdict]:
     """Run cases one after the other on the same `num_ranks` processes.
@@ -54,7 +50,6 @@ def run_cases(
         cases: what to run.
         num_ranks: processes, all on this machine.
         timeout: seconds for all cases together.
-        progress: is told, from another thread, what rank 0 is doing.
         module: what each rank runs, with the arguments of `main`.
 
     Raises:
@@ -63,13 +58,8 @@ def run_cases(
     with scratch_directory(SCRATCH_PREFIX) as directory:
         job, out = directory / "cases.json", directory / "verdicts.json"
         job.write_text(json.dumps([asdict(case) for case in cases]))
-        with _following(directory / _PHASE, progress):
-            ended = run_ranks(
-                ["-m", module, str(job), str(out)],
-                num_ranks,
-                timeout,
-                environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )
+        environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        ended = run_ranks(["-m", module, str(job), str(out)], num_ranks, timeout, environment=environment)
         if ended.status is None:
             raise ReshardError(f"no verdict within {timeout:g} s:\n{ended.output}")
         if ended.status != 0 or not out.is_file():
@@ -77,30 +67,11 @@ def run_cases(
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
 
 
-@contextmanager
-def _following(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Hand on what is written to a file, for as long as this lasts."""
-    over = threading.Event()
-
-    def follow() -> None:
-        while not over.wait(_SECONDS_BETWEEN_LOOKS):
-            if file.is_file() and (phase := file.read_text()):
-                progress(phase)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     """Run on one rank the cases in file `job`; rank 0 writes the verdicts over all ranks to file `out`."""
     import torch.distributed as dist
 
-    from hybrid_engine.ranks.start_up import default_backend, own_device
+    from hybrid_engine.ranks.job import default_backend, own_device
 
     timeout = timedelta(seconds=_SECONDS_TO_WAIT)
     own_device()
@@ -109,18 +80,14 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     cases = [Case(**case) for case in json.loads(Path(job).read_text())]
     verdicts = []
 
-    def say(phase: str) -> None:
-        if dist.get_rank() == 0:
-            (directory / _PHASE).write_text(phase)
-
     with Reference() as reference:
         for number, case in enumerate(cases):
             scratch = directory / str(number)
             gc.collect()
             gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
-            everyone = [Verdict(case.name)] * dist.get_world_size()
-            dist.all_gather_object(everyone, _verdict_of_rank(case, reference, scratch, say, look))
-            verdicts.append(join(everyone))
+            own = encode(asdict(_verdict_of_rank(case, reference, scratch, look)))
+            told = gathered(own, dist.get_world_size(), dist.all_gather)
+            verdicts.append(join([Verdict(**decode(each, dict[str, Any])) for each in told]))
             if dist.get_rank() == 0:
                 Path(out).write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -128,9 +95,7 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     dist.destroy_process_group()
 
 
-def _verdict_of_rank(
-    case: Case, reference: Reference, scratch: Path, say: Callable[[str], None], look: Look
-) -> Verdict:
+def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look) -> Verdict:
     """Return what this rank finds.
 
     An error becomes part of the verdict, so that the other cases run; one that only this rank sees ends the job.
@@ -138,18 +103,16 @@ def _verdict_of_rank(
     import torch.distributed as dist
 
     from hybrid_engine.trainer.worker import ActorHybridWorker
-    from hybrid_engine.verification.comparison import Comparison
 
     started, verdict = time.perf_counter(), Verdict(case.name)
     try:
         config = case.config(dist.get_world_size())
         verdict.trainer = "megatron" if config.actor_config.fsdp is None else "fsdp2"
-        verdict.dtype, verdict.served_dtype = config.actor_config.params_dtype, config.wire_dtype
+        verdict.dtype, verdict.served_dtype = config.actor_config.params_dtype, config.served_dtype
         verdict.remarks = [str(violation) for violation in find_violations(config, dist.get_world_size())]
-        say("building both engines")
         worker = ActorHybridWorker(config, weights_only=bool(verdict.remarks))
         try:
-            Comparison(worker, reference, scratch, verdict, say).run()
+            Comparison(worker, reference, scratch, verdict).run()
             verdict.seen = [look(worker)]
             verdict.remarks += _heads_refused_here(case.head_size, worker.job.device.type)
         finally:
@@ -162,7 +125,7 @@ def _verdict_of_rank(
 
 def _heads_refused_here(head_size: int | None, device_type: str) -> list[str]:
     """What a small model with other heads than the published one hides."""
-    from hybrid_engine.backends.vllm.feasibility import heads_without_kernel
+    from hybrid_engine.backends.vllm.arguments import heads_without_kernel
 
     if head_size is None or device_type != "cpu":
         return []

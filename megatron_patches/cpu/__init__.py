@@ -2,6 +2,5 @@
 
 core.py         group "cpu": megatron-core on CPU tensors and gloo
 training.py     group "cpu_training": megatron.training and its scripts, on top
-cuda_names.py   the `torch` that megatron's modules see
-gloo.py         the few collectives that gloo lacks
+cuda_names.py   the `torch` that megatron's modules see, and the few collectives that gloo lacks
 """

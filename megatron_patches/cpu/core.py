@@ -20,7 +20,7 @@ import torch
 
 from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch
+from megatron_patches.patch import MISSING, Patch
 
 _CORE = "megatron.core"
 _ALWAYS = "megatron-core selects its device instead of naming CUDA"
@@ -28,7 +28,7 @@ _ALWAYS = "megatron-core selects its device instead of naming CUDA"
 
 def _cpu_patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
     options = {"remove_when": _ALWAYS, **more}
-    return Patch(f"cpu.{name}", "cpu", target, reason, CORE_VERSIONS, build=build, **options)
+    return Patch(f"cpu.{name}", "cpu", target, reason, build=build, **options)
 
 
 def _build_get_rng_state(original: Any) -> Callable[..., Any]:

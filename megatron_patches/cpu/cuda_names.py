@@ -7,22 +7,86 @@ CUDA is named in two ways:
 - through a tensor: ``tensor.cuda()``, ``tensor.type() == "torch.cuda.FloatTensor"``. A namespace does not see these, so
   the few functions that do it run under `CudaSpelling`.
 
-torch itself is never changed: other importers in this process see the original.
+The few `torch.distributed` calls that gloo does not support (torch 2.13) are built from others. torch itself is never
+changed: other importers in this process see the original.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_patches.cpu import gloo
+from megatron_patches.errors import CpuUnsupportedError
+
+
+def new_group(*args: Any, **kwargs: Any) -> Any:
+    """`dist.new_group` without NCCL: its options are ignored, "nccl" means the default backend."""
+    if kwargs.get("backend") == "nccl":
+        kwargs["backend"] = None
+    kwargs["pg_options"] = None
+    return dist.new_group(*args, **kwargs)
+
+
+def all_gather(
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """`dist.all_gather`, also of tensors that differ in their first dim, as NCCL allows (MoE dispatch).
+
+    Uneven parts are padded to the longest, which takes group size times the longest part in extra memory.
+    """
+    longest = max(part.shape[0] if part.dim() else 0 for part in tensor_list)
+    if all(part.shape == tensor_list[0].shape for part in tensor_list):
+        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    _refuse_async(async_op, "all_gather")
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    received = [torch.empty_like(padded) for _ in tensor_list]
+    dist.all_gather(received, padded, group=group)
+    for part, full in zip(tensor_list, received, strict=True):
+        part.copy_(full[: part.shape[0]])
+    return None
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """`dist.reduce_scatter`, also of parts that differ in their first dim.
+
+    Uneven parts are all-reduced as one tensor, of which this rank keeps its own part. Takes the volume of all parts in
+    extra memory.
+    """
+    if all(part.shape == input_list[0].shape for part in input_list):
+        return dist.reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
+    _refuse_async(async_op, "reduce_scatter")
+    reduced = torch.cat(list(input_list))
+    dist.all_reduce(reduced, op=op, group=group)
+    output.copy_(reduced.split([part.shape[0] for part in input_list])[dist.get_rank(group)])
+    return None
+
+
+def _refuse_async(async_op: bool, name: str) -> None:
+    if async_op:
+        raise CpuUnsupportedError(f"{name} of uneven parts on gloo requires async_op=False")
+
+
+OVERRIDES = {"new_group": new_group, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
+"""Names of `torch.distributed` that are replaced for megatron's modules."""
+
 
 CPU = torch.device("cpu")
 
@@ -204,5 +268,5 @@ def torch_on_cpu(original: ModuleType) -> ModuleType | Namespace:
     overrides["cuda"] = _cuda_on_cpu()
     overrides["device"] = _device_on_cpu
     overrides["autocast"] = _autocast_on_cpu
-    overrides["distributed"] = Namespace(original.distributed, gloo.OVERRIDES)
+    overrides["distributed"] = Namespace(original.distributed, OVERRIDES)
     return Namespace(original, overrides)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_patches.cpu import cuda_names
-from megatron_patches.patch import CORE_VERSIONS, Patch
+from megatron_patches.patch import Patch
 
 _TRAINING = "megatron.training"
 _ALWAYS = "megatron.training selects its device instead of naming CUDA"
@@ -26,7 +26,7 @@ _DRAWS = (
 
 def _patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
     options = {"remove_when": _ALWAYS, **more}
-    return Patch(f"cpu_training.{name}", "cpu_training", target, reason, CORE_VERSIONS, build=build, **options)
+    return Patch(f"cpu_training.{name}", "cpu_training", target, reason, build=build, **options)
 
 
 def _build_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent, Place
 from hybrid_engine.transports.copies import copy_straight
-from hybrid_engine.transports.shared_memory import source_extents
+from hybrid_engine.transports.pull import source_extents
 
 HEAD_DIM = TINY.hidden_size // TINY.num_heads
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.planning.planner import plan
-from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.ranks.groups import host_id
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
+from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet, export_handles
-from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.planning.cases import plan
 from tests.zoo.megatron_models import DENSE_FLOAT32, Run, load_canonical, running
 from tests.zoo.tiny_models import save_model
 
@@ -101,7 +101,7 @@ def connect(source: Run, destination: Any) -> tuple[WeightContainer, TransportSe
     held, wanted = (Layout.merge(setup[side] for setup in setups) for side in (0, 1))
     made = plan(held, wanted, [setup[2] for setup in setups], bucket_nbytes=4096)
     handles = {buffer: handle for setup in setups for buffer, handle in setup[3].items()}
-    router = TransportSet.connect(Wiring(rank, held.buffers, handles, dist.group.WORLD))
+    router = TransportSet.connect(TransportContext(rank, held.buffers, handles, dist.group.WORLD))
     return WeightContainer(destination, made, router), router
 
 

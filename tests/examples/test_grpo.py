@@ -1,4 +1,4 @@
-"""GRPO's arithmetic against examples worked out by hand, and against the properties it must have."""
+"""GRPO's and PPO's arithmetic against examples worked out by hand, and the properties it must have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.gpt_rl import grpo, task
-from examples.gpt_rl.batches import align_log_probs, split_minibatches
+from examples.gpt_rl.ppo import at_last_steps
 from hybrid_engine import build_batch
 from hybrid_engine.trainer.batches import mean_weights
 
@@ -97,16 +97,34 @@ def test_batch_of_two_sequences() -> None:
         [2, 10, 7, 11, 1, 9, end, padding],
     ]
     assert batch["mask"].tolist() == [[0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 0]]
-    aligned = align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch["mask"])
+    aligned = grpo.align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch["mask"])
     assert aligned.tolist() == [[0, 0, 0, -1, -2, 0, 0, 0], [0, 0, 0, 0, -3, -4, -5, 0]]
 
 
 def test_minibatches_are_a_partition() -> None:
     rows = list(range(12))
     batch = build_batch([[row] for row in rows], [[row] * (1 + row % 3) for row in rows], seq_length=5)
-    parts = split_minibatches(batch, 3, torch.Generator().manual_seed(0))
+    parts = grpo.split_minibatches(batch, 3, torch.Generator().manual_seed(0))
     assert [len(part["tokens"]) for part in parts] == [4, 4, 4]
     assert sorted(int(token) for part in parts for token in part["tokens"][:, 0]) == rows
     assert [int(token) for part in parts for token in part["tokens"][:, 0]] != rows
     for part in parts:
         torch.testing.assert_close(part["weights"].sum(), torch.tensor(4.0))
+
+
+def test_a_reward_belongs_to_the_last_step() -> None:
+    mask = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
+    rewards = at_last_steps(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert rewards.tolist() == [[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]]
+
+
+def test_one_advantage_for_all_tokens_is_one_for_each() -> None:
+    """So that GRPO's loss is PPO's where all tokens of a completion have the same advantage."""
+    generator = torch.Generator().manual_seed(1)
+    log_probs, old, ref = torch.randn(3, 4, 5, generator=generator)
+    mask = torch.ones(4, 5)
+    batch = {"weights": mean_weights(mask), "old_log_probs": old, "ref_log_probs": ref}
+    advantages, loss = torch.randn(4, generator=generator), grpo.policy_loss(0.2, 0.01)
+    by_completion = loss({**batch, "advantages": advantages}, log_probs)[0]
+    by_token = loss({**batch, "advantages": advantages[:, None].expand(4, 5)}, log_probs)[0]
+    assert torch.equal(by_completion, by_token)

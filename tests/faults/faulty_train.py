@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import typer
-
 from tests.faults.job import FAULT_VARIABLE, Fault, FaultError
 
 
@@ -92,4 +90,4 @@ if __name__ == "__main__":
     _install_from_environment()
     from examples.gpt_rl.train import main
 
-    typer.run(main)
+    main()

@@ -98,7 +98,7 @@ class Job:
 
         Args:
             fault: put into it.
-            options: of the example, e.g. "--iterations", "3".
+            options: of the example, e.g. "rl_config.iterations=3".
             timeout: seconds until all is ended by force.
             environment: added to this process's own.
         """

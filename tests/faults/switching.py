@@ -134,7 +134,7 @@ def _attempt(worker: ActorHybridWorker, target: State) -> str | None:
 
 def _disagreements(worker: ActorHybridWorker, what: str, error: str | None) -> list[str]:
     """What the ranks do not have in common after a switch: whether it failed, and the state."""
-    seen = worker.job.agreement.gather((error is None, worker.sharding.state))
+    seen = worker.job.agreement.gather((error is None, worker.sharding.state.value), tuple[bool, str])
     return [] if len(set(seen)) == 1 else [f"{what}: {seen}, {error}"]
 
 

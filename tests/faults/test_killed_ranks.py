@@ -23,7 +23,7 @@ MOST_SECONDS = 45
 KILLS = {
     # 5 steps of warm-up, then 2 in each iteration
     "train step": Fault("kill", "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step", call=8),
-    "exchange of layouts": Fault("kill", "hybrid_engine.switch.rendezvous:_make_plan"),
+    "exchange of layouts": Fault("kill", "hybrid_engine.switch.rendezvous:rank_plan"),
     "fill": Fault("kill", "hybrid_engine.switch.weight_container:WeightContainer.fill", call=3),
     "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),
     "generate": Fault("kill", "hybrid_engine.backends.vllm.engine:InferenceEngine._run", call=4),
@@ -50,14 +50,14 @@ def test_a_killed_rank_ends_the_job(job: Job, where: str, record: Callable[..., 
 def test_the_run_that_was_killed_is_finished(job: Job, tmp_path: Path, record: Callable[..., None]) -> None:
     """With the results of a run to which nothing happened."""
     last = len(job.rows()) + 1
-    outcome = job.run(None, "--iterations", str(last))
+    outcome = job.run(None, f"rl_config.iterations={last}")
     record(fault="none, after the kills", **outcome.row(), resumed=outcome.status == 0)
     assert outcome.status == 0, outcome.terminal
     assert outcome.leftovers == [], outcome.terminal
     rows = job.rows()
     assert [row["iteration"] for row in rows] == list(range(last + 1))
     undisturbed = Job(tmp_path)
-    assert undisturbed.run(None, "--iterations", str(last)).status == 0
+    assert undisturbed.run(None, f"rl_config.iterations={last}").status == 0
     for seen, expected in zip(rows, undisturbed.rows(), strict=True):
         assert {key: seen[key] for key in RESULTS} == {key: expected[key] for key in RESULTS}
 

@@ -56,7 +56,7 @@ def test_the_error_is_said_first_and_soon(job: Job, where: str, record: Callable
 
 def test_the_run_is_finished(job: Job, record: Callable[..., None]) -> None:
     last = len(job.rows()) + 1
-    outcome = job.run(None, "--iterations", str(last))
+    outcome = job.run(None, f"rl_config.iterations={last}")
     record(fault="none, after the exceptions", **outcome.row(), resumed=outcome.status == 0)
     assert outcome.status == 0, outcome.terminal
     assert outcome.leftovers == [], outcome.terminal

@@ -1,4 +1,4 @@
-"""The loop of docs/resuming.md: what was stopped and goes on does what one does that was not."""
+"""The loop of docs/checkpoints.md: what was stopped and goes on does what one does that was not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.harness.launch import REPO_ROOT, Ranks
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "docs" / "resuming.md").read_text(), re.DOTALL)[1]
+CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)[1]
 SETTINGS = 'RUN, NUM_STEPS, LENGTH = Path("runs/ppo"), 8, 11'
 
 
@@ -19,7 +19,7 @@ def run(directory: Path, num_steps: int) -> list[str]:
     """On a rank, in the root of the checkout: what the loop prints."""
     lines: list[str] = []
     code = CODE.replace(SETTINGS, f"RUN, NUM_STEPS, LENGTH = Path({str(directory)!r}), {num_steps}, 11")
-    exec(compile(code, "docs/resuming.md", "exec"), {"print": lines.append})
+    exec(compile(code, "docs/checkpoints.md", "exec"), {"print": lines.append})
     return lines
 
 

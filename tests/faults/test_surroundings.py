@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.gpt_rl.run_state import RunDirectory
 from tests.faults.job import Job
 from tests.faults.running import can_mount
 
@@ -19,25 +20,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(tmp_path_factory.mktemp("surroundings"))
 
 
-@pytest.mark.parametrize("damage", ["latest", "progress.json", "rank0001.pt"])
+@pytest.mark.parametrize("damage", ["latest", "progress.json", "__1_0.distcp"])
 def test_a_damaged_directory_is_refused_and_left_as_it_is(
     job: Job, tmp_path: Path, damage: str, record: Callable[..., None]
 ) -> None:
     """The file is named. Each damages a copy of its own."""
     if not job.rows():
-        assert job.run(None, "--iterations", "1").status == 0
+        assert job.run(None, "rl_config.iterations=1").status == 0
     copy = Job(tmp_path)
     shutil.copytree(job.out, copy.out)
-    newest = copy.out / "checkpoints" / (copy.out / "checkpoints" / "latest").read_text().strip()
-    (path,) = (copy.out / "checkpoints").glob("latest") if damage == "latest" else newest.rglob(damage)
-    if damage == "latest":
-        path.unlink()
-    elif damage == "progress.json":
+    (path,) = RunDirectory(copy.out).checkpoint(copy.iteration).rglob(damage)
+    if damage == "progress.json":
         path.write_text(path.read_text()[:20])
     else:
         _flip_bytes(path)
     before = _files(copy.out)
-    outcome = copy.run(None, "--iterations", "2")
+    outcome = copy.run(None, "rl_config.iterations=2")
     record(fault=f"damaged: {damage}", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
     assert outcome.status not in (0, None), outcome.terminal
     assert damage in outcome.terminal, outcome.terminal

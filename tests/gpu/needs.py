@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from hybrid_engine.backends.vllm.acceptance import is_accepted
-from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.backends.vllm.version import TESTED_VERSION, is_accepted
 from hybrid_engine.verification.machine import GIB, Gpu, Machine, available_host_nbytes
 from tests.gpu.small_job import MEMORY_SHARE, NEEDED_ON_HOST
 

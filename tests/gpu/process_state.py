@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
+from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.ranks.launching import children_of
 from hybrid_engine.verification.machine import is_secret
 

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from hybrid_engine.assembly import inference_settings
-from hybrid_engine.attaching.preparing import apply_patches
+from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.memory import elastic
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.batches.same_batches import agreed_share
+from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
@@ -90,7 +90,7 @@ def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_
         ranks = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
         torch.manual_seed(0)
         train: ActorTrainer = build_actor(config, table, ranks, ends)
-        offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
+        offloader = Offloader(train.offload_items)
         for number in range(NUM_STEPS):
             batch = tokens_and_labels(number, table.dims.vocab_size, 4)
             share = agreed_share(batch, train.limits, ranks.agreement, "training step")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.harness.launch import REPO_ROOT, Ranks
+from tests.harness.launch import Ranks
 
 LAUNCHER = """
 import pathlib, sys
@@ -72,16 +70,6 @@ def test_a_call_that_fails_leaves_those_around_it(ranks: Ranks, function: Callab
     assert outcomes["before"] == outcomes["after"] == [0, 1]
     with pytest.raises(AssertionError, match=words):
         outcomes["broken"]
-
-
-@pytest.mark.ranks
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], cwd=REPO_ROOT)
-    places = [tmp_path / str(rank) for rank in range(2)]
-    _until(lambda: all(place.exists() for place in places), 120)
-    launcher.kill()
-    launcher.wait()
-    _until(lambda: not any(Path("/proc", place.read_text()).exists() for place in places), 20)
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

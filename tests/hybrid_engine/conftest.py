@@ -1,4 +1,4 @@
-"""Fixtures of several packages' tests. They import torch themselves: `make pure-tests` has none."""
+"""Fixtures of several packages' tests. They import torch themselves: `nox -s pure-tests` has none."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def job() -> Iterator[None]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Background copies wait until it is set."""
-    from hybrid_engine.memory import copier
+    from hybrid_engine.memory import arena
 
-    event, copy = threading.Event(), copier._timed_copy
+    event, copy = threading.Event(), arena._timed_copy
 
     def waiting(*tensors: torch.Tensor) -> float:
         assert event.wait(60)
         return copy(*tensors)
 
-    monkeypatch.setattr(copier, "_timed_copy", waiting)
+    monkeypatch.setattr(arena, "_timed_copy", waiting)
     yield event
     event.set()

@@ -17,6 +17,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.sides import Side
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.layouts.cases import DENSE
 
@@ -40,9 +41,9 @@ def build(job: Job, construct: Callable[..., Any]) -> Any:
     """In `job`, whose ranks hold the whole model each, with `construct` in place of vLLM."""
     config, table = HybridConfig(model=Path("model"), actor_config=ActorConfig()), table_for(DENSE)
     side = training_side(table, config.actor_config.sizes(job.world_size))
-    layouts = [side.layout_of(rank) for rank in range(job.world_size)]
+    held = Side.of([side.layout_of(rank) for rank in range(job.world_size)])
     with mock.patch("hybrid_engine.backends.vllm.InferenceEngine", construct):
-        return build_inference_engine(config, table, layouts, job)
+        return build_inference_engine(config, table, held, job)
 
 
 def test_an_engine_whose_weights_do_not_fit_is_ended(job: None) -> None:
@@ -53,12 +54,6 @@ def test_an_engine_whose_weights_do_not_fit_is_ended(job: None) -> None:
     with pytest.raises(ParameterMismatchError, match="no such parameter"):
         build(Job.join(30), lambda *_args, **_settings: engine)
     assert engine.is_shut_down
-
-
-def test_an_engine_that_was_built_stays(job: None) -> None:
-    engine = FakeVllm(lambda: Layout({}, {}))
-    assert build(Job.join(30), lambda *_args, **_settings: engine) is engine
-    assert not engine.is_shut_down
 
 
 def fail_on_rank_1() -> tuple[str, bool]:

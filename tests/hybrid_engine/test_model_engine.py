@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
-from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
+from hybrid_engine.assembly import _model_directory, _tokenizer_directory
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.model_parts import _model_directory, _tokenizer_directory
 from tests.harness.absent import left_out
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models

@@ -1,13 +1,116 @@
-"""Megatron-LM's own unit tests end the same with our hooks as without."""
+"""Megatron-LM's own unit tests, run in a checkout of it, end the same with our hooks as without."""
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
 
-from tests.megatron_lm.unit_tests import FILES, PATH_VARIABLE, by_ranks, checkout, of_file, passed, run
+from hybrid_engine.ranks.launching import run_ranks
+
+REPO_ROOT: Final = Path(__file__).resolve().parents[2]
+PLUGIN_FOLDER: Final = Path(__file__).resolve().parent / "plugin"
+
+FILES: Final[dict[str, int]] = {
+    "distributed/test_param_and_grad_buffer.py": 2,
+    "distributed/test_distributed_data_parallel.py": 2,
+    "distributed/test_finalize_model_grads.py": 2,
+    "distributed/test_grad_sync_with_expert_parallel.py": 4,
+    "distributed/test_grad_reduce_for_replicated_embedder.py": 4,
+    "distributed/test_reduce_scatter_with_fp32_accumulation.py": 4,
+    "optimizer/test_optimizer_config.py": 2,
+    "resharding/test_model_swap.py": 4,
+    "test_optimizer.py": 2,
+    "test_optimizer_param_scheduler.py": 2,
+}
+"""Below tests/unit_tests of the checkout -> ranks with which most of its tests run."""
+
+_OPTIONS: Final = (
+    *("-q", "-p", "megatron_lm_on_cpu", "-p", "no:cacheprovider"),
+    *("-o", "addopts=", "--continue-on-collection-errors"),
+)
+_ORDER: Final = ("passed", "skipped", "failed", "unfinished")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended: the worst over its ranks. `reason`: why it did not pass, its first line."""
+
+    kind: str
+    reason: str = ""
+
+
+def run(
+    source: Path, files: Sequence[str], num_ranks: int, groups: Sequence[str], timeout: float = 290
+) -> dict[str, Outcome]:
+    """Test -> outcome, of `files` in one launch, with the patches of `groups`. Nothing is written to the checkout.
+
+    A test that did not end within `timeout` seconds, or before its rank died, is "unfinished". Raises RuntimeError with
+    the ranks' output when none ended, or when the ranks did not find the same tests.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-lm-") as directory:
+        ended = run_ranks(
+            ["-m", "pytest", *_OPTIONS, *(f"tests/unit_tests/{file}" for file in files)],
+            num_ranks,
+            timeout,
+            environment={
+                "PYTHONPATH": os.pathsep.join(map(str, [source, PLUGIN_FOLDER, REPO_ROOT, *_python_path()])),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "MEGATRON_LM_GROUPS": ",".join(groups),
+                "MEGATRON_LM_OUTCOMES": directory,
+            },
+            directory=source,
+        )
+        by_rank = [read_outcomes(Path(directory, f"rank{rank}.jsonl")) for rank in range(num_ranks)]
+    differ = any(found.keys() != by_rank[0].keys() for found in by_rank)
+    if differ or all(outcome.kind == "unfinished" for outcome in by_rank[0].values()):
+        raise RuntimeError(f"{num_ranks} ranks with {groups} ended with {ended.status}:\n{ended.output[-20000:]}")
+    return {test: _worst([found[test] for found in by_rank]) for test in by_rank[0]}
+
+
+def by_ranks(files: Iterable[str]) -> dict[int, list[str]]:
+    """Ranks -> the files that run with so many."""
+    found: dict[int, list[str]] = {}
+    for file in files:
+        found.setdefault(FILES[file], []).append(file)
+    return found
+
+
+def of_file(file: str, outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    return {test: outcome for test, outcome in outcomes.items() if test.partition("::")[0] == file}
+
+
+def _python_path() -> list[str]:
+    """Where Python is told to look already."""
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def read_outcomes(path: Path) -> dict[str, Outcome]:
+    """The worst of each test's phases, of which the first line, "unfinished", is none."""
+    found: dict[str, Outcome] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        outcome = Outcome(entry["outcome"], entry["reason"])
+        test = entry["test"].removeprefix("tests/unit_tests/")
+        before = found.get(test)
+        found[test] = _worst([before, outcome]) if before and before.kind != "unfinished" else outcome
+    return found
+
+
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    return max(outcomes, key=lambda outcome: _ORDER.index(outcome.kind))
+
+
+def passed(outcomes: Mapping[str, Outcome]) -> set[str]:
+    return {test for test, outcome in outcomes.items() if outcome.kind == "passed"}
+
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,10 +121,9 @@ pytestmark = [
 
 @pytest.fixture
 def source() -> Path:
-    path = checkout()
-    if path is None:
-        pytest.skip(f"needs a checkout of Megatron-LM, named by {PATH_VARIABLE}")
-    return path
+    if not (path := os.environ.get("MEGATRON_LM_PATH")):
+        pytest.skip("needs a checkout of Megatron-LM, named by MEGATRON_LM_PATH")
+    return Path(path).resolve()
 
 
 @pytest.mark.parametrize(("num_ranks", "files"), by_ranks(FILES).items())
@@ -30,5 +132,6 @@ def test_the_same_tests_pass_with_hooks_as_without(source: Path, num_ranks: int,
     with_hooks = run(source, files, num_ranks, ["cpu", "hooks"])
     for file in files:
         assert passed(of_file(file, without)), f"nothing passed in {file}, so nothing was compared"
+        print(f"{file}: {len(of_file(file, without))} tests, {len(passed(of_file(file, without)))} pass without hooks")
     assert passed(with_hooks) == passed(without)
     assert with_hooks.keys() == without.keys()

@@ -23,7 +23,7 @@ from hybrid_engine.config import HybridConfig
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.actor import build_actor
-from tests.hybrid_engine.backends.fsdp.peft_models import peft_model
+from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
 from tests.walk.inference import inference_for
 from tests.walk.oracle import Subject, Write
 from tests.zoo import sharded_models
@@ -51,6 +51,7 @@ class Fsdp2(Subject):
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
         engine = HybridEngine(train, side, config)
         ends.callback(engine.sharding.close)
+        engine.start()
         super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora)
         self.vocab_size = table.dims.vocab_size
         self._seed = 0

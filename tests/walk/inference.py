@@ -12,7 +12,7 @@ from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.rendezvous import gather_layouts
+from hybrid_engine.switch.rendezvous import gather_side
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.zoo import workers
 
@@ -73,6 +73,6 @@ def inference_for(
         shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
         inference = MemoryInference(job, shapes, config.actor_config.params_dtype)
         return inference, inference
-    engine = build_inference_engine(config, table, gather_layouts(job, train.weights), job)
+    engine = build_inference_engine(config, table, gather_side(job, train.weights), job)
     ends.callback(engine.shutdown)
     return engine, Served(engine)

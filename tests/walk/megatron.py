@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine import HybridEngine
-from hybrid_engine.attaching.preparing import apply_patches
+from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
@@ -35,6 +35,7 @@ class Megatron(Subject):
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
         engine = HybridEngine(train, side, config)
         ends.callback(engine.sharding.close)
+        engine.start()
         super().__init__(engine, job, inference, exact=not serve)
         self.vocab_size, self._seed = table.dims.vocab_size, 0
         self.writes, self.steps = self._writes(), self._steps()

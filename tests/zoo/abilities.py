@@ -43,7 +43,7 @@ def stored_and_loaded(engine: HybridEngine[Any], model: torch.nn.Module) -> bool
 
     In the end the model has what it had, with its padding, of which a checkpoint has nothing.
     """
-    first, second = (Path(engine.job.agreement.gather(tempfile.mkdtemp(), "a directory")[0]) for _ in range(2))
+    first, second = (Path(engine.job.agreement.gather(tempfile.mkdtemp(), str, "a directory")[0]) for _ in range(2))
     with engine.train_context():
         weights = [_local(parameter) for parameter in model.parameters()]
         before = [weight.clone() for weight in weights]

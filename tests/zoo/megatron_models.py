@@ -71,7 +71,7 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
     megatron_patches.apply()
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    from hybrid_engine.trainer.megatron.parallel_groups import destroy_parallel_state, initialize_parallel_state
+    from hybrid_engine.trainer.megatron.build import destroy_parallel_state, initialize_parallel_state
 
     initialize_parallel_state(config, dist.get_world_size(), timeout_seconds=120)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.trainer.batches.sequences import positions_in
+from hybrid_engine.trainer.batches.arrangement import positions_in
 from hybrid_engine.trainer.batches.token_outputs import Outputs
 from tests.zoo.shares import share_of
 

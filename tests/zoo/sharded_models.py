@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
+from hybrid_engine.backends.fsdp.names import transformers_model
 
 
 def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn.Module:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from hybrid_engine.ports import Batch
-from hybrid_engine.trainer.batches.batch_checks import own_share
-from hybrid_engine.trainer.ports import DataParallelModel
+from hybrid_engine.trainer.batches.batch_checks import BatchLimits, own_share
 
 
-def share_of(engine: DataParallelModel, batch: Batch) -> Batch:
+class Limited(Protocol):
+    """A trainer of language or value models."""
+
+    @property
+    def limits(self) -> BatchLimits: ...
+
+
+def share_of(engine: Limited, batch: Batch) -> Batch:
     """This data parallel rank's consecutive part of a global batch. Raises BatchError with every violation."""
     return own_share(batch, engine.limits, needs_labels=False)

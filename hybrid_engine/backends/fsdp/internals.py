@@ -1,6 +1,6 @@
 """Names of torch and transformers that this backend uses and that neither documents, each with its reason.
 
-tests/hybrid_engine/backends/fsdp/test_internals.py looks each up in the installed versions.
+tests/hybrid_engine/backends/fsdp/test_model_checks.py looks each up in the installed versions.
 """
 
 from __future__ import annotations

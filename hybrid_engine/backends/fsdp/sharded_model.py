@@ -1,4 +1,14 @@
-"""A sharded model as the switch sees it (port `Trainer`), whoever trains it."""
+"""A sharded model as the switch sees it (port `Trainer`), whoever trains it.
+
+    what is on the device                       kind        when it is offloaded
+    parameters, persistent buffers              param       copy
+    sums of weights and LoRA                    param       drop: computed at every switch
+    gradients                                   grad        copy: accumulated ones outlive a switch
+    optimizer state                             optimizer   copy
+    other buffers, numbers (Adam's step)        -           stay: small
+
+Gathered parameters are freed before anything leaves. Storages that are not elastic are resized to 0 bytes and back.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +20,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hybrid_engine.backends.access_guards import GuardedState
-from hybrid_engine.backends.flat_buffers import is_frozen
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.model_checks import require_torch
-from hybrid_engine.backends.fsdp.sharded_tensors import reshard
-from hybrid_engine.backends.fsdp.training_state import TrainingState
-from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
+from hybrid_engine.backends.fsdp.names import transformers_model
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
+from hybrid_engine.backends.training_side import GuardedState, is_frozen
 from hybrid_engine.errors import ModelError
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 
@@ -58,12 +66,16 @@ class ShardedModel(GuardedState):
         self.table = table
         self.weights = FsdpAdaptor(model, table, rank, lora_delivery)
         super().__init__()
-        self._state = TrainingState(self.weights, self.optimizers)
+        self._parameter_names: dict[torch.Tensor, str] = {
+            tensor: name
+            for name, tensor in self.weights.tensors.tensors.items()
+            if isinstance(tensor, torch.nn.Parameter)
+        }
         self._num_steps: Counter[torch.optim.Optimizer] = Counter()
         _driven[model] = weakref.ref(self)
         self._ends.callback(_driven.pop, model, None)
         # on what PEFT and torch.compile call, too
-        self._watch(dict.fromkeys((model, transformers_model(model))), self.optimizers)
+        self.watch(dict.fromkeys((model, transformers_model(model))), self.optimizers)
         self._watch_steps()
 
     @property
@@ -84,11 +96,27 @@ class ShardedModel(GuardedState):
     def offload_items(self) -> list[OffloadItem]:
         """Parameters, gradients and optimizer state, as they are now; gathered parameters are freed."""
         reshard(self.model)
-        return self._state.items()
+        scratch = self.weights.scratch
+        items = [
+            OffloadItem(name, "param", flat, "drop" if name in scratch else "copy")
+            for name, flat in self.weights.buffers().items()
+        ]
+        items += [OffloadItem(owner, "grad", tensor) for owner, tensor in self._gradients()]
+        items += [
+            OffloadItem(owner, "optimizer", tensor) for owner, tensor in self._optimizer_state() if tensor.numel() > 1
+        ]
+        return items
 
-    def reachable_tensors(self) -> Iterator[Reached]:
-        """Every tensor that model and optimizers refer to, for `Offloader.residual`."""
-        return self._state.reachable()
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter, name in self._parameter_names.items():
+            if parameter.grad is not None:
+                yield f"{name}.grad", local_of(parameter.grad)
+
+    def _optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state.items():
+                name = self._parameter_names.get(parameter, "a parameter of another model")
+                yield from _tensors_in(f"optimizer[{index}] of {name}", state)
 
     def probe_limits(self) -> ProbeLimits:
         """See `probes.Probed`."""
@@ -116,9 +144,6 @@ class ShardedModel(GuardedState):
         """See `probes.Probed`: the live model's own configuration."""
         config: dict[str, Any] = self._transformers().config.to_dict()
         return {name: value for name, value in config.items() if not name.startswith("_")}
-
-    def reload_main_params(self) -> None:
-        """Nothing: the optimizer steps on the parameters themselves."""
 
     def _transformers(self) -> Any:
         return transformers_model(self.model)
@@ -148,7 +173,7 @@ class ShardedModel(GuardedState):
             return False
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
-        self._watch([], [optimizer])
+        self.watch([], [optimizer])
         return True
 
 
@@ -171,3 +196,15 @@ def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.o
                 f"optimizer {index} has {others} of {len(parameters)} parameters that are not the model's: make it "
                 "after fully_shard, of model.parameters()"
             )
+
+
+def _tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a parameter's state holds, at any depth; of sharded ones the local part."""
+    if isinstance(value, torch.Tensor):
+        yield path, local_of(value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors_in(f"{path}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _tensors_in(f"{path}[{index}]", inner)

@@ -1,20 +1,24 @@
-"""The tensors of a sharded model on one rank: which part of the whole one each is, and the flat buffer it lies in."""
+"""Shards a transformers model as a configuration says, and finds this rank's part of each tensor of a sharded one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hybrid_engine.backends.flat_buffers import dtype_name
-from hybrid_engine.backends.fsdp.internals import StridedShard
+from hybrid_engine.backends.fsdp.internals import StridedShard, checkpoint_wrapper
 from hybrid_engine.backends.fsdp.model_checks import require_sharded
+from hybrid_engine.backends.fsdp.names import transformers_model
+from hybrid_engine.backends.training_side import dtype_name, flat_storage_of, parts_of_one_buffer
+from hybrid_engine.config import FsdpConfig
+from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import LocalBox
-from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
-
-_ALIGNMENT = 16  # bytes: kernels that load several elements at once want it, and no element is larger
+from hybrid_engine.memory.elastic import exported_buffer_of
 
 
 class ShardedTensors:
@@ -79,11 +83,6 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def flat_storage_of(local: torch.Tensor) -> torch.Tensor:
-    """All of the storage in which a local tensor lies, as a flat one of its dtype."""
-    return torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage())
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, as memory: without autograd."""
     local = tensor.detach()
@@ -116,22 +115,6 @@ def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
     model._apply(lambda tensor: moved.get(id(tensor), tensor))
 
 
-def parts_of_one_buffer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors of one dtype, one after the other in one elastic buffer."""
-    step = _ALIGNMENT // tensors[0].element_size()
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() // step) * step
-    flat = allocate_elastic(end, tensors[0].dtype, tensors[0].device, "param")
-    parts = [
-        flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in zip(starts, tensors, strict=True)
-    ]
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.copy_(tensor)
-    return parts
-
-
 def _is_even(parameter: DTensor) -> bool:
     """Whether all ranks hold as much of it, all of it contiguous: FSDP then uses the memory that it is given."""
     ranks_by_dim: dict[int, int] = {}
@@ -140,3 +123,75 @@ def _is_even(parameter: DTensor) -> bool:
             ranks_by_dim[placement.dim] = ranks_by_dim.get(placement.dim, 1) * size
     divides = all(parameter.shape[dim] % num_ranks == 0 for dim, num_ranks in ranks_by_dim.items())
     return divides and parameter.numel() > 0 and local_of(parameter).is_contiguous()
+
+
+_COMPUTES_IN = {"no": None, "amp": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it or to a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def shard_model(
+    model: torch.nn.Module,
+    config: FsdpConfig,
+    mesh: DeviceMesh,
+    before_each: Callable[[torch.nn.Module], None] = lambda module: None,
+) -> None:
+    """Apply `fully_shard`, in place. Collective.
+
+    Args:
+        model: a transformers model on any device but meta; its parameters move to that of the mesh.
+        config: how.
+        mesh: of all ranks; see `mesh_of`.
+        before_each: called with each layer, and at last with the model, just before it is sharded; what had no memory
+            until then has it afterwards.
+
+    Raises ModelError for a model that is sharded already, or that does not say what its layers are.
+    """
+    if is_sharded(model):
+        raise ModelError("the model is sharded already: leave train_config out, or pass the model as it was")
+    inner = transformers_model(model)
+    kinds = set(getattr(inner, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ModelError(
+            f"{type(inner).__name__} does not say what its layers are (_no_split_modules): call fully_shard on them "
+            "and on the model, and leave train_config out"
+        )
+    if config.activation_checkpointing:
+        layers = _checkpointed(model, layers)
+    computes_in = _COMPUTES_IN[config.mixed_precision]
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": config.sharding_strategy != "SHARD_GRAD_OP",
+        "mp_policy": MixedPrecisionPolicy(computes_in, torch.float32 if computes_in else None),
+    }
+    for module in (*layers, inner):
+        before_each(module)
+        fully_shard(module, **options)
+
+
+def _checkpointed(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Wrap each of a model's layers, so that its input alone is kept for the backward pass."""
+    wrapped = {layer: checkpoint_wrapper(layer) for layer in layers}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child in wrapped and module is not wrapped[child]:
+                setattr(module, name, wrapped[child])
+    return list(wrapped.values())
+
+
+def mesh_of(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks, as a configuration shards over them. Collective."""
+    if config.replicas == 1:
+        return init_device_mesh(device.type, (world_size,))
+    shape = (config.replicas, world_size // config.replicas)
+    # torch remembers how tensors of a mesh are redistributed, by a mesh that is equal: names of its own keep one whose
+    # groups have ended from being taken for this one
+    number = next(_mesh_numbers)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(f"replicas_{number}", f"shards_{number}"))
+
+
+_mesh_numbers = itertools.count()

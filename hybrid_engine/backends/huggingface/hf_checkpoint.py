@@ -1,8 +1,8 @@
 """Training shards from a Hugging Face checkpoint, and a checkpoint from training shards.
 
 A checkpoint is a layout like any other: its tensors are buffers of one more rank, which no process runs. So the planner
-says which box of which stored tensor goes where, finds gaps and overlaps, and picks which replica writes. Every rank
-reads or writes its own boxes and nothing else; nothing is gathered.
+says which box of which stored tensor goes where, finds gaps and overlaps, and every rank reads its own boxes. To save,
+the tensors are buffers of the ranks that write them; the planner picks which replica sends.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hybrid_engine.backends.flat_buffers import require_finite_to_save
-from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
-from hybrid_engine.backends.huggingface.progress import Advance, progress
+from hybrid_engine.backends.huggingface import saving
 from hybrid_engine.backends.huggingface.unused_tensors import (
     NOT_WEIGHTS,
     compare_repetitions,
     log_unused,
     repetitions,
 )
+from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
@@ -36,6 +38,7 @@ from hybrid_engine.errors import (
     Violation,
     shortened,
 )
+from hybrid_engine.files.checksums import CHECKSUMS, read_checksums, require_as_written
 from hybrid_engine.files.documents import given_path, read_json
 from hybrid_engine.files.durable import naming, write_bytes, write_text
 from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE
@@ -46,6 +49,8 @@ from hybrid_engine.ports import LoadableWeights, TrainingWeights
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
+from hybrid_engine.records.sides import Side
+from hybrid_engine.switch.rendezvous import gather_side
 from hybrid_engine.transports.copies import strided
 
 logger = logging.getLogger(__name__)
@@ -53,8 +58,7 @@ logger = logging.getLogger(__name__)
 FILE_NBYTES = 5 * 10**9
 """Data per file of a saved checkpoint: the default of transformers."""
 
-_Box = tuple[Transfer, files.StoredTensor, torch.Tensor]
-
+_REMEDY = f"Restore it from a copy; if another program wrote it, remove {CHECKSUMS}"
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -73,8 +77,8 @@ def load_hf_checkpoint(
     Stored values are cast to the shards' dtype. Padding of the vocabulary becomes zero, and LoRA adds nothing.
     Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
 
-    What is wrong with the files is found before any rank changes a shard: names, shapes, lengths, and contents where a
-    file carries a checksum (those of `save_hf_checkpoint` do). The ranks share that reading, by file.
+    What is wrong with the files is found before any rank changes a shard: names, shapes, lengths, and contents where
+    there are checksums (`save_hf_checkpoint` writes them). The ranks share that reading, by file.
 
     Raises:
         ConfigError: for a directory without a usable checkpoint, quantised ones among them.
@@ -90,8 +94,10 @@ def load_hf_checkpoint(
         _check_names(stored, table, directory, held=own.tensors)
         known = {name: stored[name] for name in table.shapes if name in stored}
         new = {name: _stand_in(table.shapes[name]) for name in table.may_be_new if name not in stored}
-        source = _layout_of(known | new, job.world_size, {})
-        transfers = box_transfers(source, own, _hosts(job), job.rank, table.shapes)
+        hosts = [""] * job.world_size + ["files"]  # that the ranks are on several does not matter here
+        stored_on = dict.fromkeys(known | new, job.world_size)
+        source = Side.split(_layout_of(known | new, stored_on, {}), len(hosts))
+        transfers = box_transfers(source, Side.split(own, len(hosts)), hosts, job.rank, table.shapes)
         transfers = [transfer for transfer in transfers if transfer.tensor not in new]
     job.agreement.rounds("verifying the checkpoint", _verify(directory, _share_of_files(stored, job)))
     compared = compare_repetitions(directory, stored, table, job.rank, job.world_size)
@@ -105,8 +111,8 @@ def load_hf_checkpoint(
             names = sorted({known[transfer.tensor].file for transfer in transfers})
             reader = stack.enter_context(files.SliceReader(directory, names))
         nbytes = sum(_stored_nbytes(transfer, known) for transfer in transfers)
-        shown = progress(f"reading {directory}", nbytes, is_shown=job.rank == 0)
-        with shown as advance, torch.no_grad():
+        advance = stack.enter_context(_progress(f"reading {directory}", nbytes, is_shown=job.rank == 0))
+        with torch.no_grad():
             steps = _read(transfers, buffers, known, reader, advance)
             job.agreement.rounds("reading the checkpoint", steps)
         with job.agreement.phase("zeroing what no weight covers"), torch.no_grad():
@@ -139,95 +145,60 @@ def save_hf_checkpoint(
         file_nbytes: most bytes of data in one file.
         check_nan: refuse, before anything is written, what would be stored as NaN or infinity.
 
-    An older set of weights of the same model is replaced: a kill at any moment leaves the old set or the new one, see
-    publishing.py. Only files that its index names are removed, and model.safetensors. Configuration and tokenizer are
-    replaced just before the weights: a failure in between leaves the new ones beside the old weights.
+    The directory is replaced as a whole: a kill at any moment leaves the old one or the new one, see saving.py.
 
     Raises:
-        ConfigError: if the directory holds weights of another model; these stay. For another dtype, before anything.
-        FileError: naming the file; on a full disk before anything is written.
+        ConfigError: before anything is written, for another dtype, and if the directory holds weights of another model
+            or files that are not a model's.
+        FileError: naming the file; the old directory stays.
         WeightError: naming the tensors that are not finite, or not in `dtype`.
     """
-    with job.agreement.phase("preparing the weights"):
-        directory = given_path(path, "path")
+    with job.agreement.phase("preparing the weights"), naming("looking into", str(path)):
+        directory = given_path(path, "path").resolve()
         stored_dtype = _float_name(dtype)
         weights.prepare()
-        own = weights.layout()
-    layouts = job.agreement.gather(own, "save_hf_checkpoint")
+    source = gather_side(job, weights)
     with job.agreement.phase("planning the checkpoint"):
-        source = Layout.merge(layouts)
-        stored = publishing.plan_files(_tensors_to_store(source, table, stored_dtype), file_nbytes)
-        destination = _layout_of(stored, job.world_size, table.copies)
-        transfers = box_transfers(source, destination, _hosts(job), job.rank)
+        stored = saving.plan_files(_tensors_to_store(source.layout, table, stored_dtype), file_nbytes)
+        written = _layout_of(stored, saving.writers(stored, job.world_size), table.copies)
+        destination = Side.split(written, job.world_size)
+        transfers = box_transfers(source, destination, [""] * job.world_size, job.rank)
+        buffers = weights.buffers()
         if check_nan:
-            require_finite_to_save(lambda: _as_stored(_boxes(transfers, weights.buffers(), stored), job.rank))
-    publication = publishing.Publication(directory, stored)
+            require_finite_to_save(lambda: _as_stored(transfers, buffers, stored, job.rank))
+    new = saving.incomplete(directory)
+    is_ours = False
     try:
-        with job.agreement.phase("creating the checkpoint's files"):
+        with job.agreement.phase("creating the checkpoint's directory"), naming("creating", directory):
             if job.rank == 0:
-                publication.abandon()  # what is left of an earlier save that was killed
-                older = older_weights(directory, table)
-                publication.begin()
-        with job.agreement.phase("writing the checkpoint"), torch.no_grad():
-            _write(_boxes(transfers, weights.buffers(), stored), directory)
-        with job.agreement.phase("sealing the checkpoint"):
-            for file in _share_of_files(stored, job):
-                publishing.seal(directory / (file + publishing.SUFFIX))
+                saving.require_replaceable(directory)
+                _require_same_model(directory, table)
+                is_ours = True
+                saving.new_directory(directory)
+        checksums = saving.write_files(new, stored, transfers, buffers, job)
         with job.agreement.phase("publishing the checkpoint"):
             if job.rank == 0:
-                publish(publication, directory, model_dir, stored, older)
+                _copy_companions(directory if model_dir is None else Path(model_dir), new, _usual_dtype(stored))
+                saving.put_in_place(new, directory, stored, checksums)
     except BaseException as error:
-        if job.rank == 0:
-            _abandon(publication, error)
+        if is_ours and new.exists():
+            try:
+                shutil.rmtree(new)
+            except OSError as failure:
+                error.add_note(f"{new} could not be removed: {failure}")
         raise
 
 
-def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredTensor]:
-    """The weights in the directory, which will be replaced. Raises ConfigError unless they are of the same model."""
+def _require_same_model(directory: Path, table: ModelTable) -> None:
+    """Raise ConfigError unless the weights in the directory, which will be replaced, are of the same model."""
     if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
-        return {}
-    place = directory
+        return
     try:
-        older = files.stored_tensors(directory)
-        _check_names(older, table, directory)
-        place = directory / SINGLE  # transformers prefers it to the index, so it would hide the new weights
-        if place.is_file() and SINGLE not in {tensor.file for tensor in older.values()}:
-            _check_names(files.stored_in(place), table, directory)
+        _check_names(files.stored_tensors(directory), table, directory)
     except HybridEngineError as error:
         reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
-        problem = f"{place} holds other weights than this model's ({reason})"
-        remedy = "Name another directory, or remove its weights and their index"
-        raise ConfigError([Violation("path", problem, remedy)]) from error
-    return older
-
-
-def publish(
-    publication: publishing.Publication,
-    directory: Path,
-    model_dir: str | Path | None,
-    stored: Mapping[str, files.StoredTensor],
-    older: Mapping[str, files.StoredTensor],
-) -> None:
-    """Replace weights, configuration and tokenizer.
-
-    The configuration is written twice: until the new weights are in place, its dtype is one that rounds neither set.
-    """
-    dtype = _usual_dtype(stored)
-    if older:
-        wider = torch.promote_types(getattr(torch, dtype), getattr(torch, _usual_dtype(older)))
-        dtype = str(wider).removeprefix("torch.")
-    _copy_companions(model_dir, directory, dtype)
-    publication.publish()
-    if older:
-        _write_config(directory, directory, _usual_dtype(stored))
-
-
-def _abandon(publication: publishing.Publication, error: BaseException) -> None:
-    """Clean up after `error`, to which a failure to do so is added as a note."""
-    try:
-        publication.abandon()
-    except HybridEngineError as failure:
-        error.add_note(f"The files of this save could not be removed: {failure}")
+        problem = f"{directory} holds other weights than this model's ({reason})"
+        raise ConfigError([Violation("path", problem, "Name another directory, or remove its weights")]) from error
 
 
 def _share_of_files(stored: Mapping[str, files.StoredTensor], job: Job) -> list[str]:
@@ -296,11 +267,11 @@ def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> d
     return stored | {copy: stored[name] for copy, name in table.copies.items() if held_in.keys() >= table.shapes.keys()}
 
 
-def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapping[str, str]) -> Layout:
-    """The files as the layout of one more rank: every stored tensor is a buffer; a copy holds another's region."""
+def _layout_of(stored: Mapping[str, files.StoredTensor], ranks: Mapping[str, int], copies: Mapping[str, str]) -> Layout:
+    """Stored tensors as the layout of the `ranks` that hold them: each is a buffer; a copy holds another's region."""
     buffers, shards = {}, []
     for name, tensor in stored.items():
-        buffer = BufferId(rank, name)
+        buffer = BufferId(ranks[name], name)
         buffers[buffer] = Buffer(math.prod(tensor.shape), tensor.dtype, group=copies.get(name, name))
         region = Region(copies.get(name, name), (0,) * len(tensor.shape), tensor.shape)
         shards.append(Shard(region, Place(buffer, 0, contiguous_strides(tensor.shape))))
@@ -309,11 +280,30 @@ def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapp
 
 
 def _verify(directory: Path, names: Sequence[str]) -> Iterator[None]:
-    """File by file."""
+    """File by file, where there are checksums."""
+    checksums = read_checksums(directory, _REMEDY) if (directory / CHECKSUMS).is_file() else {}
     for name in names:
-        if not files.verify_checksum(directory / name):
-            logger.info("%s has no checksum: its contents are not verified", directory / name)
+        if name in checksums:
+            require_as_written((directory / name).resolve(), checksums[name], _REMEDY)
         yield
+
+
+@contextmanager
+def _progress(what: str, nbytes: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show on stderr, where it is a terminal, how many of `nbytes` are read; elsewhere the log has a line.
+
+    Yields what is called with the bytes that were read since the last call.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    is_terminal = sys.stderr.isatty()
+    if is_shown and not is_terminal:
+        logger.info("%s: %.1f GB on this rank", what, nbytes / 1e9)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    is_disabled = not (is_shown and is_terminal)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_disabled) as shown:
+        yield partial(shown.advance, shown.add_task(what, total=nbytes))
 
 
 def _stored_nbytes(transfer: Transfer, stored: Mapping[str, files.StoredTensor]) -> int:
@@ -325,7 +315,7 @@ def _read(
     buffers: Mapping[str, torch.Tensor],
     stored: Mapping[str, files.StoredTensor],
     reader: files.SliceReader,
-    advance: Advance,
+    advance: Callable[[int], None],
 ) -> Iterator[None]:
     """Box by box."""
     for transfer in transfers:
@@ -338,36 +328,23 @@ def _read(
         yield
 
 
-def _boxes(
-    transfers: Sequence[Transfer], buffers: Mapping[str, torch.Tensor], stored: Mapping[str, files.StoredTensor]
-) -> Iterator[_Box]:
-    """Views of what this rank writes, each with the stored tensor that it is a part of."""
+def _as_stored(
+    transfers: Sequence[Transfer],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, files.StoredTensor],
+    rank: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each box that this rank gives as it will be stored, with its name for messages."""
     for transfer in transfers:
-        box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
-        yield transfer, stored[transfer.dst.buffer.name], box
-
-
-def _as_stored(boxes: Iterable[_Box], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each box as it will be stored, with its name for messages."""
-    for transfer, tensor, box in boxes:
-        yield f"{transfer.tensor} as {tensor.dtype} on rank {rank}", box.to(getattr(torch, tensor.dtype))
-
-
-def _write(boxes: Iterable[_Box], directory: Path) -> None:
-    with publishing.BoxWriter(directory) as writer:
-        for transfer, tensor, box in boxes:
-            writer.write(tensor, transfer.dst, box)
-        writer.flush()
+        if transfer.src_rank == rank:
+            dtype = stored[transfer.dst.buffer.name].dtype
+            box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
+            yield f"{transfer.tensor} as {dtype} on rank {rank}", box.to(getattr(torch, dtype))
 
 
 def _stand_in(shape: tuple[int, ...]) -> files.StoredTensor:
     """What is planned with in place of a tensor that a checkpoint need not have, and not read."""
-    return files.StoredTensor("", shape, "float32", 0)
-
-
-def _hosts(job: Job) -> list[str]:
-    """By rank. All ranks count as one host, which does not matter here; the files are on another."""
-    return [""] * job.world_size + ["files"]
+    return files.StoredTensor("", shape, "float32")
 
 
 def _usual_dtype(stored: Mapping[str, files.StoredTensor]) -> str:
@@ -375,26 +352,18 @@ def _usual_dtype(stored: Mapping[str, files.StoredTensor]) -> str:
     return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]
 
 
-def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer from `model_dir`, or rewrite the configuration that is there."""
-    if model_dir is not None and Path(model_dir).resolve() != directory.resolve():
-        for pattern in COMPANIONS:
-            for path in Path(model_dir).glob(pattern):
-                if path.name != CONFIG:
-                    with naming("copying", path):
-                        write_bytes(directory / path.name, path.read_bytes())
-    _write_config(directory if model_dir is None else Path(model_dir), directory, dtype)
-
-
-def _write_config(source: Path, directory: Path, dtype: str) -> None:
-    """Write the configuration of `source`, with `dtype` and without quantisation."""
-    path = source / CONFIG
-    if not path.is_file():
-        return
-    with naming("reading", path, DOWNLOAD_AGAIN):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"a {type(config).__name__}, not a mapping")
-    config.pop("quantization_config", None)
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    write_text(directory / path.name, json.dumps(config, indent=2) + "\n")
+def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer; the configuration with `dtype` and without quantisation."""
+    for path in (path for pattern in COMPANIONS for path in model_dir.glob(pattern)):
+        if path.name != CONFIG:
+            with naming("copying", path):
+                write_bytes(new / path.name, path.read_bytes())
+    path = model_dir / CONFIG
+    if path.is_file():
+        with naming("reading", path, DOWNLOAD_AGAIN):
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(config, dict):
+                raise ValueError(f"a {type(config).__name__}, not a mapping")
+        config.pop("quantization_config", None)
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")

@@ -25,7 +25,8 @@ def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
     have different commits.
     """
     snapshot = Snapshot.at(model)
-    origins = job.agreement.gather(None if snapshot is None else (snapshot.repo_id, snapshot.commit), "the model")
+    own = None if snapshot is None else (snapshot.repo_id, snapshot.commit)
+    origins = job.agreement.gather(own, tuple[str, str] | None, "the model")
     if len(set(origins)) > 1:
         found = ", ".join(sorted({"a directory" if one is None else "@".join(one) for one in origins}))
         remedy = "Set revision to a commit" if key == "model" else "Download one commit, and name its directory"

@@ -1,14 +1,11 @@
 """The training side on Megatron: a live model, whoever built it and whoever trains it.
 
-    config   megatron_config.py   Megatron's configuration objects from ours
-             fusions.py           Megatron's fused kernels, where they exist
-             live_settings.py     what a model that somebody else has built says of itself, and whether it can be driven
-    weights  elastic_weights.py   weights outside of DDP's buffers in memory that peers can map
-             lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
-    layout   model_tensors.py     global names of this rank's tensors, and the flat buffers they lie in
+    config   megatron_config.py   Megatron's configuration objects from ours, with fused kernels where they exist
+    weights  lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
+    layout   model_tensors.py     global names of this rank's tensors, and the flat buffers they lie in, or are moved to
              adaptor.py           `MegatronAdaptor`: where every canonical tensor is (port `TrainingWeights`)
     offload  training_state.py    what is on the device, and what can leave it
-    switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
+    switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`); what it says
              forward_probe.py     what any such model computes of a few tokens, to be compared with vLLM
     all      internals.py         every private name of megatron-core that is used here, with its reason
 

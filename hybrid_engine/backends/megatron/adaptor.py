@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from hybrid_engine.backends.flat_buffers import describe, gaps, read_parts, require_usable_values, runs_by_buffer
 from hybrid_engine.backends.megatron.lora_layers import LORA, LoraSums, wrapped_layers
 from hybrid_engine.backends.megatron.model_tensors import Home, ModelTensors
+from hybrid_engine.backends.training_side import gaps, layout_in, read_parts, require_usable_values, runs_by_buffer
 from hybrid_engine.errors import ParameterMismatchError, ReshardError
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
 from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
@@ -73,12 +73,7 @@ class MegatronAdaptor:
             home = self.model.homes[matrix.parameter]
             shards += self._records(matrix.held, home, matrix.parameter.stride())
             shapes |= {part.region.tensor: matrix.shapes[part.region.tensor] for part in matrix.held}
-        runs = runs_by_buffer(shards)
-        buffers = {
-            BufferId(self.rank, name): describe(flat, gaps(flat.numel(), runs.get(name, ())))
-            for name, flat in self.buffers().items()
-        }
-        return Layout(shapes, buffers, tuple(shards))
+        return layout_in(self.buffers(), self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Flat live storage by buffer name."""

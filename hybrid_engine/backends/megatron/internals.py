@@ -1,6 +1,6 @@
 """Private names of megatron-core that the backend uses, each with its reason.
 
-Tests look every name up in the installed megatron-core; `make core-tests-all` does so in each supported version. What
+Tests look every name up in the installed megatron-core; `nox -s core-tests` does so in each supported version. What
 replaces a name of Megatron's at run time is a patch record, in `megatron_patches`.
 """
 

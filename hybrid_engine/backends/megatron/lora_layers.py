@@ -34,7 +34,7 @@ from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.ranks.torch_defaults import torch_defaults
+from hybrid_engine.ranks.torch_internals import torch_defaults
 
 WRAPPED = "to_wrap."
 """Part of a wrapped parameter's name."""

@@ -11,20 +11,18 @@
     it accumulates in float32 beside them
     gradients converted for main params         grad        drop
     main params and moments                     optimizer   copy, one flat tensor per optimizer and dtype
-    other module buffers, rotary frequencies,   -           stay: small, listed by `reachable`
+    other module buffers, rotary frequencies,   -           stay: small
     loss scale, step counters
 
 Attention masks are made anew in every forward pass, and trackers of auxiliary losses are a number per layer. The
-workspaces of Transformer Engine belong to its library and are not seen. Whatever else `reachable` finds is unaccounted
-for, and the offloader reports it.
+workspaces of Transformer Engine belong to its library and are not seen. Tests walk through model and optimizer
+(tests/harness/reachable.py): nothing else stays.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -33,18 +31,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.internals import cached_embeddings, holders_of_routing, memory_buffer
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
-from hybrid_engine.memory.offload_items import OffloadItem, Reached
-from hybrid_engine.ranks.torch_internals import wrapped_tensors
-from megatron_patches.buffers import data_of, iter_buffers
-from megatron_patches.optimizer_state import gather_state
-from megatron_patches.optimizers import gradient_of
+from hybrid_engine.memory.offload_items import OffloadItem
+from megatron_patches.buffers import iter_buffers
+from megatron_patches.optimizers import gather_state
 
 SMALL = 1024**2
 """Bytes up to which a tensor that no item lists, but whose purpose is known, is left on the device."""
 
 _CONSTANTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}  # of a token dispatcher
-_WALKED = ("megatron", "megatron_patches", "hybrid_engine", "transformer_engine", "apex", "torch.nn", "torch.optim")
-_CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
 class TrainingState:
@@ -63,14 +57,6 @@ class TrainingState:
         if self._optimizer is not None:
             items += [*_gradients(self._chunks), *_optimizer_state(self._optimizer)]
         return items
-
-    def reachable(self) -> Iterator[Reached]:
-        """Every tensor to which model and optimizer refer: parameters, buffers, gradients, main params, optimizer
-        state, and whatever else is an attribute of theirs or lies in a list, a tuple, a set or a dict that is."""
-        walk = _Walk()
-        yield from walk.through("model", self._chunks)
-        if self._optimizer is not None:
-            yield from walk.through("optimizer", self._optimizer)
 
     def _parameters(self) -> Iterator[OffloadItem]:
         scratch = self._weights.scratch
@@ -118,68 +104,3 @@ def _shared_caches() -> Iterator[OffloadItem]:
         yield OffloadItem(owner, "param", tensor, "rebuild", forget=scratch.clear)
     for owner, tensor, forget in cached_embeddings():
         yield OffloadItem(owner, "param", tensor, "rebuild", forget)
-
-
-class _Walk:
-    """Goes through objects of the packages in _WALKED, each once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # by id, and alive as long as this is: an id would be used again
-
-    def through(self, path: str, root: Any) -> Iterator[Reached]:
-        """Tensors below `root`, with the first path found to each."""
-        pending: list[tuple[str, Any, str | None]] = [(path, root, None)]  # no recursion, which long lists would end
-        while pending:
-            path, value, stays = pending.pop()
-            if id(value) in self._seen:
-                continue
-            self._seen[id(value)] = value
-            if isinstance(value, torch.Tensor):
-                if wrapped := wrapped_tensors(value):
-                    pending += [(f"{path}.{name}", inner, stays) for name, inner in wrapped.items()]
-                elif (held := data_of(value)) is not value:
-                    pending.append((f"{path}'s data", held, stays))
-                else:
-                    yield Reached(path, value, stays if value.nbytes <= SMALL else None)
-            pending += reversed([(f"{path}{step}", found, why) for step, found, why in _below(value)])
-
-
-def _below(value: Any) -> Iterator[tuple[str, Any, str | None]]:
-    """What an object refers to: (step of the path, object, why it stays on the device if it is a tensor)."""
-    if isinstance(value, torch.Tensor):
-        if (gradient := gradient_of(value)) is not None:
-            yield ".grad", gradient, None
-        yield from ((f".{name}", found, None) for name, found in vars(value).items())
-    elif isinstance(value, Mapping):
-        yield from ((f"[{_label(key)}]", found, _why_stays(key, found)) for key, found in value.items())
-        yield from (("'s key", key, None) for key in value if isinstance(key, torch.Tensor))
-    elif isinstance(value, _CONTAINERS):
-        yield from ((f"[{index}]", found, None) for index, found in enumerate(value))
-    elif isinstance(value, torch.nn.Module):
-        yield from ((f".{name}", found, None) for name, found in value.named_parameters(recurse=False))
-        yield from ((f".{name}", found, "a module's buffer") for name, found in value.named_buffers(recurse=False))
-        yield from ((f".{name}", found, None) for name, found in value.named_children())
-        yield from _attributes(value)
-    elif type(value).__module__.startswith(_WALKED):
-        yield from _attributes(value)
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any, str | None]]:
-    for name, found in getattr(value, "__dict__", {}).items():
-        yield f".{name}", found, _why_stays(name, found)
-
-
-def _why_stays(name: Any, value: Any) -> str | None:
-    """Small things that belong to a module or an optimizer by name, and numbers."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    if isinstance(name, str) and "inv_freq" in name:
-        return "rotary frequencies"
-    if name in _CONSTANTS:
-        return "order of experts"
-    return "a number" if value.numel() == 1 else None
-
-
-def _label(key: Any) -> str:
-    """A mapping's key in a path."""
-    return "a tensor" if isinstance(key, torch.Tensor) else repr(key)[:40]

@@ -1,34 +1,54 @@
-"""From settings to the arguments of `vllm.LLM`."""
+"""Settings -> the arguments of `vllm.LLM`, and all checks of them before anything is built.
+
+vLLM checks its own configuration. Beside that there are arguments that follow from other keys, quantization methods
+that cannot be fed, and what vLLM would notice only when it has loaded the model, or in the first `generate`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import logging
 import math
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.acceptance import require_names, require_vllm
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.feasibility import GENERATING_LAYOUT, cannot_generate, generation_problem
-from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
-from hybrid_engine.backends.vllm.process.isolation import check_world, register_model_class, set_environment
-from hybrid_engine.backends.vllm.process.process_settings import process_settings_kept
-from hybrid_engine.backends.vllm.process.random_state import random_state_kept
-from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.backends.vllm.isolation import (
+    check_world,
+    rank_in_instance,
+    register_model_class,
+    set_environment,
+)
+from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
+from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
-from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
+from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError, StateError, Violation, nearest
+from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 from hybrid_engine.ranks.job import Job
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
 CPU_WORKER = "hybrid_engine.backends.vllm.cpu.cpu_worker.IsolatedCPUWorker"
+
+GENERATING_LAYOUT = "use 1 and 1, and tensor or data parallelism instead"
+
 
 _CPU_KV_CACHE_MB = 256
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
+_IMPLIED = {"DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""Architecture -> what it means of routing. Without these keys vLLM takes softmax and has no bias for the router."""
 
 
 def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
@@ -71,7 +91,7 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
         "data_parallel_size": settings.sizes.replicas_per_instance,
         "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
-        "hf_overrides": config_overrides(settings.model_dir),
+        "hf_overrides": _config_overrides(settings.model_dir),
         "enforce_eager": is_eager(settings, device_type),
         "max_logprobs": -1,
         "disable_log_stats": True,
@@ -94,6 +114,19 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
     return arguments
 
 
+def _config_overrides(model_dir: str) -> dict[str, Any]:
+    """Values that vLLM takes in place of config.json's: no quantization, for training's weights come unquantised, and
+    what vLLM reads there but transformers 5 does not write, for its class computes nothing else."""
+    config = json.loads(Path(model_dir, "config.json").read_text())
+    implied = {
+        key: value for name in config.get("architectures") or () for key, value in _IMPLIED.get(name, {}).items()
+    }
+    if not config.get("quantization_config"):
+        return implied
+    logger.info("%s: its quantization_config is not followed: the weights come unquantised", model_dir)
+    return {"quantization_config": None, **implied}
+
+
 def check_before_building(settings: InferenceSettings, job: Job) -> None:
     """Raise what `InferenceEngine` would raise about these settings, while nothing is built yet and nothing is changed.
 
@@ -111,7 +144,7 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
     """
     device_type = _check(settings, job)
     with random_state_kept():
-        require_names(device_type)
+        internals.require_names(device_type)
     return device_type
 
 
@@ -131,7 +164,7 @@ def _check(settings: InferenceSettings, job: Job) -> str:
 def check_arguments(settings: InferenceSettings, rank: int, device_type: str) -> None:
     """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints, and with
     what would keep it from generating."""
-    check_quantization(settings.generate.quantization, device_type)
+    _check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
     _check_allocator(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
@@ -147,7 +180,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         details = error.errors() if isinstance(error, ValidationError) else [{"msg": str(error)}]
         messages = [str(detail["msg"]).removeprefix("Value error, ").rstrip(". ") for detail in details]
         raise ConfigError([Violation("vLLM", message, _REMEDY) for message in messages]) from error
-    if violations := [*cannot_generate(config, device_type)]:
+    if violations := [*_cannot_generate(config, device_type)]:
         raise ConfigError(violations)
     reason = ""
     if not supports_lora(model_class):
@@ -161,12 +194,6 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
         raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge it into the weights")])
-
-
-def check_can_generate(sizes: InferenceParallelism, device_type: str) -> None:
-    """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
-    if problem := generation_problem(sizes, device_type):
-        raise StateError(f"{problem}: {GENERATING_LAYOUT}")
 
 
 def _check_extra(settings: InferenceSettings, device_type: str) -> None:
@@ -187,6 +214,22 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
             violations.append(Violation(key, problem, "Leave it out; set those of generate_config"))
     if violations:
         raise ConfigError(violations)
+
+
+def _check_quantization(chosen: str | None, device_type: str) -> None:
+    """Raise ConfigError for a method that cannot be fed on this platform, naming those that can.
+
+    Only methods that quantise while loading can be fed: a checkpoint that is already quantised has other tensors than
+    training does.
+    """
+    known = QUANTIZATIONS.get(device_type, ())
+    if chosen is not None and chosen not in known:
+        problem = (
+            f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or it needs weights that "
+            "are quantised already"
+        )
+        remedy = f"Use {' or '.join(map(repr, known))}, or leave it out" if known else "Leave it out"
+        raise ConfigError([Violation("quantization", problem, remedy)])
 
 
 def _check_allocator(settings: InferenceSettings, device_type: str) -> None:
@@ -211,3 +254,68 @@ def eager_stance(settings: InferenceSettings, device_type: str) -> contextlib.Ab
 def is_sleepy(settings: InferenceSettings, device_type: str) -> bool:
     """Whether vLLM's sleep mode gives memory back; on CPU it does nothing."""
     return device_type == "cuda" and settings.generate.vllm.get("enable_sleep_mode") is not False
+
+
+# -- engines that could not generate -----------------------------------------------------------------------------------
+
+
+def generation_problem(sizes: InferenceParallelism, device_type: str) -> str | None:
+    """Why vLLM could load a model in this layout and not generate with it; None where it can."""
+    if device_type != "cpu" or (sizes.pipeline == 1 and sizes.expert == 1):
+        return None
+    return (
+        f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
+        f"and expert parallel size {sizes.expert}"
+    )
+
+
+def check_can_generate(sizes: InferenceParallelism, device_type: str) -> None:
+    """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
+    if problem := generation_problem(sizes, device_type):
+        raise StateError(f"{problem}: {GENERATING_LAYOUT}")
+
+
+def _cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:
+    """Why this engine could not answer one request of the longest length."""
+    if device_type == "cpu":
+        yield from heads_without_kernel(config.model_config.get_head_size(), latent=config.model_config.use_mla)
+    yield from _windows_of_some_layers(config.model_config.hf_text_config)
+    if config.cache_config.kv_cache_memory_bytes is not None:
+        yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
+
+
+def heads_without_kernel(size: int, *, latent: bool = False) -> Iterator[Violation]:
+    """Why vLLM cannot compute heads of so many elements on CPU. On GPUs FlexAttention takes any.
+
+    `latent`: heads of latent attention (MLA), of kv_lora_rank + qk_rope_head_dim elements.
+    """
+    known = (internals.MLA_HEAD_SIZES if latent else internals.CPU_HEAD_SIZES).load()()
+    if size not in known:
+        sizes, kind = ", ".join(map(str, known)), "latent " if latent else ""
+        problem = f"its {kind}attention heads have {size} elements, and vLLM's attention on CPU computes {sizes} only"
+        yield Violation("model", problem, "Use a model with such heads, or a GPU")
+
+
+def _windows_of_some_layers(config: Any) -> Iterator[Violation]:
+    """vLLM's Qwen2 and Qwen3 assert that a sliding window is that of all layers or of none."""
+    num_layers, first = config.num_hidden_layers, getattr(config, "max_window_layers", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if config.model_type in ("qwen2", "qwen3") and len(kinds) > 1 and first != num_layers:
+        problem = f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the others do not"
+        yield Violation("model", f"{problem}; vLLM computes one for all layers or for none", "Use such a model")
+
+
+def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:
+    """Compare with the least that vLLM asks for: blocks for one sequence in every layer of this stage, and a spare."""
+    model, block = config.model_config, config.cache_config.block_size or 1
+    length, window = model.max_model_len, model.get_sliding_window()
+    tokens = min(length, window) if window else length
+    vectors = 1 if model.use_mla else 2 * model.get_num_kv_heads(config.parallel_config)
+    itemsize = model.dtype.itemsize if config.cache_config.cache_dtype == "auto" else 1
+    per_token = vectors * model.get_head_size() * itemsize * model.get_num_layers(config.parallel_config)
+    needed = (-(-tokens // block) + 1) * block * per_token
+    if needed > available:
+        fits = max(0, available // (block * per_token) - 1) * block
+        problem = f"{available // MIB} MiB hold {fits:,} tokens, but a sequence may have {length:,} (max_model_len)"
+        remedy = f"Use {-(-needed // MIB)} or more, or lower generate_config.max_model_len"
+        yield Violation("generate_config.kv_cache_mb", problem, remedy)

@@ -25,64 +25,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.arguments import (
-    check_can_generate,
-    check_settings,
-    eager_stance,
-    is_sleepy,
-    llm_arguments,
-)
-from hybrid_engine.backends.vllm.caches import zero_caches
+from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
-from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
-from hybrid_engine.backends.vllm.generation.prompts import Prompts, check_token_ids, token_ids_of
-from hybrid_engine.backends.vllm.generation.replica_exchange import ReplicaExchange, check_data
-from hybrid_engine.backends.vllm.generation.sampling_params import (
-    needs_tokenizer,
-    refusals_named,
-    sampling_params,
-    told_fields,
-)
-from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
-from hybrid_engine.backends.vllm.probing import ProbedEngine
-from hybrid_engine.backends.vllm.process.group_placement import building_groups
-from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_import_frames, require_no_groups
-from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
-from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
-from hybrid_engine.backends.vllm.requests import (
-    abandon,
-    calling_near_end,
-    completions_of,
-    distributions_of_prompt,
-    logprobs_of_prompt,
-    none_left,
-    one_thread,
-    require_answers,
-    reset_prefix_cache,
-)
+from hybrid_engine.backends.vllm.lora import DeliveredLoras
+from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept, random_state_kept
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
+from hybrid_engine.backends.vllm.replica_exchange import ReplicaExchange, check_data
+from hybrid_engine.backends.vllm.requests import one_thread, sampling_params
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
 from hybrid_engine.backends.vllm.weights.loader import capturing
-from hybrid_engine.backends.vllm.weights.looking import look
-from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
+from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
+from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
+from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory, require_unused_allocator
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import Data, NearEnd
+from hybrid_engine.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
-from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.torch_defaults import torch_defaults
+from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.torch_internals import torch_defaults
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
+    from hybrid_engine.backends.vllm.requests import AnySampling
 
 
-class InferenceEngine(ProbedEngine):
+class InferenceEngine:
     """One rank of the colocated vLLM.
 
     Attributes:
@@ -90,9 +62,11 @@ class InferenceEngine(ProbedEngine):
         tokenizer: the model's, where its directory has one.
         taken_before: bytes of this rank's GPU that were taken when vLLM was built; 0 on a CPU.
         near_end: is called in every `generate` when few sequences are left; `HybridEngine` sets it for prefetch.
+        trained_lora: name of the LoRA that switches deliver beside the weights; None where there is none.
     """
 
     near_end: NearEnd | None = None
+    trained_lora: str | None = None
 
     def __init__(
         self,
@@ -118,8 +92,8 @@ class InferenceEngine(ProbedEngine):
         self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         with Ends() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
-                require_no_groups()
-                self._device_type = check_settings(settings, job)
+                isolation.require_no_groups()
+                self._device_type = arguments.check_settings(settings, job)
                 self._place = settings.sizes.place_of(job.rank)
             memory = WeightMemory()
             sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -127,21 +101,19 @@ class InferenceEngine(ProbedEngine):
                 from hybrid_engine.backends.vllm.cpu import host_memory, shm_cleanup
 
                 shm_cleanup.check_room(settings, job)
-                memory = host_memory.HostMemory()
+                memory = host_memory.CpuWeightMemory()
                 sharing = shm_cleanup.unnamed_shared_memory(job.agreement)
-            sleeps = is_sleepy(settings, self._device_type)
+            sleeps = arguments.is_sleepy(settings, self._device_type)
             with self._agreement.phase("looking for memory of an earlier vLLM"):
                 if sleeps:
                     require_unused_allocator()
-            undo.callback(destroy_groups)
+            undo.callback(isolation.destroy_groups)
             self.taken_before = taken_nbytes(job.device)
             with sharing, random_state_kept():
                 self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
-                more = {"model_runner.lora_manager": settings.max_loras, "sleep_mode_backend.suspend": sleeps}
-                internals.require_readable(self._llm, *(name for name, is_read in more.items() if is_read))
-                self._generator_state = seeded_state(settings.generate.seed + self.dp_rank)
+                self._generator_state = process_state.seeded_state(settings.generate.seed + self.dp_rank)
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if sleeps else None
@@ -169,11 +141,13 @@ class InferenceEngine(ProbedEngine):
 
     def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
-        return [logprobs_of_prompt(*each) for each in zip(self._score(token_ids, 0, lora), token_ids, strict=True)]
+        return [
+            requests.logprobs_of_prompt(*each) for each in zip(self._score(token_ids, 0, lora), token_ids, strict=True)
+        ]
 
     def prompt_distributions(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probabilities of the whole vocabulary: per sequence float32 [length - 1, vocabulary]. Slow; for tests."""
-        return [distributions_of_prompt(rows) for rows in self._score(token_ids, -1, lora)]
+        return [requests.distributions_of_prompt(rows) for rows in self._score(token_ids, -1, lora)]
 
     @one_thread
     def generate_over_replicas(
@@ -184,7 +158,7 @@ class InferenceEngine(ProbedEngine):
         attention_mask: torch.Tensor | None = None,
         data: Data = "global",
     ) -> list[list[Completion]]:
-        """Completions of prompts in any form (generation/prompts.py), in their order, by all replicas. Collective.
+        """Completions of prompts in any form (prompts.py), in their order, by all replicas. Collective.
 
         Args:
             prompts: with global data the same on every rank, each of which gets all completions; with local data this
@@ -205,7 +179,7 @@ class InferenceEngine(ProbedEngine):
             self.check_prompts(token_ids, params.max_tokens or 1)
         try:
             complete = partial(self._complete, params=params, lora=lora)
-            return self._exchange.complete(token_ids, data, (data, told_fields(params), lora), complete)
+            return self._exchange.complete(token_ids, data, (data, requests.caller_fields(params), lora), complete)
         except BaseException:
             self._generator_state = state  # also where this replica's part went well
             raise
@@ -215,12 +189,37 @@ class InferenceEngine(ProbedEngine):
 
         Every rank calls. For those who add requests to `llm` on their own, or interrupted this clean-up too.
         """
-        abandon(self.llm)
+        requests.abandon(self.llm)
 
     def manual_seed(self, seed: int) -> None:
         """Start the sampler's generator anew; replica d gets seed + d. Makes a resumed run draw as the first did."""
         with random_state_kept():
-            self._generator_state = seeded_state(seed + self.dp_rank)
+            self._generator_state = process_state.seeded_state(seed + self.dp_rank)
+
+    # -- probes (port `Probed`, switch/computation.py) -----------------------------------------------------------------
+
+    def probe_limits(self) -> ProbeLimits:
+        """See the port. Quantized weights or caches are not compared: vLLM alone computes with them."""
+        config, cache = self.llm.llm_engine.model_config, self.llm.llm_engine.vllm_config.cache_config
+        refusal = arguments.generation_problem(self.settings.sizes, self._device_type) or ""
+        if config.quantization is not None:
+            refusal = f"vLLM computes with weights in {config.quantization}, the trainer does not"
+        elif cache.cache_dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
+            refusal = f"vLLM keeps keys and values in {cache.cache_dtype}"
+        return ProbeLimits(refusal, config.max_model_len - 1, vocab_size=config.get_vocab_size())
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        """See the port. Uses the trained LoRA, draws nothing, and prefetches nothing at its end."""
+        state, near_end, self.near_end = self._generator_state, self.near_end, None
+        try:
+            rows = self.prompt_logprobs(tokens.tolist(), self.trained_lora)
+        finally:
+            self._generator_state, self.near_end = state, near_end
+        return ProbeAnswer(torch.stack(rows), self.llm.llm_engine.model_config.dtype)
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        """config.json as vLLM has it."""
+        return dict(self.llm.llm_engine.model_config.hf_config.to_dict())
 
     # -- LoRA ---------------------------------------------------------------------------------------------------------
 
@@ -282,13 +281,13 @@ class InferenceEngine(ProbedEngine):
     def reset_caches(self) -> None:
         """Forget cached prefixes and zero all caches, after every switch. Raises StateError while requests are
         unfinished."""
-        reset_prefix_cache(self.llm)
+        requests.reset_prefix_cache(self.llm)
         if self._sleep_mode is None or not self._sleep_mode.is_kv_cache_asleep:  # what sleeps has no memory
-            zero_caches(self.llm)
+            requests.zero_caches(self.llm)
 
     def release(self) -> None:
         """Give up the weights' memory and, on GPU with sleep mode, the KV cache's. Raises as `reset_caches`."""
-        reset_prefix_cache(self.llm)
+        requests.reset_prefix_cache(self.llm)
         if self._loras is not None:
             self._loras.drop_from_device()
         self.adaptor.release()
@@ -297,7 +296,7 @@ class InferenceEngine(ProbedEngine):
         """Take the KV cache's memory again (GPU, after a release); call once the weights are committed."""
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             self._sleep_mode.wake_kv_cache()
-            zero_caches(self.llm)  # memory that anything may have been in
+            requests.zero_caches(self.llm)  # memory that anything may have been in
         if self._loras is not None:
             self._loras.reset_device()
 
@@ -309,7 +308,7 @@ class InferenceEngine(ProbedEngine):
         self.adaptor.close()
         self._llm = self._adaptor = self._loras = self._sleep_mode = None
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
-        forget_import_frames()
+        isolation.forget_import_frames()
         with self._ends:
             if memory is not None:
                 memory.before_shutdown(llm)
@@ -341,50 +340,54 @@ class InferenceEngine(ProbedEngine):
                     )
             return traced
 
-        def look_at(
+        def inspect(
             traced: TracedModel, context: Context, act_dtype: torch.dtype, is_collective: bool
         ) -> ProcessedModel:
-            gate = self._gate(is_collective, owner)
-            patience = SHORT_PATIENCE if gate.is_collective else None  # the others may be inside vLLM's collective
-            with self._agreement.phase("looking at what vLLM computes with", patience):
-                return look(traced, context, act_dtype, keeps_addresses=self._device_type != "cpu", gate=gate)
+            barrier = self._barrier(is_collective, owner)
+            patience = SHORT_PATIENCE if barrier.is_collective else None  # the others may be inside vLLM's collective
+            with self._agreement.phase("inspecting what vLLM computes with", patience):
+                keeps_addresses = self._device_type != "cpu"
+                return inspect_model(traced, context, act_dtype, keeps_addresses, barrier)
 
-        with building_groups(self.settings, self.job), eager_stance(self.settings, self._device_type):
+        with (
+            isolation.building_groups(self.settings, self.job),
+            arguments.eager_stance(self.settings, self._device_type),
+        ):
             from vllm import LLM
 
-            with capturing(trace, look_at) as capture:
-                llm = LLM(**llm_arguments(self.settings, self._device_type))
-        assert capture.model is not None, "vLLM loaded no model"
-        return llm, capture.model
+            with capturing(trace, inspect) as models:
+                llm = LLM(**arguments.llm_arguments(self.settings, self._device_type))
+        (model,) = models
+        return llm, model
 
-    def _gate(self, is_collective: bool, owner: contextlib.ExitStack) -> ProcessingGate:
+    def _barrier(self, is_collective: bool, owner: contextlib.ExitStack) -> ProcessingBarrier:
         """For the processing of weights, which `is_collective` on this rank: a group ended by `owner` if on any."""
         if not any(self._agreement.any_of([is_collective], "looking for collectives")):
-            return ProcessingGate()
+            return ProcessingBarrier()
         instances = self.settings.sizes.ranks.swapaxes(1, 2)  # instance, stage, replica, shard
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
-        return ProcessingGate(self.rank, self.job.new_group("gloo", owner, parts), self.job.timeout_seconds)
+        return ProcessingBarrier(self.rank, self.job.new_group("gloo", owner, parts), self.job.timeout_seconds)
 
     def _complete(self, prompts: Sequence[Sequence[int]], *, params: Any, lora: str | None) -> list[list[Completion]]:
-        return [completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]
+        return [requests.completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]
 
     @one_thread
     def _run(self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None) -> list[Any]:
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
-        check_can_generate(self.settings.sizes, self._device_type)
+        arguments.check_can_generate(self.settings.sizes, self._device_type)
         self.adaptor.require_ready()
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        lent = self.tokenizer.lent_to(llm) if needs_tokenizer(params) else contextlib.nullcontext()
-        stance = eager_stance(self.settings, self._device_type)
-        with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), stance, lent:
-            set_state(self._generator_state)
-            with refusals_named(), none_left(llm), calling_near_end(llm, self.near_end):
-                outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
-                require_answers(outputs, prompts, params.n)
-            self._generator_state = get_state()
+        prompted = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        tokenizer = self.tokenizer.attached_to(llm) if requests.needs_tokenizer(params) else contextlib.nullcontext()
+        stance = arguments.eager_stance(self.settings, self._device_type)
+        with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), stance, tokenizer:
+            process_state.set_state(self._generator_state)
+            with requests.refusals_named(), requests.none_left(llm), requests.calling_near_end(llm, self.near_end):
+                outputs = llm.generate(prompted, params, use_tqdm=False, lora_request=lora_request)
+                requests.require_answers(outputs, prompts, params.n)
+            self._generator_state = process_state.get_state()
         return outputs
 
     def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int, lora: str | None = None) -> list[Any]:

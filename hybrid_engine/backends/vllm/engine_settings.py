@@ -11,7 +11,7 @@ import pydantic
 from pydantic import BeforeValidator, Field
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.config.values import Dtype
+from hybrid_engine.config.keys import Dtype
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
@@ -141,7 +141,7 @@ def _unknown(name: str, known: Iterable[str]) -> Violation:
 
 
 class Decoder(Protocol):
-    """What makes text of token ids (generation/model_tokenizer.py)."""
+    """What makes text of token ids (prompts.py)."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

@@ -2,24 +2,31 @@
 
     LOADERS.load()                      `Internal`: a name to import, at its first use
     READ                                attributes of their objects, which other files read by name
-    with NEW_GROUP.replaced(build):     `Patch`: a name that is replaced, for a while
+    with NEW_GROUP.replaced(build):     `Replacement`: a name that is replaced, for a while
 
-This is the list to go through when vLLM is upgraded; acceptance.py looks each name up before an engine is built. What
+This is the list to go through when vLLM is upgraded; `require_names` looks each name up before an engine is built. What
 vLLM exports (in an `__all__`) is imported where it is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import importlib
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from hybrid_engine.backends.vllm.version import TESTED_VERSION
+import torch
+
+from hybrid_engine.backends.vllm.version import TESTED_VERSION, installed
 from hybrid_engine.errors import DependencyError, StateError
 from hybrid_engine.ranks.torch_internals import PrivateName
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,6 @@ class Internal(PrivateName):
     """
 
     keywords: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The last part of the target."""
-        return self.target.rpartition(":")[2].rpartition(".")[2]
 
     def load(self) -> Any:
         """What the target names; imports its module."""
@@ -54,10 +56,8 @@ class Internal(PrivateName):
 
 
 @dataclass(frozen=True)
-class Patch(Internal):
+class Replacement(Internal):
     """A private name that is replaced for a while.
-
-    Not `megatron_patches.Patch`: that one is for names that stay replaced, in every module that took them over.
 
     Attributes:
         remove_when: the condition under which it may go.
@@ -131,7 +131,7 @@ SLEEP_BACKEND = Internal(
 CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
-LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "tells whether our load format is registered already")
+LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built")
 DEFAULT_DTYPE = Internal("vllm.utils.torch_utils:set_default_torch_dtype", "is what vLLM constructs a model in")
 QUANTIZE_METHOD = Internal(
     f"{_LAYERS}.quantization.base_config:QuantizeMethodBase",
@@ -168,15 +168,8 @@ MODULE_RANKS = Internal(
     "heeds ranks and alphas of single modules; a vLLM without it drops them silently",
 )
 
-# -- how weights are processed after loading (weights/postload.py, weights/held.py) ------------------------------------
+# -- how weights are processed after loading (weights/postload.py) ------------------------------------
 
-_DENSE = "computes with the very values that were loaded, so that they can be read back through its kernel"
-DENSE_METHODS = (
-    Internal(f"{_LAYERS}.linear:UnquantizedLinearMethod", _DENSE),
-    Internal(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod", _DENSE),
-    Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE),
-)
-LINEAR_METHOD = Internal(f"{_LAYERS}.linear:LinearMethodBase", "multiplies by one matrix, in whatever form")
 EXPERTS_METHOD = Internal(
     f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase", "takes another kernel by moe_backend"
 )
@@ -188,7 +181,7 @@ NOT_ENTERED = (
     Internal(f"{_LAYERS}.quantization.base_config:QuantizationConfig", "says how, and is shared by all layers"),
 )
 GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadcaster")
-"""Attributes of vLLM's groups through which ranks communicate (weights/collective_processing.py)."""
+"""Attributes of vLLM's groups through which ranks communicate (weights/processing_barrier.py)."""
 PACKED_HANDLE = Internal(
     "vllm._custom_ops:CPUDNNLGEMMHandler", "its one tensor is the address of a packed copy, which oneDNN keeps"
 )
@@ -205,7 +198,8 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.worker_base:WorkerWrapperBase": ("worker",),
         f"{_V1}.worker.cpu_worker:CPUWorker": ("distributed_init_method", "init_device", "load_model", "model_runner"),
         f"{_V1}.worker.gpu_worker:Worker": ("model_runner",),
-        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager", "reset_lora_state"),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("model", "lora_manager", "reset_lora_state"),
+        f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("model",),
     },
     "hold what a call that failed half-way left, which vLLM's own abort may refuse to clear": {
         f"{_V1}.engine.llm_engine:LLMEngine": ("output_processor", "should_execute_dummy_batch"),
@@ -215,7 +209,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.core.kv_cache_manager:KVCacheManager": ("block_pool",),
         f"{_V1}.core.block_pool:BlockPool": ("num_gpu_blocks", "get_num_free_blocks"),
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("requests", "execute_model_state"),
-        f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("req_states",),
+        f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("req_states", "execute_model_state"),
         f"{_V1}.worker.gpu.states:RequestState": ("req_id_to_index",),
     },
     "have the tokenizer of a request that needs one": {
@@ -271,7 +265,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.model_executor.models.registry:_LazyRegisteredModel": ("module_name", "load_model_cls"),
     },
     "say how weights are processed after loading, and let it be done again": {
-        QUANTIZE_METHOD.target: ("apply", "process_weights_after_loading", "uses_meta_device"),
+        QUANTIZE_METHOD.target: ("process_weights_after_loading", "uses_meta_device"),
         f"{_LOADING}.reload.types:LayerReloadingInfo": ("reset",),
         f"{_LAYERS}.linear:LinearBase": ("update_param_tp_status",),
     },
@@ -287,83 +281,113 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
 
 # -- names that are replaced -------------------------------------------------------------------------------------------
 
-MAKE_GROUP = Patch(
+MAKE_GROUP = Replacement(
     "vllm.distributed.parallel_state:init_model_parallel_group",
     "makes groups of the ranks that take the listed positions, and without a queue in shared memory",
     keywords=("use_message_queue_broadcaster",),
     remove_when="vLLM takes an order of ranks, and makes no queue for ranks that never broadcast objects",
 )
-NEW_GROUP = Patch(
+NEW_GROUP = Replacement(
     "torch.distributed:new_group",
     "counts the members of vLLM's process groups as listed; torch sorts them, and gathers come in that order",
     keywords=("sort_ranks",),
     remove_when="vLLM passes sort_ranks=False",
 )
-REGISTER_GRAPH_BUFFERS = Patch(
+REGISTER_GRAPH_BUFFERS = Replacement(
     "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers",
     "receives the addresses in captured graphs in the group's own order; vLLM's receives them in that of sorted ranks",
     remove_when="vLLM does not sort the group's ranks there",
 )
-GROUP_ATTRIBUTE = Patch(
+GROUP_ATTRIBUTE = Replacement(
     "vllm.distributed.parallel_state:GroupCoordinator.__getattribute__",
     "sees whether ranks communicate while weights are processed after loading: they take a channel of their group",
     remove_when="vLLM says which methods do",
 )
-SHARE_MEMORY = Patch(
+SHARE_MEMORY = Replacement(
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
     "takes the name of shared memory away once all have mapped it, so that nothing stays when all ranks are killed",
     remove_when="vLLM unlinks it itself",
 )
-ROTATE = Patch(
+ROTATE = Replacement(
     f"{_LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu",
     "gives the CPU kernel rows: it rotates the wrong elements of queries [tokens, heads, elements], as MLA passes them",
     remove_when="the kernel follows strides",
 )
-STEP = Patch(
+STEP = Replacement(
     f"{_V1}.engine.llm_engine:LLMEngine.step",
     "tells how many sequences are left before each step, in one engine and during one call",
     remove_when="LLM.generate reports it",
 )
-LOAD_LORA = Patch(
+LOAD_LORA = Replacement(
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
     "takes a LoRA from memory, in the one place in which a worker reads its directory",
     remove_when="vLLM's requests carry tensors",
 )
 
-_CORE, _RUNNER = "llm_engine.engine_core.engine_core", "model_executor.driver_worker.worker.model_runner"
-READ_FROM_LLM = (
-    "llm_engine.should_execute_dummy_batch",
-    *("llm_engine.renderer.tokenizer", "llm_engine.output_processor.tokenizer"),
-    *(f"llm_engine.output_processor.{name}" for name in ("request_states", "parent_requests", "external_req_ids")),
-    *(f"{_CORE}.{name}" for name in ("batch_queue", "abort_requests", "structured_output_manager.clear_backend")),
-    *(f"{_CORE}.scheduler.{name}" for name in ("requests", "finished_req_ids", "shutdown")),
-    *(f"{_CORE}.scheduler.kv_cache_manager.block_pool.{name}" for name in ("num_gpu_blocks", "get_num_free_blocks")),
-    *(f"{_CORE}.{_RUNNER}.{name}" for name in ("model", "execute_model_state", "req_states|requests")),
-    *(f"{_CORE}.{_RUNNER}.{name}" for name in ("kv_caches", "vllm_config.compilation_config.static_forward_context")),
-)
-"""What is read of an engine once it is built, whichever classes vLLM chose for it; either of two names where it differs
-between vLLM's two model runners."""
+# -- whether they are there -------------------------------------------------------------------------------------------
 
 
-def require_readable(llm: Any, *more: str) -> None:
-    """Raise DependencyError naming everything of `READ_FROM_LLM`, and of the worker's `more`, that an engine lacks."""
-    paths = (*READ_FROM_LLM, *(f"{_CORE}.{_RUNNER.rpartition('.')[0]}.{name}" for name in more))
-    missing = {fault for path in paths if (fault := _missing(llm, path))}
-    if missing:
+def require_names(device_type: str) -> None:
+    """Look for every private name of vLLM and torch that is used, before an engine is built; imports their modules.
+
+    Args:
+        device_type: vLLM's name for the platform: where it is not "cpu", modules for the CPU alone are left out.
+
+    Raises DependencyError naming all that are missing, each with what it is for.
+    """
+    if lacking := [*missing_names(device_type)]:
+        versions = ", ".join(
+            f"{name} {version}" for name, version in {**installed(), "torch": torch.__version__}.items()
+        )
+        lines = "\n".join(f"  - {line}" for line in lacking)
         raise DependencyError(
-            f"this vLLM's engine is not as in vLLM {TESTED_VERSION}: it has no {', '.join(sorted(missing))}. Where its "
-            "second model runner is the reason, set VLLM_USE_V2_MODEL_RUNNER=0"
+            f"{versions} lack {len(lacking)} of the private names that are used of them:\n{lines}\n"
+            f"Install vLLM {TESTED_VERSION}"
         )
 
 
-def _missing(value: Any, path: str) -> str:
-    """The first part of a path that is not there, with the type that should have it."""
-    for part in path.split("."):
-        name = next((name for name in part.split("|") if hasattr(value, name)), None)
-        if name is None:
-            return f"{type(value).__name__}.{part}"
-        value = getattr(value, name)
-    return ""
+def missing_names(device_type: str) -> Iterator[str]:
+    """Describe each record of this module that does not load or takes other keywords, and each missing attribute of
+    `READ`."""
+    attributes = [(Internal(owner, why), names) for why, each in READ.items() for owner, names in each.items()]
+    for record, names in [*((each, ()) for each in internal_names()), *attributes]:
+        if record.is_for_cpu and device_type != "cpu":
+            continue
+        try:
+            loaded = record.load()
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("vllm", "torch")):
+                logger.warning("%s was not looked up: %s", record.target, error)  # it may not be needed here
+                continue
+            yield f"{record.target}: {error} ({record.reason})"
+            continue
+        lacking = [f".{name} is missing" for name in names if not _has(loaded, name)]
+        for keyword in record.keywords:
+            if keyword not in inspect.signature(loaded).parameters:
+                lacking.append(f" takes no {keyword}")
+        yield from (f"{record.target}{problem} ({record.reason})" for problem in lacking)
+
+
+def internal_names() -> Iterator[Internal]:
+    """The records of this module, those in its tuples too."""
+    for value in globals().copy().values():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Internal):
+                yield each
+
+
+def _has(owner: object, name: str) -> bool:
+    """Whether a module or a class has it, or the class's objects do: annotated, or set in one of its methods."""
+    if hasattr(owner, name) or not isinstance(owner, type):
+        return hasattr(owner, name)
+    own = [vars(base) for base in owner.__mro__]
+    methods = (inspect.unwrap(each) for space in own for each in space.values() if inspect.isfunction(each))
+    return any(name in space.get("__annotations__", ()) for space in own) or any(
+        (found.opname, found.argval) == ("STORE_ATTR", name) for each in methods for found in dis.get_instructions(each)
+    )
+
+
+# -- parts of an engine -----------------------------------------------------------------------------------------------
 
 
 def core_of(llm: Any) -> Any:

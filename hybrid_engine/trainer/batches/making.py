@@ -1,15 +1,54 @@
-"""Rows from prompts and completions."""
+"""Rows from prompts and completions: one sequence in each (`build_batch`), or several, so that less of it is padding:
+
+packed = pack(prompts, completions, seq_length, multiple_of=dp_size * micro_batch_size)
+packed.batch["advantages"] = packed.spread(advantages)              # one value a sequence -> [R, S]
+packed.batch["old_log_probs"] = worker.compute_log_probs(packed.batch)
+packed.unpack(packed.batch["old_log_probs"])                        # [R, S] -> a tensor for each sequence
+"""
 
 from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
+
+
+def described(value: object) -> str:
+    """What a value is, e.g. `has shape [4]` or `is list`."""
+    return f"has shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
+
+
+def require_alike(num_dims: int | None, remedies: Mapping[str, str], **given: object) -> None:
+    """Raise BatchError unless all that is given are tensors of the shape that the first one has.
+
+    Args:
+        num_dims: of the first one; None: any.
+        remedies: name -> what to do where that one differs; default: to pass a tensor of that shape.
+        given: by the names of messages.
+    """
+    reference, *others = given
+    first = given[reference]
+    if not isinstance(first, torch.Tensor) or num_dims not in (None, first.dim()):
+        shape = " [B, S]" if num_dims == 2 else ""
+        raise BatchError([Violation(reference, described(first), f"Pass a tensor{shape}")])
+    shape = str(list(first.shape))
+    found = [
+        Violation(
+            name,
+            f"{described(value)}, but {reference} has {shape}",
+            remedies.get(name, f"Pass a tensor of shape {shape}"),
+        )
+        for name in others
+        if not isinstance(value := given[name], torch.Tensor) or value.shape != first.shape
+    ]
+    if found:
+        raise BatchError(found)
+
 
 TokenIds = Sequence[int]
 
@@ -154,3 +193,98 @@ def mean_weights(mask: torch.Tensor, count: float | None = None, rows: float | N
         problem = "is 0 everywhere: no token to learn from"
         raise BatchError([Violation("mask", problem, "Pass completions that have tokens")])
     return mask * ((mask.shape[0] if rows is None else rows) / total)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sequence is: columns `start` to `start + length` of a row."""
+
+    row: int
+    start: int
+    length: int
+
+    @property
+    def columns(self) -> slice:
+        """Of the row."""
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A batch of rows of several sequences.
+
+    Attributes:
+        batch: `tokens`, `labels`, `sequence_ids` (the number of the sequence from 1, 0 for padding), `mask` and
+            `weights`, all [R, S]; as those of `build_batch`.
+        places: of each sequence, in the order in which they were given.
+    """
+
+    batch: dict[str, torch.Tensor]
+    places: tuple[Place, ...]
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Of values [R, S, ...], those of each sequence [length, ...]. Raises BatchError for another shape."""
+        tokens = self.batch["tokens"]
+        if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
+            problem, remedy = f"{described(values)}, and the rows {list(tokens.shape)}", "Pass a value for each token"
+            raise BatchError([Violation("values", problem, f"{remedy} of the packed rows")])
+        return [values[place.row, place.columns] for place in self.places]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [N], one a sequence, at each of its tokens [R, S]; 0 for padding. Raises BatchError for others."""
+        if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
+            problem = f"{described(values)}, and there are {len(self.places)} sequences"
+            raise BatchError([Violation("values", problem, "Pass a tensor with one value for each sequence")])
+        padded = torch.cat([values.new_zeros(1), values])
+        return padded[self.batch["sequence_ids"].to(values.device)]
+
+
+def pack(
+    prompts: Sequence[TokenIds],
+    completions: Sequence[TokenIds],
+    seq_length: int,
+    *,
+    multiple_of: int = 1,
+    pad_token_id: int = 0,
+) -> PackedRows:
+    """Put prompts and their completions side by side into rows of `seq_length` tokens, long ones first (first fit).
+
+    Args:
+        prompts: token ids of N prompts.
+        completions: of N completions.
+        seq_length: S; a sequence takes a column for each token but its last, which is only predicted.
+        multiple_of: the number of rows is one: data parallel ranks times micro batch size, as `update` asks for it.
+            Rows that are added for it are padding, with weights of 0.
+        pad_token_id: fills rows up.
+
+    Raises BatchError as `build_batch`, and when no token is a completion's.
+    """
+    if found := [*required_whole(multiple_of, "multiple_of", "Pass a number of rows, at least 1", least=1)]:
+        raise BatchError(found)
+    samples = samples_of(prompts, completions, seq_length, pad_token_id)
+    places = _first_fit([sample.length for sample in samples], seq_length)
+    num_rows = max((place.row + 1 for place in places), default=0)
+    num_rows = max(1, -(-num_rows // multiple_of)) * multiple_of
+    tokens, labels = (torch.full((num_rows, seq_length), pad_token_id, dtype=torch.int64) for _ in range(2))
+    sequence_ids, mask = torch.zeros_like(tokens), torch.zeros(num_rows, seq_length, dtype=torch.float32)
+    for number, (sample, place) in enumerate(zip(samples, places, strict=True), start=1):
+        token_ids = torch.tensor(sample.token_ids)
+        tokens[place.row, place.columns], labels[place.row, place.columns] = token_ids[:-1], token_ids[1:]
+        sequence_ids[place.row, place.columns] = number
+        mask[place.row, place.columns] = sample.mask
+    batch = {"tokens": tokens, "labels": labels, "sequence_ids": sequence_ids, "mask": mask}
+    return PackedRows({**batch, "weights": mean_weights(mask)}, tuple(places))
+
+
+def _first_fit(lengths: Sequence[int], size: int) -> list[Place]:
+    """Where each goes: the longest first, into the first row with room for it."""
+    used: list[int] = []
+    places: dict[int, Place] = {}
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        row = next((number for number, taken in enumerate(used) if taken + length <= size), len(used))
+        if row == len(used):
+            used.append(0)
+        places[index] = Place(row, used[row], length)
+        used[row] += length
+    return [places[index] for index in range(len(lengths))]

@@ -15,8 +15,8 @@ import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch, LossFunction, Report
-from hybrid_engine.trainer.batches.sequences import begins_of
-from hybrid_engine.trainer.batches.tensor_shapes import require_alike
+from hybrid_engine.trainer.batches.arrangement import begins_of
+from hybrid_engine.trainer.batches.making import require_alike
 
 _REMEDIES = {
     "rewards": "Pass [B, S], 0 but for the steps that earn one: a reward for a whole answer at its last step",

@@ -6,16 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.config.critic_rules import CriticContext, critic_of
+from hybrid_engine.config.job_rules import CriticContext, critic_of
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.trainer.global_batches import GlobalBatches
-from hybrid_engine.trainer.megatron import build, parallel_groups, rank_checkpoint
+from hybrid_engine.trainer.megatron import build, rank_checkpoint
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
-from hybrid_engine.trainer.megatron.train_engine import TrainEngine
-from hybrid_engine.trainer.megatron.value_engine import ValueEngine
-from hybrid_engine.trainer.ports import ActorTrainer
+from hybrid_engine.trainer.megatron.train_engine import TrainEngine, ValueEngine
+from hybrid_engine.trainer.ports import ActorTrainer, GlobalBatches
 
 
 class _Resumable(PipelineEngine):
@@ -69,7 +67,7 @@ class MegatronActor(GlobalBatches, _Resumable, TrainEngine):
 
 
 class MegatronCritic(_Resumable, ValueEngine):
-    """A `ValueEngine` built from a configuration ; args as of `MegatronActor`."""
+    """A `ValueEngine` built from a configuration; args as of `MegatronActor`."""
 
     def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
         super().__init__(
@@ -95,10 +93,10 @@ def build_actor(
 
     Args and errors as in `build.build_model`; StateError where Megatron has groups in this process already.
     """
-    parallel_groups.require_none()  # before those of somebody else are noted as what ends with `owner`
+    build.require_none()  # before those of somebody else are noted as what ends with `owner`
     actor_config, hf_config = config.actor_config, config.hf_config()
-    owner.callback(parallel_groups.destroy_parallel_state)
-    parallel_groups.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
+    owner.callback(build.destroy_parallel_state)
+    build.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
     actor = build.build_actor(actor_config, table, hf_config, job.world_size, weights_only=weights_only)
     owner.callback(build.end_training, actor)
     trainer = MegatronActor(actor, config, table, job)

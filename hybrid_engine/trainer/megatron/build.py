@@ -1,9 +1,10 @@
 """Builds a GPT, its DDP wrapper and its optimizer from one configuration.
 
-    initialize_parallel_state    Megatron's groups                    (parallel_groups.py)
+    initialize_parallel_state    Megatron's groups and generators
     build_model                  specs -> chunks on the device        (megatron_config.py, specs.py, model_variants.py)
     build_actor                  ... -> DDP in elastic memory -> optimizer
     end_training                 ... and back
+    destroy_parallel_state       Megatron's groups end
 
 Teams with a Megatron script bring these objects themselves.
 """
@@ -11,26 +12,25 @@ Teams with a Megatron script bring these objects themselves.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from hybrid_engine.backends.megatron.elastic_weights import (
-    keep_expert_bias_in_float32,
-    move_loose_parameters,
-    move_published_buffers,
-)
 from hybrid_engine.backends.megatron.forward_probe import model_device
+from hybrid_engine.backends.megatron.internals import process_groups
 from hybrid_engine.backends.megatron.lora_layers import add_lora
 from hybrid_engine.backends.megatron.megatron_config import (
     MegatronConfigs,
@@ -39,19 +39,75 @@ from hybrid_engine.backends.megatron.megatron_config import (
     param_scheduler,
     train_sizes,
 )
-from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+from hybrid_engine.backends.megatron.model_tensors import (
+    ModelTensors,
+    keep_expert_bias_in_float32,
+    move_loose_parameters,
+    move_published_buffers,
+)
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.config.loading import broken_rules
 from hybrid_engine.config.rules import TrainingContext
-from hybrid_engine.errors import ConfigError, ModelError
-from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.errors import ConfigError, ModelError, StateError
+from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.trainer.megatron.model_variants import finish_model
-from hybrid_engine.trainer.megatron.routing import rank_groups
+from hybrid_engine.ranks.groups import end_groups
+from hybrid_engine.trainer.megatron.model_variants import finish_model, put_value_head, rank_groups
 from hybrid_engine.trainer.megatron.specs import layer_spec_for, mtp_spec_for
-from hybrid_engine.trainer.megatron.value_head import put_value_head
 from megatron_patches.buffers import buffer_allocator
+
+
+def initialize_parallel_state(actor: ActorConfig, world_size: int, timeout_seconds: float) -> None:
+    """Create Megatron's process groups and seed its generators. torch.distributed is initialised already.
+
+    `timeout_seconds`, the longest wait for a peer, is rounded up to whole minutes, which is what Megatron takes.
+    """
+    sizes = train_sizes(actor, world_size)
+    parallel_state.initialize_model_parallel(
+        **named(sizes, "groups"),
+        get_embedding_ranks=_embedding_ranks(sizes),
+        distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+        create_gloo_process_groups=False,  # only megatron-core's own checkpoints use them: see rank_checkpoint.py
+    )
+    # as in Megatron-LM: equal on tensor and data parallel ranks, different on every pipeline stage
+    seed = actor.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def require_none() -> None:
+    """Raise StateError where Megatron has process groups already: it has room for those of one model's ranks."""
+    if parallel_state.model_parallel_is_initialized():
+        raise StateError(
+            "Megatron's process groups are in use in this process: shut down the worker that made them first, or put "
+            "vLLM beside a model of your own with hybrid_engine.attach"
+        )
+
+
+def destroy_parallel_state() -> None:
+    """End Megatron's process groups."""
+    # Megatron only forgets them
+    end_groups(*process_groups())
+    parallel_state.destroy_model_parallel()
+
+
+def _embedding_ranks(sizes: TrainParallelism) -> Callable[[list[int]], list[int]] | None:
+    """Which ranks of a pipeline keep equal embeddings; None: Megatron's choice, the first and the last.
+
+    Multi-token prediction has a copy of the embedding, wherever it is.
+    """
+    stage = _mtp_stage(sizes)
+    if stage is None or stage == sizes.pipeline - 1:
+        return None
+    return lambda ranks: [ranks[0], ranks[stage]]
+
+
+def _mtp_stage(sizes: TrainParallelism) -> int | None:
+    """The pipeline stage to which an explicit layout gives the MTP layers."""
+    stages = PipelineParallelLayerLayout.parse_str_to_list(sizes.pipeline_layout or "")
+    found = [index for index, layers in enumerate(stages) if LayerType.mtp in layers]
+    return found[0] % sizes.pipeline if found else None
 
 
 @dataclass(frozen=True)

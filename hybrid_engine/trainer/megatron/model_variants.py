@@ -1,9 +1,10 @@
-"""What some architectures compute and megatron-core has no setting for; `models/variants.py` says which.
+"""What some architectures compute and megatron-core has no setting for; `Extras` in `models/table.py` says which.
 
     extend(...)         changes the specs of layers before they are built
     finish_model(...)   changes a model chunk after it was built
+    put_value_head(...) gives a value model its output layer
 
-Both work with megatron-core's own modules and with Transformer Engine's.
+All work with megatron-core's own modules and with Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
+from hybrid_engine.backends.megatron.internals import TopK, choose_experts, mark_sequence_parallel
 from hybrid_engine.backends.megatron.megatron_config import scaled_frequencies
-from hybrid_engine.models.variants import Extras
+from hybrid_engine.models.table import Extras
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
 """A linear layer's output, and the bias that Megatron leaves to the caller to add."""
@@ -237,3 +241,54 @@ def _cap_logits(cap: float) -> Callable[..., WithBias]:
 
 def _capped(values: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(values / cap)
+
+
+def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
+    """Have the model's routers rank groups of experts as `extras.experts_per_group_score` says, if it does.
+
+    Raises:
+        ModelError: on a megatron-core before 0.16, whose routers have no such setting.
+    """
+    if extras.experts_per_group_score is None:
+        return
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            choose_experts(module, partial(best_of_groups, extras.experts_per_group_score))
+
+
+def best_of_groups(num_summed: int, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> TopK:
+    """Scores and numbers [tokens, topk] of the best experts in the `group_topk` groups with the largest sum of their
+    `num_summed` best scores; `scores` [tokens, experts]."""
+    groups = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
+    rank = groups.topk(num_summed, dim=-1).values.sum(dim=-1)
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(group_topk, dim=1).indices, True)
+    # -inf keeps out experts of other groups, as long as the chosen groups together have topk experts
+    return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=1)
+
+
+class ValueHead(torch.nn.Module):
+    """Whole on every tensor parallel rank. Accepts what Megatron passes to any output layer.
+
+    New ones are zero: every value is 0 until the head was trained, in any layout.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.sequence_parallel = config.sequence_parallel
+        if config.sequence_parallel:
+            mark_sequence_parallel(self.weight)
+
+    def forward(self, hidden: torch.Tensor, **_unused: Any) -> tuple[torch.Tensor, None]:
+        """[s, b, hidden_size], a part of the sequence with sequence parallelism, to [S, b, 1] of all of it."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:
+            # every rank goes on with the whole, so that each has the whole gradient and takes its part of it
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def put_value_head(model: LanguageModule) -> None:
+    """Replace the output layer of the chunk that has one."""
+    if model.post_process:
+        model.output_layer = ValueHead(model.config)

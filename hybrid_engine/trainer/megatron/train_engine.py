@@ -1,11 +1,18 @@
-"""Trains and scores with a Megatron language model through Megatron's own pipeline schedules."""
+"""Trains and scores with a Megatron language model, or a value model, through Megatron's own pipeline schedules.
+
+Outputs are read by forward hooks of the output layer, whose logits are split over the ranks that share a vocabulary:
+Megatron's cross entropy, which comes next, writes into the logits' memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
@@ -13,10 +20,51 @@ from hybrid_engine.backends.megatron.forward_probe import from_last_stage
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
-from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
+from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.megatron.build import Actor
-from hybrid_engine.trainer.megatron.output_hooks import OutputReader, hide_padding
+from hybrid_engine.trainer.megatron.model_variants import WithBias
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
+
+
+def hide_padding(vocab_size: int) -> Callable[..., WithBias]:
+    """A hook: -inf for the rows that pad the vocabulary."""
+
+    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
+        logits, bias = outputs
+        local_size = logits.shape[-1]
+        num_real = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * local_size)
+        if num_real < local_size:
+            logits[..., num_real:] = float("-inf")
+        return logits, bias
+
+    return hook
+
+
+class OutputReader:
+    """A hook that reads entropy and most likely tokens off the logits, while it is asked to."""
+
+    def __init__(self) -> None:
+        self._wanted = NO_OUTPUTS
+        self._found: dict[str, torch.Tensor] = {}
+
+    def __call__(self, _layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> None:
+        """Read; MTP layers use the output layer before the decoder does, whose logits are the last."""
+        if self._wanted:
+            self._found = token_outputs(outputs[0], self._wanted, parallel_state.get_tensor_model_parallel_group())
+
+    @contextmanager
+    def reading(self, outputs: Outputs) -> Iterator[None]:
+        """Read `outputs` in every forward pass of the block."""
+        self._wanted = outputs
+        try:
+            yield
+        finally:
+            self._wanted, self._found = NO_OUTPUTS, {}
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """By name, [b, L, ...] of the last forward pass."""
+        found, self._found = self._found, {}
+        return {name: value.transpose(0, 1) for name, value in found.items()}
 
 
 class TrainEngine(PipelineEngine):
@@ -128,3 +176,33 @@ class TrainEngine(PipelineEngine):
             for name, value in self._reader.take().items()
         }
         return {**micro_batch.given, **further} if further else micro_batch.given
+
+
+class ValueEngine(PipelineEngine):
+    """A `PipelineEngine` of a model whose table is a value model's (models/value_table.py).
+
+    A batch has `tokens` [B, S], keys that say which of them are a sequence (`batches.Batch`), and whatever the loss
+    function reads, which gets the values [b, S] in float32, 0 for padding.
+    """
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Value [B, S] fp32 at every token, on every pipeline stage."""
+
+        def keep(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
+            return values.sum(), {"values": values}
+
+        reports = self._run(batch, keep, forward_only=True)
+        values = from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            # each rank has computed them; they go into a batch, in which ranks must pass the same bits
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            torch.distributed.broadcast(values, source, parallel_state.get_tensor_model_parallel_group())
+        return values
+
+    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
+        output: torch.Tensor = model(**self._inputs.arguments(rows))
+        return output
+
+    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        return rows.restore(output.view(rows.tokens.shape).float())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybrid_engine.layouts.memory_peaks import TrainingMemory
-from hybrid_engine.layouts.memory_plan import MemoryPlan, Stays, plan_memory
+from hybrid_engine.layouts.memory import MemoryPlan, Stays, TrainingMemory, plan_memory
 
 
 def memory(params: int, grads: int, optimizer: int) -> TrainingMemory:

@@ -13,7 +13,7 @@ from megatron.core.transformer import MLATransformerConfig
 from torch.nn.functional import gelu
 
 from hybrid_engine.attaching.matching import BEYOND_MEGATRON, FLAGS, LIVE, model_mismatches, vocabulary_mismatches
-from hybrid_engine.backends.megatron.live_settings import rotary_frequencies
+from hybrid_engine.backends.megatron.live_model import rotary_frequencies
 from hybrid_engine.models import table_for
 from megatron_patches.review import FUNCTION_FIELDS
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, transformer_config
@@ -93,31 +93,6 @@ def test_every_field_that_changes_what_is_computed_is_compared(field: str) -> No
 def test_whatever_the_tables_decide_is_part_of_what_is_computed(model: str) -> None:
     in_training_only = {"moe_router_dtype", "moe_router_load_balancing_type"}
     assert table_for(MODELS[model]).transformer.keys() - in_training_only <= set(COMPUTED)
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "flags"),
-    [
-        ("qwen3_moe", {"moe_router_score_function": "sigmoid"}, {"--moe-router-score-function"}),
-        ("qwen3_moe", {"moe_router_enable_expert_bias": True}, {"--moe-router-enable-expert-bias"}),
-        ("qwen3_moe", {"moe_router_topk_scaling_factor": 2.5}, {"--moe-router-topk-scaling-factor"}),
-        (
-            "qwen3_moe",
-            {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
-            {"--moe-router-num-groups", "--moe-router-group-topk"},
-        ),
-        ("mixtral", {"moe_apply_probs_on_input": True}, {"--moe-apply-probs-on-input"}),
-        ("mixtral", {"moe_expert_capacity_factor": 1.0}, {"--moe-expert-capacity-factor"}),
-        ("mixtral", {"moe_router_pre_softmax": True}, {"--moe-router-pre-softmax"}),
-        ("llama", {"glu_linear_offset": 1.0}, {"--glu-linear-offset"}),
-        ("llama", {"activation_func_clamp_value": 0.1}, {"--activation-func-clamp-value"}),
-        # factor 40 scales DeepSeek's softmax where mscale_all_dim is set, with plain rotary frequencies too
-        ("deepseek_v3", {"mscale_all_dim": 1.0}, {"--mscale-all-dim"}),
-        ("deepseek_v3 with YaRN", {"beta_fast": 16}, {"--beta-fast"}),
-    ],
-)
-def test_settings_that_vllm_does_not_compute_are_refused(model: str, config: dict[str, Any], flags: set[str]) -> None:
-    assert of_model(MODELS[model], config) == flags
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from hybrid_engine.backends.access_guards import guard_model, guard_optimizer
+from hybrid_engine.backends.training_side import guard_model, guard_optimizer
 from hybrid_engine.memory.offload_items import KINDS
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -17,11 +16,13 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from hybrid_engine.advisor.cache_room import token_nbytes
+from hybrid_engine.advisor.cluster_plan import token_nbytes
 from hybrid_engine.cli import app
 from hybrid_engine.cli.output import progress
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.models.table import ModelDims
+from tests.harness.interrupts import INTERRUPTED_IN
+from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
 
@@ -185,92 +186,54 @@ def test_a_job_with_fsdp(tmp_path: Path) -> None:
         assert text in result.output, text
 
 
-def test_models_that_transformers_does_not_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["unheard-of", "qwen2"])
+def test_models_that_transformers_does_not_build(tmp_path: Path, model_type: str) -> None:
     """A checkpoint with code of its own; and one whose config says something else than its table."""
     pytest.importorskip("transformers")
-    foreign = run(*job(saved(tmp_path, {**LLAMA_3_8B, "model_type": "unheard-of"}), 2), "actor_config.fsdp={}")
-    assert foreign.exit_code == 2
-    assert "model: transformers builds no model from its config.json: ValueError: " in foreign.stderr
-    other = run(*job(saved(tmp_path, {**LLAMA_3_8B, "model_type": "qwen2"}), 2), "actor_config.fsdp={}")
-    assert other.exit_code == 2
-    assert "model: transformers builds another model from it: " in other.stderr
-    assert "model.layers.0.self_attn.q_proj.bias: no tensor of a checkpoint of this config" in other.stderr
+    refused = run(*job(saved(tmp_path, {**LLAMA_3_8B, "model_type": model_type}), 2), "actor_config.fsdp={}")
+    assert refused.exit_code == 2
+    assert "model: transformers builds " in refused.stderr
 
 
 def test_the_answer_begins_with_the_verdict(tmp_path: Path) -> None:
     of_job = job(saved(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=4)
     result = run(*of_job, "--device", "H100", "--host-gib", "60")
-    assert result.exit_code == 0, result.output
-    fits, cache, left_out, moves, takes, *_ = result.stdout.splitlines()
-    device, host = fits.removesuffix(".").split("; ")
-    assert device == "Fits: the peak of 8.42 GiB on a device, while training, leaves 70.7 GiB of its 79.1 GiB"
-    assert host == "52.4 GiB of offloaded training state fit a host of 60 GiB"
+    heads = [line.partition(":")[0] for line in result.stdout.splitlines()[:5]]
+    assert heads == ["Fits", "Cache", "Left out", "Moves", "Takes"]
+    assert result.exit_code == 0
     # 2 * 2 heads * 128 * 32 layers * 2 bytes a token
-    assert cache == (
-        "Cache: vLLM's 39.5 GiB (gpu_memory_utilization 0.5) hold its weights of 3.74 GiB and a KV cache of 35.8 GiB: "
-        "1,173,430 tokens, 8.95 sequences of 131,072."
-    )
-    assert left_out.startswith("Left out: the peak does not count activations, KV cache, CUDA context and ")
-    assert "2.81 GiB to a rank on average, the least that these two layouts allow, 80% less than all" in moves
-    assert re.fullmatch(r"Takes: 0\.0\d+ s for the transfers of the slowest rank .*assumed, not measured\.", takes)
-    result = run(*of_job, "--device-gib", "4", "--host-gib", "50")
-    assert result.exit_code == 3
-    device, cache, host = result.stdout.splitlines()[0].removesuffix(".").split("; ")
-    assert cache.startswith("vLLM's 2 GiB (gpu_memory_utilization 0.5) are less than its weights of 3.74 GiB")
-    assert device == "Does not fit: the peak of 8.42 GiB on a device, while training, is 4.42 GiB more than its 4 GiB"
-    assert host == "52.4 GiB of offloaded training state do not fit a host of 50 GiB"
-    result = run(*of_job, "--host-gib", "50")
-    assert result.exit_code == 3, "a host that is too small is enough"
-    assert result.stdout.startswith(
-        "Does not fit: 52.4 GiB of offloaded training state do not fit a host of 50 GiB; the"
-    )
+    assert facts(*of_job, "--device", "H100")["verdict"]["cache_tokens"] == 1_173_430
+    for size in ("--device-gib", "--host-gib"):
+        result = run(*of_job, size, "4")
+        assert (result.exit_code, result.stdout.startswith("Does not fit: ")) == (3, True)
     verdict = facts(*of_job, "generate_config.release_weights=false", "--device-gib", "3")["verdict"]
     assert (verdict["fits"], verdict["peak_during"]) == (False, "training")
     assert verdict["room"] < verdict["room_for_cache"] < 0
-
-
-def test_the_verdict_is_of_the_switch_where_that_is_higher(tmp_path: Path) -> None:
-    result = run(*job(saved(tmp_path, LLAMA_3_8B), 128, tp=8), "--device-gib", "9")
-    assert result.exit_code == 3
-    assert "on a device, at the switch, is " in result.stdout.splitlines()[0]
+    assert facts(*job(str(tmp_path), 128, tp=8), "--device-gib", "9")["verdict"]["peak_during"] == "switch"
 
 
 LENGTH = "generate_config.max_model_len="
 
 
 def test_a_job_whose_vllm_cannot_start_does_not_fit(tmp_path: Path) -> None:
-    """Though training and the switch do: vLLM's weights and its cache are within its share of the device."""
+    """Though training and the switch do. A token takes 2 * 8 heads * 128 * 32 layers * 2 bytes: 8,192 a GiB."""
     of_job = *job(saved(tmp_path, LLAMA_3_8B), 8, tp=8), "--device-gib", "24"
-    short, share = (
-        (*of_job, LENGTH + "8192"),
-        "generate_config.gpu_memory_utilization=",
-    )  # 2 * 8 heads * 128 * 32 layers * 2 bytes a token: 1 GiB
-    result = run(*short)
-    assert result.exit_code == 3
-    assert result.stdout.startswith(
-        "Does not fit: vLLM's 12.0 GiB (gpu_memory_utilization 0.5) are less than its weights of 15.0 GiB; it starts "
-        "from 0.67, or with a lower max_model_len; the peak of 16.8 GiB on a device, while training, leaves 7.16 GiB"
-    )
-    assert run(*short, share + "0.67").exit_code == 0
-    nearly = run(*short, share + "0.66")
-    assert nearly.exit_code == 3
-    assert "a KV cache of 0.882 GiB: 7,229 tokens, 0.882 sequences of 8,192; it starts from 0.67" in nearly.stdout
-    assert run(*of_job, share + "0.66", LENGTH + "7229").exit_code == 0
-    verdict = facts(*short)["verdict"]
+    share, length = "generate_config.gpu_memory_utilization=", LENGTH + "8192"
+    verdict = facts(*of_job, length)["verdict"]
     assert (verdict["fits"], verdict["cache_tokens"], verdict["least_gpu_memory_utilization"]) == (False, 0, 0.67)
-    whole = run(*of_job)  # 131,072 tokens
-    assert whole.exit_code == 3
-    assert "No share of the device is enough: use a larger infer_tensor_parallel_size or " in whole.stdout
+    assert verdict["room"] > 0
+    fits = {(0.67, 8192): True, (0.66, 8192): False, (0.66, 7229): True, (0.99, 131_072): False}
+    for (utilization, tokens), expected in fits.items():
+        found = facts(*of_job, f"{share}{utilization}", f"{LENGTH}{tokens}")["verdict"]
+        assert found["fits"] == expected, (utilization, tokens)
+    assert facts(*of_job)["verdict"]["least_gpu_memory_utilization"] > 1, "the model's own length never fits"
 
 
 def test_a_cache_of_a_given_size_is_taken_as_it_is(tmp_path: Path) -> None:
     of_job = *job(saved(tmp_path, LLAMA_3_8B), 8, tp=8), LENGTH + "8192", "--device-gib", "24"
-    assert "kv_cache_mb, 16.0 GiB, hold its weights" in run(*of_job, "generate_config.kv_cache_mb=1024").stdout
     assert facts(*of_job, "generate_config.kv_cache_mb=1024")["verdict"]["cache_tokens"] == 8192
     for size in (1023, 10240):  # less than a sequence; more than the device has beside the weights
-        refused = run(*of_job, f"generate_config.kv_cache_mb={size}")
-        assert refused.exit_code == 3
-        assert "set kv_cache_mb for one sequence of max_model_len, within the device" in refused.stdout
+        assert not facts(*of_job, f"generate_config.kv_cache_mb={size}")["verdict"]["fits"]
 
 
 def test_what_the_configuration_leaves_on_the_device_counts(tmp_path: Path) -> None:
@@ -303,21 +266,11 @@ def test_the_cache_is_counted_by_what_attention_keeps() -> None:
     assert token_nbytes(replace(heads, latent_kv_size=40), infer, "bfloat16") == 3 * 40 * 2, "whole on every rank"
 
 
-def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
+def test_the_tables_have_the_numbers(tmp_path: Path) -> None:
     sizes = {"tp": 2, "ep": 2, "etp": 1, "infer_tp": 3, "infer_ep": 6}
     result = run(*job(saved(tmp_path, EXPERTS), 6, **sizes), "--rank", "1")
     assert result.exit_code == 0, result.output
-    for text in (
-        "What a switch moves, MiB by rank: 6 ranks on 1 host ",
-        "Memory, MiB by rank",
-        "of it from other hosts",
-        "received by a gather of all weights, as verl and TRL",
-        "a switch, if vLLM's weights came all at once",
-        "a switch, as it is: bucket by bucket",
-        "self 2000, host 400, network 45",
-        "GiB are 2^30 bytes, MiB 2^20",
-        "Rank 1",
-    ):
+    for text in ("What a switch moves, MiB by rank", "Memory, MiB by rank", "self 2000, host 400", "Rank 1"):
         assert text in result.output, text
 
 
@@ -335,23 +288,18 @@ def test_a_file_is_read_and_keys_are_set_in_it(tmp_path: Path) -> None:
 def test_words_that_are_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("actor_config: {tp: 2}\nmodel: ./nowhere\n")
     job_file = str(tmp_path / "job.yaml")
-    for words, says in {
-        (job_file, "other.yaml"): "CONFIG: more than one file: 'other.yaml'. Name one",
-        (str(tmp_path / "none.yaml"),): "CONFIG: " + str(tmp_path / "none.yaml") + " cannot be read: No such file",
-        (job_file, "model.path=x"): "model.path: model is no section",
-        (job_file, "seed=["): "seed: '[' cannot be read",
-        (job_file,): "actor_config.tp: unknown key. Use tensor_model_parallel_size",
-        ("actor_config.seed=1",): "model: is missing. Add it: directory of a Hugging Face model",
+    for words, key in {
+        (job_file, "other.yaml"): "CONFIG",
+        (str(tmp_path / "none.yaml"),): "CONFIG",
+        (job_file, "model.path=x"): "model.path",
+        (job_file, "seed=["): "seed",
+        (job_file,): "actor_config.tp",
+        ("actor_config.seed=1",): "model",
+        ("model=x", "--ranks", "131073"): "--ranks",
     }.items():
-        result = run(*words, "--ranks", "2")
+        result = run("--ranks", "2", *words)
         assert result.exit_code == 2
-        assert says in result.stderr, (words, result.stderr)
-    for ranks, says in {
-        "0": "--ranks: 0 ranks",
-        "131073": "--ranks: 131073 ranks",
-        "1_0": "not a whole number",
-    }.items():
-        assert says in run("model=x", "--ranks", ranks).stderr
+        assert f"{key}: " in result.stderr, (words, result.stderr)
 
 
 def test_a_model_is_a_directory_its_config_or_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,26 +320,15 @@ def test_an_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
-    model = saved(tmp_path, DENSE)
     page = str(tmp_path / "missing" / "page.html")
     result = run(
-        *job(model, 6, tp=5, pp=3, ep=2, infer_tp=3, infer_pp=10, infer_ep=5),
+        *job(saved(tmp_path, DENSE), 6, tp=5, pp=3, ep=2, infer_tp=3, infer_pp=10, infer_ep=5),
         *("--hosts-of", "0", "--link-gbps", "host=fast", "--html", page, "--rank", "99"),
     )
-    assert result.exit_code == 2
-    assert not result.stdout
-    for key, problem in {
-        "actor_config.tensor_model_parallel_size": "5 does not divide the number of attention heads 12",
-        "actor_config.pipeline_model_parallel_size": "4 layers do not divide into 3 stages",
-        "actor_config.expert_model_parallel_size": "2, but the model has no experts",
-        "generate_config.infer_pipeline_parallel_size": "10 stages for 4 layers",
-        "generate_config.infer_expert_parallel_size": "5 is not a multiple of TP 3",
-        "--hosts-of": "0 is not a valid size",
-        "--link-gbps": "'host=fast' cannot be read",
-        "--html": "page.html cannot be written: No such file or directory",
-        "--rank": "99 of 6 ranks",
-    }.items():
-        assert re.search(f"- {re.escape(key)}: .*{re.escape(problem)}", result.stderr), (key, result.stderr)
+    assert (result.exit_code, result.stdout) == (2, "")
+    keys = {line.removeprefix("  - ").partition(":")[0] for line in result.stderr.splitlines()[1:]}
+    sizes = {KEYS[name] for name in ("tp", "pp", "ep", "infer_pp", "infer_ep")}
+    assert keys >= {*sizes, "--hosts-of", "--link-gbps", "--html", "--rank"}
 
 
 @pytest.mark.parametrize(
@@ -400,7 +337,6 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         *((option, value) for option in ("--hosts-of", "--ranks", "--rank") for value in ("８", "1_0", "1" * 30)),
         *((option, value) for option in ("--device-gib", "--host-gib") for value in ("inf", "nan", "1e300")),
         *(("--link-gbps", value) for value in ("host=inf", "host=nan", "host=-1")),
-        *(("--prefetch-gbps", value) for value in ("0", "inf", "nan")),
         ("--device", "h1000"),
     ],
 )
@@ -411,25 +347,13 @@ def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp
     assert not result.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "verify", "env", "example"])
+@pytest.mark.parametrize("command", ["plan", "verify", "env"])
 def test_help_cuts_nothing_off_in_a_narrow_terminal(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
     options = {name for one in get_command(app).commands[command].params for name in (*one.opts, *one.secondary_opts)}
     assert {name for name in options if name.startswith("--") and name not in result.stdout.split()} <= {"--help"}
     assert "…" not in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
-
-
-def test_prefetch_is_estimated_when_asked(tmp_path: Path) -> None:
-    arguments = job(saved(tmp_path, DENSE), 2, infer_tp=2)
-    plain, ahead = facts(*arguments), facts(*arguments, "--prefetch-gbps", "50")
-    estimate = ahead.pop("prefetch")
-    assert plain.keys() == ahead.keys()
-    assert estimate["bytes"]["returning"] == plain["memory"]["host"]["per_rank"]
-    assert estimate["seconds_left"]["off"] == estimate["bytes"]["returning"]["max"] / 50e9
-    assert estimate["seconds_left"]["with_room"] == 0
-    tables = run(*arguments, "--prefetch-gbps", "50").stdout
-    assert "with a large prefetch_mb" in tables
 
 
 @pytest.mark.parametrize("place", [".", "/dev/full", "/proc/page.html", "x" * 300, "missing/page.html"])
@@ -463,16 +387,10 @@ def test_a_reader_that_has_seen_enough_is_no_failure(options: list[str], tmp_pat
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_models_that_cannot_be_read(tmp_path: Path) -> None:
-    missing = run(*job(str(tmp_path), 1))
-    assert missing.exit_code == 2
-    assert "config.json cannot be read: No such file" in missing.stderr
-    unknown = run(*job(saved(tmp_path, {"architectures": ["Unknown"]}), 1))
-    assert unknown.exit_code == 2
-    assert "no name table for architectures ['Unknown']" in unknown.stderr
-    incomplete = run(*job(saved(tmp_path, {"architectures": ["LlamaForCausalLM"]}), 1))
-    assert incomplete.exit_code == 2
-    assert "hidden_size: is missing, in" in incomplete.stderr
+@pytest.mark.parametrize("config", [None, {"architectures": ["Unknown"]}, {"architectures": ["LlamaForCausalLM"]}])
+def test_models_that_cannot_be_read(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    result = run(*job(str(tmp_path) if config is None else saved(tmp_path, config), 1))
+    assert (result.exit_code, result.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -485,6 +403,26 @@ def test_progress_is_shown_on_terminals_only(
     found = capsys.readouterr()
     assert ("counting bytes" in found.err) == is_terminal
     assert found.out == ""
+
+
+INTERRUPTED = """
+sys.argv[1:] = ["verify", "model=none", "--ranks", "1"]
+from hybrid_engine.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["hybrid_engine.cli", "pydantic", "hybrid_engine.verification.cases"])
+def test_ctrl_c_ends_a_command_with_one_line(module: str) -> None:
+    """Where a module is imported: of the command line, of what it imports, and of the command that is running."""
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IN + INTERRUPTED, module],
+        cwd=REPO_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Interrupted.\n")
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -533,7 +471,7 @@ def test_the_page_shows_who_holds_what(tmp_path: Path) -> None:
     assert page.references == []
     assert "http" not in text, "the page loads nothing"
     assert "<script" not in text
-    picture, traffic, moved, memory = page.tables
+    picture, moved, memory = page.tables
     assert [row[0] for row in picture] == [
         *("ranks", "embedding", "layer 0", "layer 1", "layers 2-3", "norm and head"),
         *("layer 0, experts", "layers 2-3, experts"),
@@ -541,11 +479,7 @@ def test_the_page_shows_who_holds_what(tmp_path: Path) -> None:
     assert picture[0][1:] == [str(rank) for rank in range(12)]
     titles = page.titles[0]
     assert titles[2][1].startswith("layer 0: training 54.430%, generation 39.241%, there already 39.241%")
-    assert "training: self_attn.q_proj.weight [0:12, :]\ngeneration: self_attn.q_proj.weight [" in titles[2][1]
-    assert "training: experts 0-1\ngeneration: experts " in titles[6][1]
     assert "training 0.000%" in titles[2][12], "layer 0 is on the first stage"
-    assert traffic[0] == ["host", "0", "1"]
-    assert all(row[0] in ("host", "0", "1") and len(row) == 3 for row in traffic)
     assert "  of it from other hosts" in [row[0] for row in moved]
     assert "device peak" in [row[0] for row in memory]
 

@@ -21,11 +21,10 @@ import hypothesis.strategies as st
 
 from hybrid_engine.advisor.cluster_plan import Cluster, plan_job
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
-from hybrid_engine.config.fsdp_rules import generate_values
+from hybrid_engine.config.loading import generate_values
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.families import TABLES, read_model
-from hybrid_engine.verification.cases import prepare_model
-from hybrid_engine.verification.small_model import Divisors
+from hybrid_engine.verification.cases import Divisors, prepare_model
 from tests.zoo.families import FAMILIES, SERVED_VARIANTS, served_config, tiny_config
 from tests.zoo.published_configs import PUBLISHED
 

@@ -6,15 +6,16 @@ import json
 import pickle
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.config.proposals import ELSEWHERE, paths_of
-from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
+from hybrid_engine.config import FromProgram, HybridConfig, load_config
+from hybrid_engine.config.loading import ALIASES, generate_values, paths_of, read_train_config
+from hybrid_engine.errors import ConfigError, Violation
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -42,14 +43,14 @@ def write_model(directory: Path, values: Any) -> Path:
 def violations(
     model: Path,
     world_size: int,
-    actor: dict[str, Any] | None = None,
-    generate: dict[str, Any] | None = None,
+    actor_config: dict[str, Any] | None = None,
+    generate_config: dict[str, Any] | None = None,
     **others: Any,
 ) -> dict[str, Violation]:
     """Key -> violation; every one has a problem and a remedy."""
-    values = {"model": model, "random_weights": True, "actor_config": actor or {}, "generate_config": generate or {}}
+    sections = {"actor_config": actor_config or {}, "generate_config": generate_config or {}}
     with pytest.raises(ConfigError) as caught:
-        load_config({**values, **others}, world_size)
+        load_config({"model": model, "random_weights": True, **sections, **others}, world_size)
     findings = caught.value.findings
     assert all(isinstance(finding, Violation) and finding.problem and finding.remedy for finding in findings)
     assert all(str(finding) in str(caught.value) for finding in findings)
@@ -104,20 +105,15 @@ def test_a_model_that_cannot_be_had_is_one_of_a_file(model: Path, tmp_path: Path
 
 
 def test_weights_are_there_or_not_asked_for(model: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"model": model, "actor_config": {"tensor_model_parallel_size": 3}}, 2)
-    found = next(each for each in caught.value.findings if each.key == "model")
-    assert f"{model} has neither model.safetensors.index.json nor model.safetensors" in found.problem
-    assert found.remedy.startswith("Name the directory of a safetensors checkpoint, or set random_weights: true")
-    assert len(caught.value.findings) > 1
+    lacking = violations(model, 2, {"tensor_model_parallel_size": 3}, random_weights=False)
+    assert lacking.keys() == {"model", "actor_config.tensor_model_parallel_size"}
     assert load_config({"model": model}, 1, own_weights=True) == HybridConfig(model=model)
     (model / "model.safetensors.index.json").write_text('{"weight')
-    damaged = violations(model, 1, random_weights=False)["model"]
-    assert "model.safetensors.index.json: damaged or cut short" in damaged.problem
+    assert violations(model, 1, random_weights=False).keys() == {"model"}
     (model / "model.safetensors.index.json").unlink()
     (model / "model.safetensors").touch()
     assert load_config({"model": model}, 1) == HybridConfig(model=model)
-    assert violations(model, 1, revision="main")["revision"].remedy == "Leave it out, or name a model on the Hub"
+    assert violations(model, 1, revision="main").keys() == {"revision"}
 
 
 def test_defaults_are_sound(model: Path) -> None:
@@ -146,108 +142,53 @@ def test_sound_layouts(model: Path, world_size: int, actor: dict[str, Any], gene
     assert generate.items() <= config.generate_config.model_dump().items()
 
 
-def test_three_ways_on_two_ranks(model: Path) -> None:
-    found = violations(model, 2, {"tensor_model_parallel_size": 3}, {"infer_tensor_parallel_size": 3})
-    assert found.keys() == {"actor_config.tensor_model_parallel_size", "generate_config.infer_tensor_parallel_size"}
-    with pytest.raises(ConfigError) as caught:
-        load_config({"model": model, "random_weights": True, "actor_config": {"tensor_model_parallel_size": 3}}, 2)
-    message = str(caught.value)
-    assert message.startswith("invalid configuration (")
-    assert (
-        "actor_config.tensor_model_parallel_size: TP 3 x PP 1 x CP 1 = 3 does not divide the world size 2. "
-        "Choose sizes whose product divides it" in message
-    )
-    assert "3 does not divide the number of attention heads 4" in message
-    assert "3 neither divides nor is a multiple of the 2 key/value heads" in message
-
-
 def test_every_impossible_setting_is_reported_at_once(model: Path) -> None:
-    found = violations(
-        model,
-        6,
-        {
-            "pipeline_model_parallel_size": 3,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 2,
-            "sequence_parallel": True,
-            "use_distributed_optimizer": False,
-            "overlap_param_gather": True,
-            "params_dtype": "float32",
-        },
-        {
-            "infer_tensor_parallel_size": 2,
-            "infer_pipeline_parallel_size": 5,
-            "infer_data_parallel_size": 5,
-            "infer_expert_parallel_size": 2,
-            "dtype": "bfloat16",
-        },
-    )
-    assert found.keys() == {
-        "actor_config.pipeline_model_parallel_size",
-        "actor_config.context_parallel_size",
-        "actor_config.expert_model_parallel_size",
-        "actor_config.expert_tensor_parallel_size",
-        "actor_config.sequence_parallel",
-        "actor_config.overlap_param_gather",
-        "generate_config.infer_pipeline_parallel_size",
-        "generate_config.infer_tensor_parallel_size",
-        "generate_config.infer_data_parallel_size",
-        "generate_config.infer_expert_parallel_size",
-        "generate_config.dtype",
+    actor = {
+        **{f"{kind}_parallel_size": 2 for kind in ("context", "expert_model", "expert_tensor")},
+        **{"pipeline_model_parallel_size": 3, "sequence_parallel": True, "overlap_param_gather": True},
     }
-    assert "4 layers do not divide into 3 stages" in str(found["actor_config.pipeline_model_parallel_size"])
-    assert "TP 2 x PP 5 x DP 5 is not the world size 6" in str(found["generate_config.infer_data_parallel_size"])
-    assert "bfloat16, but weights are sent in float32" in str(found["generate_config.dtype"])
+    sizes = {"tensor": 2, "pipeline": 5, "data": 5, "expert": 2}
+    generate = {"dtype": "float32", **{f"infer_{kind}_parallel_size": size for kind, size in sizes.items()}}
+    found = violations(model, 6, actor, generate)
+    assert found.keys() == {f"actor_config.{key}" for key in actor} | {f"generate_config.{key}" for key in generate}
+    message = str(found["generate_config.infer_data_parallel_size"])
+    assert message.startswith("generate_config.infer_data_parallel_size: TP 2 x PP 5 x DP 5 is not the world size 6. ")
 
 
-def test_stages_that_do_not_exist(model: Path) -> None:
-    found = violations(model, 1, {"virtual_pipeline_model_parallel_size": 2})
-    assert "without pipeline parallelism" in found["actor_config.virtual_pipeline_model_parallel_size"].problem
-    uneven = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4}
-    chunks = violations(model, 2, uneven)["actor_config.virtual_pipeline_model_parallel_size"]
-    assert "4 chunks do not divide a stage of 2 layers" in chunks.problem
-    odd = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9}
-    assert "2 does not divide the sequence length 9" in violations(model, 2, odd)["actor_config.seq_length"].problem
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """A configuration that sets the dotted `key`."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
 
 
-@pytest.mark.parametrize(
-    ("section", "values"),
-    [
-        *(
-            ("actor_config", {"optimizer": {key: float("inf")}})
-            for key in ("lr", "weight_decay", "adam_eps", "clip_grad")
-        ),
-        *(("actor_config", {"optimizer": {key: float("nan")}}) for key in ("lr", "adam_beta1")),
-        ("actor_config", {"lora": {"alpha": float("inf")}}),
-        ("actor_config", {"lora": {"rank": 10**9}}),
-        *(("actor_config", {"seed": seed}) for seed in (2**70, -5, True)),
-        ("actor_config", {"tensor_model_parallel_size": True}),
-        ("actor_config", {"pipeline_model_parallel_size": 10**9}),
-        ("actor_config", {"micro_batch_size": 10**30}),
-        ("actor_config", {"make_vocab_size_divisible_by": 10**12}),
-        ("actor_config", {"noop_layers": [10**9]}),
-        ("actor_config", {"pipeline_model_parallel_layout": "E" * 10**6}),
-        ("actor_config", {"pipeline_model_parallel_layout": "Et*999999999|L"}),
-        ("actor_config", {"pipeline_model_parallel_layout": "E(t|)*99999999999999999999L"}),
-        ("actor_config", {"pipeline_model_parallel_layout": "Et*９９９|L"}),
-        ("actor_config", {"frozen_parameters": ["*"]}),
-        ("actor_config", {"frozen_parameters": ["embedding.*", "decoder.*", "output_layer.*"]}),
-        *(("generate_config", {"timeout_seconds": value}) for value in (float("inf"), 1e300, 1e-9, 0, float("nan"))),
-        *(("generate_config", {"bucket_mb": value}) for value in (10**15, 0, True)),
-        ("generate_config", {"kv_cache_mb": 10**12}),
-        ("generate_config", {"max_model_len": 1}),
-        ("generate_config", {"max_num_seqs": 10**12}),
-        *(("generate_config", {"seed": seed}) for seed in (2**70, -5)),
-    ],
-)
-def test_numbers_that_no_job_has_are_refused(model: Path, section: str, values: dict[str, Any]) -> None:
+INF, NAN = float("inf"), float("nan")
+IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("actor_config.optimizer.lr", "actor_config.optimizer.adam_eps"), (INF, NAN)),
+    "actor_config.optimizer.adam_beta1": (NAN,),
+    "actor_config.lora.alpha": (INF,),
+    "actor_config.lora.rank": (10**9,),
+    "actor_config.seed": (2**70, -5, True),
+    "actor_config.tensor_model_parallel_size": (True,),
+    "actor_config.pipeline_model_parallel_size": (10**9,),
+    "actor_config.micro_batch_size": (10**30,),
+    "actor_config.noop_layers": ([10**9],),
+    "actor_config.pipeline_model_parallel_layout": (
+        *("E" * 10**6, "Et*999999999|L", "E(t|)*99999999999999999999L", "Et*９９９|L"),
+    ),
+    "actor_config.frozen_parameters": (["*"], ["embedding.*", "decoder.*", "output_layer.*"]),
+    "generate_config.timeout_seconds": (INF, 1e300, 1e-9, 0, NAN),
+    "generate_config.bucket_mb": (10**15, 0, True),
+    "generate_config.kv_cache_mb": (10**12,),
+    "generate_config.max_model_len": (1,),
+    "generate_config.seed": (2**70, -5),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in IMPOSSIBLE.items() for value in values])
+def test_numbers_that_no_job_has_are_refused(model: Path, key: str, value: Any) -> None:
     """At once: nothing is made of them first."""
-    kinds = {"actor_config": "actor", "generate_config": "generate"}
-    found = violations(model, 1, **{kinds[section]: values})
-    (key, value), *_ = values.items()
-    wanted = f"{section}.{key}" + (f".{next(iter(value))}" if isinstance(value, dict) else "")
-    assert any(name.startswith(wanted) for name in found), found
+    assert any(name.startswith(key) for name in violations(model, 1, **nested(key, value)))
 
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 10**9, 2.0, "2", None])
@@ -255,85 +196,57 @@ def test_numbers_of_ranks_that_cannot_be_are_refused(model: Path, world_size: An
     assert violations(model, world_size).keys() == {"world_size"}
 
 
-def test_texts_and_large_numbers_stay_possible(model: Path) -> None:
+def test_texts_of_numbers_stay_possible(model: Path) -> None:
     """YAML 1.1 takes 1e-6 for a text."""
-    actor = {"optimizer": {"lr": "1e-6", "clip_grad": 1e10}, "seed": 2**31 - 1, "frozen_parameters": ["embedding.*"]}
-    generate = {"timeout_seconds": 86400, "bucket_mb": 65536, "kv_cache_mb": 2**20}
-    config = load_config(
-        {"model": model, "random_weights": True, "actor_config": actor, "generate_config": generate}, 1
-    )
-    assert config.actor_config.optimizer.lr == 1e-6
+    values = {"model": model, "random_weights": True, **nested("actor_config.optimizer.lr", "1e-6")}
+    assert load_config(values, 1).actor_config.optimizer.lr == 1e-6
 
 
 def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
-    found = violations(
-        model,
-        2,
-        {
-            "tensor_parallel_size": 2,
-            "params_dtype": "int8",
-            "optimizer": {"learning_rate": 1, "weight_decy": 0},
-            "lora": {"rnak": 4},
-        },
-        {"infer_tensor_parallel_size": 0, "gpu_memory_utilisation": 0.4, "transport": "carrier pigeon"},
-    )
-    assert found.keys() == {
+    actor = {"tensor_parallel_size": 2, "params_dtype": "int8", "optimizer": {"learning_rate": 1}, "lora": {"rnak": 4}}
+    generate = {"infer_tensor_parallel_size": 0, "gpu_memory_utilisation": 0.4, "transport": "carrier pigeon"}
+    assert violations(model, 2, actor, generate, generation_config={}).keys() == {
         "actor_config.tensor_parallel_size",
         "actor_config.params_dtype",
         "actor_config.optimizer.learning_rate",
-        "actor_config.optimizer.weight_decy",
         "actor_config.lora.rnak",
         "generate_config.infer_tensor_parallel_size",
         "generate_config.gpu_memory_utilisation",
         "generate_config.transport",
+        "generation_config",
     }
-    assert found["actor_config.tensor_parallel_size"].remedy == "Did you mean tensor_model_parallel_size"
-    assert found["actor_config.optimizer.weight_decy"].remedy == "Did you mean weight_decay"
-    assert found["actor_config.lora.rnak"].remedy == "Did you mean rank"
-    assert found["actor_config.optimizer.learning_rate"].remedy == "Use lr"
-    assert found["generate_config.gpu_memory_utilisation"].remedy == "Did you mean gpu_memory_utilization"
-    assert "found 'carrier pigeon'" in found["generate_config.transport"].problem
 
 
 PROPOSED = {
+    "generation_config": "Did you mean generate_config",
     "actor": "Use actor_config",
     "lr": "Use actor_config.optimizer.lr",
-    "offload": "Use generate_config.offload_train_param, generate_config.offload_train_grad and generate_config.",
-    "actor_config.offload": "Use generate_config.offload_train_param, ",
-    "actor_config.dp": "Leave it out: it is the number of ranks over TP x PP x CP",
-    "actor_config.data_parallel_size": "Leave it out: it is the number of ranks",
-    "actor_config.revision": "Use revision at the top level",
-    "actor_config.gradient_accumulation_steps": "Leave it out: an update accumulates the rows of a rank / micro_batch",
-    "generate_config.temperature": "Pass Sampling(temperature=...) to generate_sequences",
-    "generate_config.n": "Pass Sampling(n=...) to generate_sequences",
-    "generate_config.max_new_tokens": "Pass Sampling(max_tokens=...) to generate_sequences",
-    "critic_config.lr": "Use critic_config.optimizer.lr",
     "actor_config.lr": "Use actor_config.optimizer.lr",
+    "critic_config.lr": "Use critic_config.optimizer.lr",
+    "actor_config.offload": "Use generate_config.offload_train_param, ",
+    "generate_config.offload": "Use offload_train_param, offload_train_grad, offload_train_optimizer",
+    "actor_config.dp": "Leave it out: it is the number of ranks over TP x PP x CP",
+    "actor_config.gradient_accumulation_steps": "Leave it out",
+    "generate_config.temperature": "Pass a Sampling to generate_sequences",
+    "actor_config.revision": "Use revision at the top level",
     "actor_config.max_model_len": "Use generate_config.max_model_len",
     "actor_config.tp": "Use tensor_model_parallel_size",
-    "actor_config.optimizer.betas": "Use adam_beta1 and adam_beta2",
+    "actor_config.lora.rnak": "Did you mean rank",
+    "actor_config.optimizer.betas": "Use adam_beta1, adam_beta2",
     "actor_config.optimizer.warmup_steps": "Did you mean actor_config.optimizer.schedule.lr_warmup_steps",
     "actor_config.weight_decy": "Did you mean actor_config.optimizer.weight_decay",
     "critic_config.tensor_model_parallel_size": "Use actor_config.tensor_model_parallel_size",
     "generate_config.tensor_model_parallel_size": "Use infer_tensor_parallel_size",
-    "generate_config.offload": "Use offload_train_param, offload_train_grad and offload_train_optimizer",
     "generate_config.tensor_parallel_size": "Did you mean infer_tensor_parallel_size",
     "critic_config.color": "Known keys: model, pipeline_model_parallel_layout, params_dtype",
-    "generate_config.size": "Known keys: infer_tensor_parallel_size",
 }
 """Unknown key -> how the remedy begins."""
 
 
 @pytest.mark.parametrize("key", PROPOSED)
 def test_an_unknown_key_is_answered_with_the_key_that_is_meant(key: str) -> None:
-    values: dict[str, Any] = {"model": "none"}
-    *parents, last = key.split(".")
-    section = values
-    for part in parents:
-        section = section.setdefault(part, {})
-    section[last] = 1
     with pytest.raises(ConfigError) as caught:
-        load_config(values, 1)
+        load_config({"model": "none", **nested(key, 1)}, 1)
     (found,) = caught.value.findings
     assert found.key == key
     assert found.remedy.startswith(PROPOSED[key])
@@ -341,7 +254,7 @@ def test_an_unknown_key_is_answered_with_the_key_that_is_meant(key: str) -> None
 
 def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
     known = {path[-1] for path in paths_of(HybridConfig)}
-    assert set().union(*ELSEWHERE.values()) <= known
+    assert set().union(*ALIASES.values()) <= known
 
 
 def test_the_number_of_ranks_is_the_environments_where_none_is_passed(
@@ -350,13 +263,10 @@ def test_the_number_of_ranks_is_the_environments_where_none_is_passed(
     values = {"model": model, "random_weights": True, "actor_config": {"tensor_model_parallel_size": 2}}
     monkeypatch.setenv("WORLD_SIZE", "2")
     load_config(values)
-    for told, problem in (("two", "'two' ranks"), ("0", "0 ranks"), (None, "is not given, and WORLD_SIZE is not set")):
-        monkeypatch.delenv("WORLD_SIZE")
-        if told is not None:
-            monkeypatch.setenv("WORLD_SIZE", told)
-        with pytest.raises(ConfigError, match=f"world_size: .*{problem}"):
+    for told in ("two", "0"):
+        monkeypatch.setenv("WORLD_SIZE", told)
+        with pytest.raises(ConfigError, match="world_size: "):
             load_config(values)
-        monkeypatch.setenv("WORLD_SIZE", "2")
 
 
 def test_a_files_name_is_said_with_what_is_wrong_in_it(tmp_path: Path) -> None:
@@ -367,35 +277,27 @@ def test_a_files_name_is_said_with_what_is_wrong_in_it(tmp_path: Path) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_unknown_sections_and_a_missing_model(model: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"generation_config": {}}, 1)
-    by_key = {finding.key: finding for finding in caught.value.findings}
-    assert by_key.keys() == {"model", "generation_config"}
-    assert by_key["generation_config"].remedy == "Did you mean generate_config"
-    assert by_key["model"].problem == "is missing"
-    assert by_key["model"].remedy.startswith("Add it: directory of a Hugging Face model, or its id on the Hub")
+@pytest.mark.parametrize(
+    ("contents", "key"),
+    [
+        (None, "model"),
+        ({"architectures": ["BertModel"]}, "model"),
+        ("{not json", "model"),
+        ({name: value for name, value in MODEL.items() if name != "hidden_size"}, "hidden_size"),
+    ],
+)
+def test_models_that_cannot_be_used(tmp_path: Path, contents: Any, key: str) -> None:
+    if contents is not None:
+        write_model(tmp_path / "model", contents)
+    assert violations(tmp_path / "model", 1).keys() == {key}
 
 
-def test_models_that_cannot_be_used(tmp_path: Path) -> None:
-    nowhere = violations(tmp_path / "nowhere", 1)["model"]
-    assert "nowhere/config.json cannot be read: No such file" in nowhere.problem
-    unknown = violations(write_model(tmp_path / "a", {"architectures": ["BertModel"]}), 1)["model"]
-    assert "BertModel" in unknown.problem
-    assert "LlamaForCausalLM" in unknown.problem
-    incomplete = {name: value for name, value in MODEL.items() if name != "hidden_size"}
-    missing = violations(write_model(tmp_path / "b", incomplete), 1)["hidden_size"]
-    assert missing.problem == f"is missing, in {tmp_path / 'b' / 'config.json'}"
-    assert "is not JSON" in violations(write_model(tmp_path / "c", "{not json"), 1)["model"].problem
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    broken, empty = tmp_path / "broken.yaml", tmp_path / "empty.yaml"
-    broken.write_text("model: [")
-    empty.write_text("")
-    for file, text in ((broken, "broken.yaml"), (tmp_path / "none.yaml", "none.yaml"), (empty, "configuration")):
-        with pytest.raises(HybridEngineError, match=text):
-            load_config(file, 1)
+@pytest.mark.parametrize(("name", "contents"), [("broken.yaml", "model: ["), ("none.yaml", None), ("empty.yaml", "")])
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, contents: str | None) -> None:
+    if contents is not None:
+        (tmp_path / name).write_text(contents)
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / name, 1)
 
 
 def test_reading_a_configuration_needs_no_engine() -> None:
@@ -406,3 +308,67 @@ def test_reading_a_configuration_needs_no_engine() -> None:
         "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+CODE = {"trust_remote_code": True, "worker_extension_cls": "somebody.Extension", "logits_processors": ["somebody:It"]}
+
+
+def test_no_file_names_code_and_a_program_may(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="live objects are of torch")
+    read_source = import_module("hybrid_engine.attaching.attachment").read_source
+    values = {"model": str(model), "random_weights": True, "generate_config": {"vllm": CODE}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    keys = {f"generate_config.vllm.{name}" for name in CODE}
+    for source in (path, values, read_source(path)[0]):  # a mapping: a program may have read it from a file
+        with pytest.raises(ConfigError) as caught:
+            load_config(source, 1)
+        assert {found.key for found in caught.value.findings} == keys
+        assert all("FromProgram" in found.remedy for found in caught.value.findings)
+    config = load_config({**values, "generate_config": {"vllm": FromProgram(CODE)}}, 1)
+    assert dict(config.generate_config.vllm) == CODE
+    again = [config, pickle.loads(pickle.dumps(config)), read_source(config)[0]]
+    again.append({**values, "generate_config": generate_values({"vllm": FromProgram(CODE)})})
+    for source in again:  # who gave them is not forgotten on the way
+        found = source if isinstance(source, HybridConfig) else load_config(source, 1)
+        assert isinstance(found.generate_config.vllm, FromProgram)
+
+
+def test_a_tag_of_yaml_makes_no_arguments_of_a_programs(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    tag = "!!python/object/new:hybrid_engine.config.keys.FromProgram"
+    path.write_text(f"model: {model}\nrandom_weights: true\ngenerate_config:\n  vllm: {tag} {{a: 1}}\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(path, 1)
+
+
+def test_every_wrong_value_is_said_by_the_key_that_was_given() -> None:
+    wrong = {
+        "tp_size": 0,
+        "pp_size": 10**9,
+        "timeout_seconds": float("inf"),
+        "seed": 2**80,
+        "dp_type": [1],
+        "tp_sise": 2,
+        "model": 5,
+    }
+    with pytest.raises(ConfigError) as caught:
+        generate_values({**wrong, "infer_expert_parallel_size": "x"})
+    expected = {f"rollout_config.{key}" for key in (*wrong, "infer_expert_parallel_size")}
+    assert {found.key for found in caught.value.findings} == expected
+
+
+@pytest.mark.parametrize("value", [5, "tp_size", [1], {5: 1}])
+def test_what_is_no_mapping_of_keys_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="rollout_config"):
+        generate_values(value)
+    with pytest.raises(ConfigError, match="train_config"):
+        read_train_config(value, 1)
+
+
+def test_short_names_and_the_model_pass() -> None:
+    values = generate_values({"tp_size": 2, "dp_type": "none", "model": "directory", "max_model_len": 64})
+    assert values == {
+        **{"infer_tensor_parallel_size": 2, "infer_data_parallel_size": 1},
+        **{"model": "directory", "max_model_len": 64},
+    }

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from hybrid_engine.config import HybridConfig, find_violations
-from hybrid_engine.config.critic_rules import critic_of
-from hybrid_engine.config.memory_rules import memory_plan, watches_memory
+from hybrid_engine.config.job_rules import critic_of, memory_plan, watches_memory
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.models.value_table import HEAD
+from hybrid_engine.models.table import VALUE_HEAD
 from tests.hybrid_engine.config.test_constraints import DENSE, EXPERTS, PP2, TP2, VPP2
 from tests.zoo.families import write_config
 
@@ -36,7 +35,7 @@ def test_what_is_left_out_is_the_actors(dense: Path) -> None:
     assert (built.tensor_model_parallel_size, built.num_layers_in_first_pipeline_stage, built.seed) == (2, 1, 7)
     assert (built.micro_batch_size, built.optimizer.lr, built.params_dtype) == (2, 1e-2, "float32")
     assert (built.lora, built.frozen_parameters) == (None, ())
-    assert critic.table.shapes[HEAD] == (1, 64)
+    assert critic.table.shapes[VALUE_HEAD] == (1, 64)
 
 
 def test_rules_of_a_step_are_the_critics_too_under_its_keys(dense: Path) -> None:

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 import hybrid_engine
 from examples import bring_your_own_megatron as example
 from hybrid_engine.errors import ComputationError, ConfigError, StateError
-from hybrid_engine.ranks.start_up import join_process_group
+from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.switch.states import State
 from tests.harness.absent import left_out
 from tests.zoo.abilities import refused, stored_and_loaded

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.vllm import InferenceEngine
 from hybrid_engine.backends.vllm.native_load import native_parameters
-from hybrid_engine.switch.contexts import SwitchContexts
+from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.zoo import sharded_models, workers
 from tests.zoo.tiny_models import label_log_probs, token_batch
 
@@ -171,7 +171,7 @@ def with_adapters(model_path: Path, directory: Path) -> dict[str, Round]:
 
     rounds = Rounds(worker, worker.inference, save_once, path, worker.adapter)
     found = {name: rounds.run(action) for name, action in {"first": None, "step": step, "another": step}.items()}
-    found |= {"none": rounds.run(), "forgotten": rounds.run(worker.sharding._forget_deliveries)}
+    found |= {"none": rounds.run(), "forgotten": rounds.run(worker.sharding._forget_sent)}
     worker.shutdown()
     return found
 
@@ -182,6 +182,6 @@ def _common(rounds: Rounds, engine: SwitchContexts, step: Action, write_unseen: 
         "step": rounds.run(step),
         "another": rounds.run(step),
         "none": rounds.run(),
-        "forgotten": rounds.run(engine.sharding._forget_deliveries),
+        "forgotten": rounds.run(engine.sharding._forget_sent),
         "written": rounds.run(write_unseen),
     }

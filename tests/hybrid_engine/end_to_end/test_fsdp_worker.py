@@ -121,7 +121,8 @@ def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
     page = (REPO_ROOT / "docs" / "generation.md").read_text()
     for snippet in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(snippet, "docs/generation.md", "exec"), names)
-    return {"chats": names["chats"], "raw": list(names["outputs"][0].outputs[0].token_ids)}
+    turns = {name: names[name] for name in ("turn", "chats", "sampled")}
+    return {**turns, "raw": list(names["outputs"][0].outputs[0].token_ids)}
 
 
 def _boundary(worker: Any) -> dict[str, Any]:
@@ -226,8 +227,9 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 def test_the_snippets_about_generation_run(launched: Outcomes) -> None:
     for found in launched["switched"]:
-        (chat,) = found["snippets"]["chats"]
-        assert [message["role"] for message in chat] == ["user", "assistant"] * 2 + ["user"]
+        (chat,), (sampled,) = found["snippets"]["chats"], found["snippets"]["sampled"]
+        assert len(sampled) == len(chat) == 3 * len(found["snippets"]["turn"]) + sum(sampled)
+        assert sum(sampled) > 0
         assert found["snippets"]["raw"] == launched["switched"][0]["snippets"]["raw"]
 
 

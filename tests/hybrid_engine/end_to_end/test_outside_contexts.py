@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
-from hybrid_engine.switch.contexts import SwitchContexts
+from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models, workers
 

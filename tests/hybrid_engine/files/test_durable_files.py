@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import pickle
-import subprocess
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +12,11 @@ import pytest
 import torch
 
 from hybrid_engine.errors import ConfigError, FileError, StateError, Violation
-from hybrid_engine.files import durable as durable_files
 from hybrid_engine.files.durable import (
     append_text,
-    current_directory,
     naming,
     recover_directory,
     replace_directory,
-    reserve,
     sync,
     write_text,
 )
@@ -39,7 +34,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "json": (lambda path: json.loads("{"), "damaged or cut short (JSONDecodeError: Expecting property name"),
     "deep json": (lambda path: json.loads("[" * 100_000), "damaged or cut short (RecursionError"),
     "utf-8": (lambda path: b"\xff".decode(), "damaged or cut short (UnicodeDecodeError: "),
-    "directory": (lambda path: path.read_text(), "is a directory. It is a directory: name a file"),
+    "directory": (lambda path: path.read_text(), "is a directory"),
     "no archive": (lambda path: torch.load(__file__, weights_only=True), "damaged or cut short (UnpicklingError"),
     "long name": (lambda path: (path / ("x" * 300)).write_text(""), "file name too long"),
 }
@@ -51,6 +46,7 @@ def test_an_error_about_a_file_names_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(FileError) as caught, naming("reading the settings", tmp_path, "Write them again"):
         fault(tmp_path)
     assert str(caught.value).startswith(f"reading the settings {tmp_path}: {message}")
+    assert str(caught.value).endswith("Write them again" if "damaged" in message else "its file system allows")
     assert caught.value.__cause__ is not None
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -61,12 +57,6 @@ def test_other_errors_pass() -> None:
         with pytest.raises(type(error)) as caught, naming("reading", "there"):
             raise error
         assert caught.value is error
-
-
-def test_the_remedy_for_damage_is_the_callers() -> None:
-    message = r"reading latest: damaged .*\. Name an older one in latest$"
-    with pytest.raises(FileError, match=message), naming("reading", "latest", "Name an older one in latest"):
-        json.loads("")
 
 
 class Unpicklable:
@@ -82,12 +72,6 @@ def test_what_fails_in_memory_is_no_fault_of_the_file_being_written(tmp_path: Pa
         torch.save({"a": Unpicklable()}, file)
 
 
-def test_a_system_error_without_a_number_is_told_too() -> None:
-    message = r"writing there: .*\(UnsupportedOperation: not writable\)\. Name another path"
-    with pytest.raises(FileError, match=message), naming("writing", "there"):
-        raise io.UnsupportedOperation("not writable")
-
-
 def test_a_system_error_that_was_dealt_with_is_not_the_cause(tmp_path: Path) -> None:
     message = r"damaged or cut short \(ValueError: no number\)"
     with pytest.raises(FileError, match=message), naming("reading", tmp_path, "Write it again"):
@@ -97,15 +81,10 @@ def test_a_system_error_that_was_dealt_with_is_not_the_cause(tmp_path: Path) -> 
             raise ValueError("no number") from None
 
 
-def test_a_path_with_a_nul_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="a path cannot contain a NUL"):
-        write_text(f"{tmp_path}/a\0b", "")
-
-
 def test_a_limit_is_told_and_the_old_text_stays(tmp_path: Path) -> None:
     path = tmp_path / "text"
     write_text(path, "old")
-    with file_size_limit(1000), pytest.raises(FileError, match=r"writing .*text: file too large \(limit 1,000\)"):
+    with file_size_limit(1000), pytest.raises(FileError, match=r"writing .*text: file too large"):
         write_text(path, "x" * 2000)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -127,16 +106,6 @@ def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:
     message = rf"writing the checkpoint {path}: no space left on device \(0\.0 MB free"
     with pytest.raises(FileError, match=message), naming("writing the checkpoint", path), path.open("wb") as file:
         torch.save({"a": torch.zeros(MIB)}, file)
-
-
-def test_a_reservation_is_real(small_disk: Path) -> None:
-    with (small_disk / "file").open("w+b") as file:
-        reserve(file.fileno(), MIB)
-        reserve(file.fileno(), 0)
-        assert os.fstat(file.fileno()).st_blocks * 512 >= MIB
-        with pytest.raises(OSError, match="No space left"):
-            reserve(file.fileno(), 4 * MIB)
-        assert os.fstat(file.fileno()).st_size == MIB
 
 
 def test_a_killed_write_leaves_old_or_new(tmp_path: Path) -> None:
@@ -195,49 +164,28 @@ def texts(path: Path) -> set[str]:
     return {entry.read_text() for entry in path.iterdir()}
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_killed_replacement_leaves_the_old_directory_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
-) -> None:
-    """Killed before every call to the system; both ways, for few file systems cannot exchange names."""
-    if not can_exchange:
-        monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
+def test_a_killed_replacement_leaves_the_old_directory_or_the_new(tmp_path: Path) -> None:
+    """Killed before every call to the system; between the renames the old one is beside its place."""
     target, new = tmp_path / "target", tmp_path / "target.incomplete"
     tried = []
 
     def prepare() -> None:
-        recover_directory(target)
         for path in (target, new):
-            subprocess.run(["rm", "-rf", str(path)], check=True)
+            shutil.rmtree(path, ignore_errors=True)
         make_directory(target, "old")
         make_directory(new, "new")
 
     for _ in kill_at_every_step(lambda: replace_directory(new, target), prepare):
-        tried.append(texts(current_directory(target)))
-        if can_exchange:
-            assert texts(target) == tried[-1]
+        assert not target.exists() or texts(target) in ({"old"}, {"new"})
         recover_directory(target)
-        assert texts(target) == tried[-1]
+        tried.append(texts(target))
         assert not list(tmp_path.glob("*.replaced*"))
-    assert tried[0] == {"old"}
-    assert tried[-1] == {"new"}
     assert tried == sorted(tried, key=lambda found: found == {"new"})
+    assert (tried[0], tried[-1]) == ({"old"}, {"new"})
     assert not new.exists()
-
-
-def test_this_system_exchanges_directories(tmp_path: Path) -> None:
-    """ctypes calls what it is meant to call."""
-    first, second = make_directory(tmp_path / "first", "1"), make_directory(tmp_path / "second", "2")
-    if not durable_files._exchange(first, second):
-        pytest.skip("this file system cannot exchange names")
-    assert (texts(first), texts(second)) == ({"2"}, {"1"})
-    with pytest.raises(FileNotFoundError):
-        durable_files._exchange(first, tmp_path / "nothing")
-
-
-def test_the_first_directory_is_renamed(tmp_path: Path) -> None:
-    replace_directory(make_directory(tmp_path / "new", "new"), tmp_path / "target")
-    assert texts(tmp_path / "target") == {"new"}
+    shutil.rmtree(target)
+    replace_directory(make_directory(new, "first"), target)
+    assert texts(target) == {"first"}
 
 
 def test_a_failed_sync_is_an_error(tmp_path: Path) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,8 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from hybrid_engine.cli import app
-from hybrid_engine.errors import FileError, ReshardError
-from hybrid_engine.files.scratch import _remove_abandoned, scratch_directory
+from hybrid_engine.errors import ReshardError
 from hybrid_engine.verification.reference import Reference
 from tests.hybrid_engine.cli.test_plan_command import job, saved
 from tests.zoo.published_configs import LLAMA_3_8B
@@ -55,60 +51,13 @@ def start(program: str) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
-def end(process: subprocess.Popen[str], number: signal.Signals) -> int:
-    process.send_signal(number)
+def test_sigterm_removes_the_directory(temporary: Path) -> None:
+    process, path = start(HOLDER)
+    assert (Path(path) / "weights").exists()
+    process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    return process.returncode
-
-
-def test_directories_of_killed_processes_go_at_the_next_start_and_those_of_others_stay(temporary: Path) -> None:
-    killed, killed_path = start(HOLDER)
-    alive, alive_path = start(HOLDER)
-    try:
-        assert end(killed, signal.SIGKILL) == -signal.SIGKILL
-        assert (Path(killed_path) / "weights").exists()
-        with scratch_directory("held-") as own:
-            assert not Path(killed_path).exists()
-            assert sorted(temporary.iterdir()) == sorted([Path(alive_path), own])
-    finally:
-        assert end(alive, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGTERM
     assert list(temporary.iterdir()) == []
-
-
-def test_a_directory_that_is_taken_for_abandoned_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another start, between its creation and its lock."""
-    made, make = [], tempfile.mkdtemp
-
-    def make_and_lose(**options: str) -> str:
-        made.append(make(**options))
-        if len(made) == 1:
-            _remove_abandoned("held-")
-        return made[-1]
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
-    with scratch_directory("held-") as own:
-        assert len(made) == 2
-        assert str(own) == made[1]
-        assert own.is_dir()
-
-
-def test_a_file_system_without_locks_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretended: those that can be mounted here have locks."""
-
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    message = r"locking .*held-\w+: Operation not supported\. Set TMPDIR"
-    with pytest.raises(FileError, match=message), scratch_directory("held-"):
-        pass
-    assert list(temporary.iterdir()) == []
-    saved(temporary, LLAMA_3_8B)
-    result = CliRunner().invoke(app, ["verify", *job(str(temporary), 1)])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("locking ")
-    assert result.stderr.count("\n") == 1
-    assert [path.name for path in temporary.iterdir()] == ["config.json"]
 
 
 def test_after_a_failure_another_process_is_asked(temporary: Path) -> None:

@@ -6,6 +6,10 @@ What every family holds in every kind of layout is compared with traced models i
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -13,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.layouts.inference import expert_bounds, inference_side, stage_bounds
+from hybrid_engine.layouts.inference import differences, expert_bounds, inference_side, stage_bounds
 from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace
 from hybrid_engine.models import table_for
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, regions_by_tensor
 
@@ -29,6 +35,7 @@ def test_stages_are_vllms(num_layers: int, stages: int) -> None:
 
 
 @given(st.integers(1, 70), st.integers(1, 12))
+@pytest.mark.slow
 def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
     maps = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
     bounds = expert_bounds(num_experts, blocks)
@@ -56,16 +63,6 @@ def test_positions() -> None:
     turned = InferenceParallelism(16, tensor=2, pipeline=2, expert=4, rank_order=tuple(range(15, -1, -1)))
     assert turned.place_of(0) == sizes.place_of(15)
     assert InferenceParallelism(4, tensor=2).place_of(3) == InferencePlace(3, 1, 1, 0, dp_rank=1, expert_rank=0)
-
-
-def test_positions_count_shards_then_stages_then_replicas() -> None:
-    sizes = InferenceParallelism(12, tensor=2, pipeline=3)
-    places = [sizes.place_of(rank) for rank in range(12)]
-    counted = [(place.dp_rank, place.pp_rank, place.tp_rank) for place in places]
-    assert counted == [(dp, pp, tp) for dp in range(2) for pp in range(3) for tp in range(2)]
-    order = (5, 3, 1, 0, 2, 4, 11, 10, 9, 8, 7, 6)
-    ordered = InferenceParallelism(12, tensor=2, pipeline=3, rank_order=order)
-    assert [ordered.place_of(rank) for rank in order] == places
 
 
 def test_replicas_that_share_experts_step_together() -> None:
@@ -115,3 +112,50 @@ def test_impossible_sizes_are_refused() -> None:
     assert sorted(set(keys)) == ["expert", "pipeline", "rank_order", "tensor"], caught.value
     with pytest.raises(ConfigError, match="pipeline: 0 is not a valid size"):
         inference_side(table_for(DENSE), InferenceParallelism(8, pipeline=0))
+
+
+# -- differences from what an engine holds ---------------------------------------------------------------------------
+
+SHAPE = (3, 4)
+BUFFER = BufferId(0, "buffer")
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[Region]:
+    """Some boxes of a small matrix, which may overlap."""
+    spans = [[(start, stop) for start in range(size) for stop in range(start + 1, size + 1)] for size in SHAPE]
+    chosen = draw(st.lists(st.tuples(*map(st.sampled_from, spans)), max_size=4))
+    return [Region("weight", (a, c), (b - a, d - c)) for (a, b), (c, d) in chosen]
+
+
+def layout_of(regions: Iterable[Region]) -> Layout:
+    shards = [Shard(region, Place(BUFFER, 0, (SHAPE[1], 1))) for region in regions]
+    return Layout({"weight": SHAPE}, {BUFFER: Buffer(12, "float32", "")}, tuple(shards))
+
+
+def elements(regions: Iterable[Region]) -> set[tuple[int, ...]]:
+    return {element for region in regions for element in itertools.product(*map(range, region.offsets, region.ends))}
+
+
+@given(boxes(), boxes())
+def test_what_differs_differs_in_an_element(one: list[Region], other: list[Region]) -> None:
+    expected = [] if elements(one) == elements(other) else ["weight"]
+    assert differences(layout_of(one), layout_of(other)) == expected
+
+
+def test_a_rank_that_holds_something_else_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torch", reason="the layouts that are compared are of live buffers")
+    warn_of_differences = import_module("hybrid_engine.assembly").warn_of_differences
+    side = inference_side(table_for(DENSE), InferenceParallelism(2, tensor=2))
+    own, others = side.layout_of(0), side.layout_of(1)
+    lacking = replace(own, shards=own.shards[1:])
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        warn_of_differences(own, own, rank=0)
+        assert not caplog.records
+        warn_of_differences(own, lacking, rank=0)
+        warn_of_differences(own, others, rank=1)
+    missing, cut = (record.getMessage() for record in caplog.records)
+    assert "rank 0: vLLM holds other parts of 1 tensors" in missing
+    assert f"e.g. {own.shards[0].region.tensor}: " in missing
+    whole = {shard.region.tensor for shard in own.shards if shard.region.lengths == own.tensors[shard.region.tensor]}
+    assert f"rank 1: vLLM holds other parts of {len(own.tensors) - len(whole)} tensors" in cut

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
-from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations, uneven_ends
+from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.records.regions import Region
@@ -229,20 +226,3 @@ def test_what_each_chunk_has() -> None:
     apart = chunks_of(TrainParallelism(1, pipeline=2, pipeline_layout="Ett||m|L"), 2, 1)
     assert [chunk.has_final_norm for chunk in apart] == [True, False, False, False]
     assert [chunk.has_mtp for chunk in apart] == [False, False, True, False]
-
-
-def test_uneven_ends_that_are_proposed_can_be_had() -> None:
-    proposed = 0
-    for num_layers, pipeline, virtual in itertools.product(range(1, 90), range(2, 20), (None, 2, 3)):
-        sizes = TrainParallelism(pipeline, pipeline=pipeline, virtual_pipeline=virtual)
-        if (ends := uneven_ends(sizes, num_layers)) is not None:
-            proposed += 1
-            uneven = replace(
-                sizes, num_layers_in_first_pipeline_stage=ends.first, num_layers_in_last_pipeline_stage=ends.last
-            )
-            assert not list(split_violations(uneven, num_layers, 0)), (sizes, num_layers, ends)
-            counts = Counter(chunk.stage for chunk in chunks_of(uneven, num_layers, 0) for _ in chunk.attention)
-            assert len(counts) == pipeline, "a layer on every stage"
-            assert sum(counts.values()) == num_layers
-    assert proposed > 1000
-    assert uneven_ends(TrainParallelism(16, pipeline=16), 61) == (3, 2)

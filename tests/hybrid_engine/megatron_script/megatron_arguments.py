@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 
 from hybrid_engine.backends.megatron.megatron_config import described_config
 from hybrid_engine.models import table_for
-from megatron_patches.arguments import ReshardingOptions
+from megatron_patches.engines import ReshardingOptions
 from tests.zoo.families import served_config
 
 LLAMA = served_config("llama")

@@ -2,8 +2,8 @@
 
 So does `pretrain_hybrid.py`, where the checkout has it.
 
-MEGATRON_LM_PATH names a git checkout of a version in patches/; it is cloned, not touched. `make megatron-tests` puts it
-on PYTHONPATH too, as its version need not be the installed one. A run takes half a minute to two.
+MEGATRON_LM_PATH names a git checkout of a version that has patches; it is cloned, not touched. `nox -s megatron-tests`
+puts it on PYTHONPATH too, as its version need not be the installed one. A run takes half a minute to two.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ class Scripts:
         self.directory = directory
         self.plain = self._clone("plain")
         self.patched = self._clone("patched")
-        subprocess.run([REPO_ROOT / "patches" / "apply.sh", self.patched], check=True, capture_output=True)
+        subprocess.run(
+            [REPO_ROOT / "megatron_patches" / "patches" / "apply.sh", self.patched], check=True, capture_output=True
+        )
         settings = {"max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 120}
         for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
             model = directory / name

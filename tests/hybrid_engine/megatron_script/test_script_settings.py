@@ -7,22 +7,19 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
-from hybrid_engine.config import training_rules
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.megatron_script import make_engine, script_engine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
-from megatron_patches.arguments import ReshardingOptions
+from megatron_patches.engines import ReshardingOptions
 from megatron_patches.errors import ScriptError
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
-from tests.zoo.families import served_config
 
 
 @pytest.fixture
@@ -102,12 +99,6 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     assert "lines 2, 3 are not prompts" in str(caught.value)
 
 
-def test_the_file_names_no_code(files: dict[str, Path]) -> None:
-    files["config"].write_text(f"model: {files['model']}\ngenerate_config: {{vllm: {{trust_remote_code: true}}}}\n")
-    with pytest.raises(ConfigError, match=r"vllm\.trust_remote_code: a configuration file cannot set it"):
-        read_settings(script_of(ReshardingOptions(enabled=True, config=files["config"])))
-
-
 def test_megatron_cores_own_configuration_is_refused(files: dict[str, Path]) -> None:
     core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
     core.fp8, core.fp8_param = "hybrid", True
@@ -163,46 +154,16 @@ def test_a_model_that_differs_is_refused_with_the_rest(files: dict[str, Path]) -
     assert {finding.key for finding in caught.value.findings} == {"--hidden-size", "--resharding-callback"}
 
 
-def refused(files: dict[str, Path], hf: dict[str, Any], **args: Any) -> dict[str, str]:
-    """Key -> what is said of a script that trains the model `hf`."""
-    (files["model"] / "config.json").write_text(json.dumps(hf))
-    options = ReshardingOptions(enabled=True, config=files["config"])
-    with pytest.raises(ConfigError) as caught:
-        read_settings(script_of(options, transformer_config(hf), **args))
-    return {finding.key: str(finding) for finding in caught.value.findings}
-
-
-def test_what_the_architecture_asks_for_and_megatron_does_not_compute_is_refused(files: dict[str, Path]) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    found = refused(files, {**LLAMA, "rope_scaling": yarn})
-    assert found.keys() == {"model"}
-    assert "rotary scaling of type 'yarn'" in found["model"]
-    assert "--rotary-seq-len-interpolation-factor" in refused(files, LLAMA, rotary_seq_len_interpolation_factor=8)
-
-
-def test_experts_that_would_diverge_are_refused(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-core before 0.19 trains replicas of experts apart where TP > 1, EP = 1 and ETP = 1, whoever loops."""
-    hf = served_config("qwen3_moe")
-    flags = {"num_experts": 4, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
-    monkeypatch.setattr(training_rules, "_megatron_core_version", lambda: "0.18.2")
-    found = refused(files, hf, **flags)
-    assert found.keys() == {"actor_config.expert_tensor_parallel_size"}
-    assert "replicas of the experts would diverge" in found["actor_config.expert_tensor_parallel_size"]
-    monkeypatch.setattr(training_rules, "_megatron_core_version", lambda: "0.19.2")
-    options = ReshardingOptions(enabled=True, config=files["config"])
-    assert read_settings(script_of(options, transformer_config(hf), **flags)).table.dims.num_experts == 4
-
-
 def test_the_model_that_was_built_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arguments the script's builder passes on shows then only."""
     model = torch.nn.Module()
     model.config = transformer_config(glu_linear_offset=1.0)
     values = {"rotary_frequencies": torch.ones(16), "padded_vocab_size": 10_000}
-    monkeypatch.setattr("hybrid_engine.backends.megatron.live_settings.config_of", lambda chunk: chunk.config)
+    monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.config_of", lambda chunk: chunk.config)
     monkeypatch.setattr(
-        "hybrid_engine.backends.megatron.live_settings.model_arguments", lambda chunk: Namespace(**{**ARGS, **values})
+        "hybrid_engine.backends.megatron.live_model.model_arguments", lambda chunk: Namespace(**{**ARGS, **values})
     )
-    monkeypatch.setattr("hybrid_engine.backends.megatron.live_settings.own_class", lambda chunk: None)
+    monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.own_class", lambda chunk: None)
     engine = script_engine.ScriptEngine.__new__(script_engine.ScriptEngine)
     engine.settings = SimpleNamespace(table=table_for(LLAMA))
     with pytest.raises(ScriptError) as caught:

@@ -15,6 +15,7 @@ from tests.hybrid_engine.memory.test_elastic import num_open_fds
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     gc.collect()
+    gc.freeze()  # once collected, what is there need not be gone through for each of these tests
     resource_tracker.ensure_running()  # multiprocessing's, which stays: it has a descriptor
     fds = num_open_fds()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,8 +1,9 @@
-"""The model of the CUDA driver in the place of the driver."""
+"""Elastic buffers over the driver of tests/harness/libcuda.py."""
 
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -10,30 +11,37 @@ import torch
 from hybrid_engine.memory import device_pages, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.elastic import ElasticBuffer
-from tests.harness.fake_cuda_driver import FakeCudaDriver
+from tests.harness.libcuda import GRANULE, LibCuda
 
-GRANULE = 65536
 CHUNK = 2 * GRANULE
 
 
 class RecordingDriver(CudaDriver):
-    """Also notes the waits, which there is nothing to be done for here, among the calls of the model."""
+    """Notes the driver's calls, and the waits, for which there is nothing to be done here."""
+
+    calls: list[str]
+
+    def __init__(self, *arguments: Any) -> None:
+        self.calls = []
+        super().__init__(*arguments)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self.calls.append(name)
+        return super()._call(name, *arguments)
 
     def finish_stream(self) -> None:
-        self._api.calls.append("finish_stream")
-        super().finish_stream()
+        self.calls.append("finish_stream")
 
     def synchronize(self) -> None:
-        self._api.calls.append("synchronize")
-        super().synchronize()
+        self.calls.append("synchronize")
 
 
 class Rig:
-    """The model of the driver in the place of the driver; tensors over its memory are on the CPU."""
+    """The device's memory in the place of a GPU's; tensors over it are on the CPU."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, **settings: object) -> None:
-        self.fake = FakeCudaDriver(granule=GRANULE, **settings)
-        self.driver = RecordingDriver(self.fake, torch.device("cpu"))
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.cuda = LibCuda()
+        self.driver = RecordingDriver(self.cuda.api, torch.device("cpu"))
         patch.setattr(elastic, "driver_of", lambda ordinal: self.driver)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(device_pages, "CHUNK_NBYTES", CHUNK)
@@ -43,4 +51,4 @@ class Rig:
 
     def assert_nothing_is_left(self) -> None:
         gc.collect()
-        assert self.fake.leaks() == {"handles": 0, "mappings": 0, "ranges": 0}
+        assert self.cuda.leaks() == {"handles": 0, "mappings": 0, "ranges": 0}

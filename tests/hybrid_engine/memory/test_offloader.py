@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.memory.offloader import MegatronOffloader
 
 SIZE = 32
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Model:
@@ -100,16 +103,6 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
     assert not model.grad_data.any()
 
 
-def test_elastic_storage_keeps_its_address_and_views_stay_valid():
-    model = Model(elastic=True)
-    offloader = MegatronOffloader(model.inventory, "cpu")
-    model.step(0)
-    addresses = [parameter.data_ptr() for parameter in model.network.parameters()]
-    offloader.offload()
-    offloader.onload()
-    assert addresses == [parameter.data_ptr() for parameter in model.network.parameters()]
-
-
 def test_dropped_gradients_come_back_as_zeros_even_if_written_meanwhile():
     grad = allocate_elastic(5000, torch.float32, "cpu", "grad").fill_(1)
     offloader = MegatronOffloader(lambda: [OffloadItem("grad", "grad", grad, "drop")], "cpu")
@@ -117,22 +110,6 @@ def test_dropped_gradients_come_back_as_zeros_even_if_written_meanwhile():
     grad[17] = 5
     offloader.onload()
     assert not grad.any()
-
-
-def test_calls_are_idempotent_and_kinds_independent():
-    model = Model(elastic=True)
-    offloader = MegatronOffloader(model.inventory, "cpu")
-    model.step(0)
-    before = model.param_data.clone()
-    assert offloader.offload(["param"]).nbytes["param"] > 0
-    assert offloader.offload(["param"]).nbytes == {}
-    assert set(offloader.offload(["param", "optimizer"]).nbytes) == {"optimizer"}
-    assert offloader.onload(["grad"]).nbytes == {}
-    assert set(offloader.onload().nbytes) == {"param", "optimizer"}
-    assert offloader.onload().nbytes == {}
-    assert torch.equal(model.param_data, before)
-    with pytest.raises(ValueError, match="'weights' is not one of param, grad, optimizer"):
-        offloader.offload(["weights"])
 
 
 def test_arena_is_reused_and_grows_when_state_appears():
@@ -267,3 +244,45 @@ def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
     assert away["optimizer"]
     offloader.onload()
     assert all(map(torch.equal, model.tensors(), before))
+
+
+# Caches.
+
+
+class Holder:
+    """A flat weight, and a cache that is computed from it."""
+
+    def __init__(self) -> None:
+        self.weight = allocate_elastic(PAGE, torch.int32, "cpu", "param").fill_(1)  # takes its pages
+        self.caches: dict[str, torch.Tensor] = {"mask": torch.ones(50)}
+
+    def items(self) -> list[OffloadItem]:
+        caches = [OffloadItem(n, "param", t, "rebuild", forget=self.caches.clear) for n, t in self.caches.items()]
+        return [OffloadItem("weight", "param", self.weight), *caches]
+
+    def offloader(self) -> MegatronOffloader:
+        return MegatronOffloader(self.items)
+
+
+def test_caches_are_forgotten_with_their_kind_even_when_that_is_away():
+    holder = Holder()
+    offloader = holder.offloader()
+    assert offloader.resident_nbytes()["param"] == {"weight": 4 * PAGE, "mask": 200}
+    assert offloader.offload({"optimizer"}).nbytes == {"optimizer": 0}
+    assert holder.caches
+    report = offloader.offload()
+    assert report.nbytes["param"] == 4 * PAGE + 200
+    assert report.copied_nbytes["param"] == 4 * PAGE
+    assert holder.caches == {}
+    holder.caches["mask"] = torch.ones(50)  # somebody computed with other weights meanwhile
+    assert offloader.offload().nbytes == {}
+    assert holder.caches == {}
+    assert sum(offloader.onload().nbytes.values()) == 4 * PAGE
+
+
+def test_a_tensor_that_somebody_keeps_is_no_cache():
+    holder = Holder()
+    holder.caches["mask"] = holder.weight[:10]
+    offloader = holder.offloader()
+    assert offloader.offload().nbytes["param"] == 4 * PAGE
+    assert holder.caches

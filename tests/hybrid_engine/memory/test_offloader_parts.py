@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offload_items as inventory_module
-from hybrid_engine.memory.copier import Copier
+from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import HostMemory
-from hybrid_engine.memory.offload_items import OffloadItem, Part
+from hybrid_engine.memory.offload_items import OffloadItem, Part, Spans
 from hybrid_engine.memory.offloader import MegatronOffloader
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -165,20 +166,6 @@ def test_what_was_saved_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
     assert sum(copied) == flat.nbytes
 
 
-def test_reports_count_every_byte_once():
-    flat = filled(4 * PAGE)
-    offloader = offloader_of(flat)
-    assert offloader.offload_parts("param", [Part(flat, 0, PAGE)]) == 4 * PAGE
-    assert not offloader.is_offloaded("param")
-    report = offloader.offload()
-    assert report.nbytes["param"] == report.copied_nbytes["param"] == 12 * PAGE
-    assert offloader.offload_parts("param", [whole(flat)]) == 0
-    assert offloader.onload({"param"}).nbytes == {"param": 16 * PAGE}
-    offloader.offload_parts("param", [whole(flat)])
-    assert offloader.offload({"param"}).nbytes == {"param": 0}
-    assert offloader.is_offloaded("param")
-
-
 def test_parts_of_dropped_storages_are_not_copied():
     flat = filled(2 * PAGE)
     offloader = offloader_of(flat, action="drop", kind="grad")
@@ -235,19 +222,6 @@ def test_a_promise_not_to_write_saves_the_copy(as_parts: bool):
     assert torch.equal(flat, expected)
 
 
-def test_a_promise_holds_when_parts_came_back():
-    flat = filled(4 * PAGE)
-    expected = flat.clone()
-    offloader = offloader_of(flat)
-    offloader.offload()
-    offloader.onload({"param"}, read_only=True)
-    offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)])
-    assert offloader.onload({"param"}, read_only=True).nbytes == {"param": 8 * PAGE}
-    assert offloader.offload({"param"}).copied_nbytes == {"param": 0}
-    offloader.onload()
-    assert torch.equal(flat, expected)
-
-
 def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
     flats = [filled(PAGE)]
     offloader = MegatronOffloader(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
@@ -263,16 +237,6 @@ def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
     assert offloader.offload().copied_nbytes["param"] == 12 * PAGE
     offloader.onload()
     assert all(map(torch.equal, flats, expected))
-
-
-def test_contents_are_there_after_wait():
-    flat = filled(2 * PAGE)
-    expected = flat.clone()
-    offloader = offloader_of(flat)
-    offloader.offload()
-    assert offloader.onload({"param"}, wait=False).nbytes == {"param": 8 * PAGE}
-    offloader.wait()
-    assert torch.equal(flat, expected)
 
 
 # Failures in the middle.
@@ -312,21 +276,6 @@ def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: ty
     if then in ("parts", "offload"):
         offloader.offload()
         assert list(map(on_device, flats)) == [0, 0]
-    offloader.onload()
-    assert all(map(torch.equal, flats, expected))
-
-
-def test_an_offload_that_fails_puts_parts_back(monkeypatch: pytest.MonkeyPatch):
-    flats = [filled(PAGE, seed=1), filled(2 * PAGE, seed=2)]
-    expected = [flat.clone() for flat in flats]
-    offloader = offloader_of(*flats)
-    offloader.offload_parts("param", [Part(flats[1], 0, PAGE)])
-    fail(monkeypatch, inventory_module.Storage, "free", 0)
-    with pytest.raises(OffloadError, match="everything was put back: out of memory"):
-        offloader.offload()
-    assert not offloader.is_offloaded("param")
-    assert all(map(torch.equal, flats, expected))
-    offloader.offload()
     offloader.onload()
     assert all(map(torch.equal, flats, expected))
 
@@ -385,3 +334,39 @@ def test_what_is_written_though_it_was_not_expected_is_kept(as_parts: bool):
         offloader.onload({"param"}, read_only=True)
         assert torch.equal(flat, expected)
         offloader.offload({"param"})
+
+
+SIZE = 40
+RANGES = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda pair: (min(pair), max(pair)))
+
+
+def numbers(ranges: list[tuple[int, int]]) -> set[int]:
+    return {number for start, stop in ranges for number in range(start, stop)}
+
+
+@given(st.lists(RANGES, max_size=12), RANGES)
+def test_spans_are_sets_of_numbers(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
+    spans, model = Spans(), set()
+    for start, stop in added:
+        first, last = spans.add(start, stop)
+        model |= numbers([(start, stop)])
+        assert numbers([(start, stop)]) <= numbers([(first, last)]) <= model
+    ranges = list(spans)
+    assert numbers(ranges) == model
+    assert spans.nbytes == len(model)
+    assert all(start < stop for start, stop in ranges)
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges)), "not joined"
+    missing = spans.missing(*asked)
+    assert numbers(missing) == numbers([asked]) - model
+    assert all(start < stop for start, stop in missing)
+    spans.clear()
+    assert list(spans) == []
+    assert spans.nbytes == 0
+    assert spans.missing(0, 3) == [(0, 3)]
+
+
+def test_a_range_that_ends_before_it_starts_is_empty() -> None:
+    spans = Spans()
+    spans.add(4, 8)
+    assert spans.missing(7, 5) == []
+    assert spans.missing(20, 3) == []

@@ -12,15 +12,18 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from hybrid_engine.planning import planner
 from hybrid_engine.planning.plan import ReshardPlan, Transfer
 from hybrid_engine.planning.summary import summarize
-from hybrid_engine.records.holdings import holdings_of
+from hybrid_engine.records.holdings import placed_holdings
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
+from hybrid_engine.records.sides import Side
 
 Index = tuple[int, ...]
 NOT_WRITTEN = -1
@@ -113,7 +116,7 @@ def wire_itemsizes(case: Case) -> dict[str, int]:
 
 def network_lower_bound(source: Layout, destination: Layout, hosts: Sequence[str]) -> dict[str, int]:
     """Host -> bytes that its ranks together must receive from other hosts, whatever the plan."""
-    sides = (holdings_of(layout, len(hosts)) for layout in (source, destination))
+    sides = (placed_holdings(layout, len(hosts)).holdings for layout in (source, destination))
     return dict(zip(dict.fromkeys(hosts), summarize(*sides, hosts).network_lower_bound.tolist(), strict=True))
 
 
@@ -205,3 +208,15 @@ def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtyp
     numel = end + draw(st.integers(0, 2))
     padding = tuple(Extent(position, position + 1) for position in range(numel) if position not in used)
     return Buffer(numel, dtype, group=draw(st.sampled_from("xyz")), padding=padding), shards
+
+
+def plan(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any, **named: Any) -> ReshardPlan:
+    """`planner.plan` of explicit records of all ranks."""
+    sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
+    return planner.plan(*sides, hosts, *settings, **named)
+
+
+def box_transfers(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any) -> list[Transfer]:
+    """`planner.box_transfers` of explicit records of all ranks."""
+    sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
+    return planner.box_transfers(*sides, hosts, *settings)

@@ -1,4 +1,4 @@
-"""The order of buckets: while one layout is given up for the other, no rank holds much more than the larger one."""
+"""Buckets: while one layout is given up for the other, no rank holds much more than the larger one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
+from hybrid_engine.planning.buckets import (
+    BytesByRank,
+    Need,
+    Outline,
+    Residency,
+    frozen_everywhere,
+    outline_buckets,
+    release_schedule,
+)
+from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.records.layout import Buffer, BufferId, Layout
+from hybrid_engine.records.sides import Side
+from tests.hybrid_engine.planning.cases import Case, cases, elements_of, plan
 
 
 def box(ranks: Iterable[int], nbytes: int) -> BytesByRank:
@@ -105,7 +117,81 @@ def test_what_is_apart_shares_no_bucket_and_costs_no_more_than_a_bucket() -> Non
     num_ranks, layer = 4, 4000
     needs = layers(pipeline(32, 1, num_ranks, layer), pipeline(32, 4, num_ranks, layer))
     apart = {f"layer{n}" for n in range(16)}
-    outlines = outline_buckets(needs, num_ranks, bucket_nbytes=2 * layer, apart=apart)
+    outlines = outline_buckets(needs, num_ranks, bucket_nbytes=2 * layer, frozen=apart)
     assert all(apart.issuperset(one.tensors) or apart.isdisjoint(one.tensors) for one in outlines)
     peak, larger = highest(needs, outlines, num_ranks)
     assert (peak <= larger + 2 * max(one.nbytes for one in outlines)).all()
+
+
+BUCKETS = [Bucket(0, (), (), ("a", "b"), 0), Bucket(1, (), (), ("c",), 0)]
+
+
+def test_bytes_of_a_bucket_by_rank() -> None:
+    buffers = {
+        BufferId(0, "one"): Buffer(10, "float32", "a"),
+        BufferId(0, "two"): Buffer(3, "bfloat16", "b"),
+        BufferId(1, "one"): Buffer(5, "float32", "c"),
+        BufferId(1, "two"): Buffer(1, "float32", "a"),
+    }
+    side = Side.split(Layout({}, buffers), 4)
+    by_rank = [Residency.of(BUCKETS, side, rank, limit=None) for rank in range(4)]
+    assert by_rank[0].nbytes.tolist() == [[46, 4, 0], [0, 20, 0]]
+    assert [residency.nbytes_of({0, 1}) for residency in by_rank] == [46, 24, 0, 0]
+
+
+def test_a_bucket_stays_on_all_ranks_or_on_none() -> None:
+    nbytes = np.array([[9, 1], [1, 9], [1, 1]])
+    assert Residency(nbytes, 0, 9).kept([0, 1, 2]) == {0}
+    assert Residency(nbytes, 0, 10).kept([0, 1, 2]) == {0, 1}
+    assert Residency(nbytes, 0, 10).kept([2, 1, 0]) == {2, 1}
+    assert Residency(nbytes, 0, 0).kept([0, 1, 2]) == frozenset()
+    assert Residency(nbytes, 0, None).kept([0, 1, 2]) == {0, 1, 2}
+
+
+def test_what_one_rank_trains_is_not_frozen() -> None:
+    held = [{"a", "b"}, {"b", "c"}, {"d"}]
+    assert frozen_everywhere(zip(held, [{"a", "b"}, {"c"}, set()], strict=True)) == {"a", "c"}
+
+
+@given(cases())
+def test_nothing_goes_before_its_last_reader(case: Case) -> None:
+    buckets = plan(case.source, case.destination, case.hosts, case.bucket_nbytes).buckets
+    number_of = {tensor: bucket.index for bucket in buckets for tensor in bucket.tensors}
+    for rank in range(len(case.hosts)):
+        own = [shard for shard in case.source.shards if shard.place.buffer.rank == rank]
+        last_read = {
+            buffer_id.name: np.full(buffer.numel, -1)
+            for buffer_id, buffer in case.source.buffers.items()
+            if buffer_id.rank == rank
+        }
+        for shard in own:
+            for _, position in elements_of(shard):
+                last_read[shard.place.buffer.name][position] = number_of[shard.region.tensor]
+        gone = {name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()}
+        schedule = release_schedule(own, [bucket.tensors for bucket in buckets])
+        for bucket, released in zip(buckets, schedule, strict=True):
+            for name, extents in released.items():
+                for extent in extents:
+                    assert not gone[name][extent.start : extent.stop].any()
+                    gone[name][extent.start : extent.stop] = True
+                    assert (last_read[name][extent.start : extent.stop] <= bucket.index).all()
+        for name, numbers in last_read.items():
+            assert gone[name][numbers >= 0].all()
+
+
+@given(cases())
+def test_what_nobody_reads_stays(case: Case) -> None:
+    buckets = plan(case.source, case.destination, case.hosts, case.bucket_nbytes).buckets[:-1]
+    kept = {tensor for bucket in buckets for tensor in bucket.tensors}
+    for rank in range(len(case.hosts)):
+        own = [shard for shard in case.source.shards if shard.place.buffer.rank == rank]
+        gone = {
+            (name, position)
+            for released in release_schedule(own, [bucket.tensors for bucket in buckets])
+            for name, extents in released.items()
+            for extent in extents
+            for position in range(extent.start, extent.stop)
+        }
+        for shard in own:
+            if shard.region.tensor not in kept:
+                assert not any((shard.place.buffer.name, position) in gone for _, position in elements_of(shard))

@@ -8,9 +8,8 @@ from hypothesis import given
 
 from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Link, Transfer
-from hybrid_engine.planning.planner import box_transfers, plan
 from hybrid_engine.records.layout import BufferId, Place
-from tests.hybrid_engine.planning.cases import Case, cases
+from tests.hybrid_engine.planning.cases import Case, box_transfers, cases, plan
 
 SOURCE, DESTINATION = BufferId(0, "source"), BufferId(1, "destination")
 
@@ -47,18 +46,6 @@ def test_experts_of_a_layer_are_one_copy() -> None:
     (one,) = coalesce(experts)
     assert (one.lengths, one.src.strides, one.dst.strides) == ((6, 32), (100, 1), (32, 1))
     assert one.tensor == "experts.0.down … experts.5.down"
-
-
-def test_regular_groups_of_regular_boxes_are_one_copy() -> None:
-    """Heads within experts, say: two levels of distances."""
-    boxes = [box(f"{a}.{b}", (3, 5), 1000 * a + 40 * b, 300 * a + 60 * b, (7, 1)) for a in range(3) for b in range(4)]
-    (one,) = coalesce(boxes)
-    assert one.lengths == (3, 4, 3, 5)
-
-
-def test_contiguous_pieces_are_one_flat_copy() -> None:
-    (one,) = coalesce([box(str(n), (2, 8), 16 * n, 16 * n, (8, 1)) for n in range(10)])
-    assert (one.lengths, one.src.strides, one.dst.strides) == ((160,), (1,), (1,))
 
 
 def test_a_source_that_runs_backwards_stays_apart() -> None:

@@ -16,15 +16,13 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParalle
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
-from hybrid_engine.planning.planner import plan, plan_sides
-from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import ByteSummary, summarize
-from hybrid_engine.records.holdings import holdings_of, placed_holdings
+from hybrid_engine.records.holdings import placed_holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, sharded_cases
-from tests.hybrid_engine.planning.cases import Case, carry_out, cases, filled_buffers, whole
+from tests.hybrid_engine.planning.cases import Case, carry_out, cases, filled_buffers, plan, whole
 
 
 def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
@@ -67,7 +65,7 @@ def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
 @given(cases())
 def test_the_summary_is_the_plans_for_any_records(case: Case) -> None:
     """Boxes that overlap, ranks that hold a box twice, tensors that are cut in several dims."""
-    holdings = (holdings_of(layout, len(case.hosts)) for layout in (case.source, case.destination))
+    holdings = (placed_holdings(layout, len(case.hosts)).holdings for layout in (case.source, case.destination))
     summary = summarize(*holdings, case.hosts, case.relaying)
     assert_same_bytes(plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying), summary)
 
@@ -82,30 +80,6 @@ def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:
         assert found == (count.own, count.host, count.network, count.lower_bound)
         sent_by_rank = sent[rank, Link.HOST], sent[rank, Link.NETWORK]
         assert (summary.sent_host[rank], summary.sent_network[rank]) == sent_by_rank
-
-
-@JOBS
-@given(layout_cases(), st.data())
-def test_one_ranks_plan_is_its_part_of_everybodys(case: LayoutCase, data: st.DataObject) -> None:
-    """From records, and from compact sides."""
-    rank = data.draw(st.integers(0, len(case.hosts) - 1))
-    everybody, own = full_plan(case), full_plan(case, rank)
-    found = plan_sides(case.source, case.destination, case.hosts, 700, case.unserved, rank, case.relaying)
-    assert replace(found, fingerprint=own.fingerprint) == own
-    assert own.buckets == tuple(whole.of_rank(rank) for whole in everybody.buckets)
-    assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
-
-
-@given(cases())
-def test_plans_of_all_ranks_together_are_the_plan(case: Case) -> None:
-    """Every transfer is in the plans of its two ranks, or of its one, and nothing else is."""
-    arguments = case.source, case.destination, case.hosts, case.bucket_nbytes
-    everybody = plan(*arguments, relaying_hosts=case.relaying)
-    ranks = [plan(*arguments, rank=rank, relaying_hosts=case.relaying) for rank in range(len(case.hosts))]
-    found = Counter(transfer for own in ranks for transfer in own.transfers())
-    assert found == {each: len({each.src_rank, each.dst_rank}) for each in everybody.transfers()}
-    assert {buffer: relay for own in ranks for buffer, relay in own.relays.items()} == everybody.relays
-    assert {rank: count for own in ranks for rank, count in own.bytes_by_rank.items()} == everybody.bytes_by_rank
 
 
 @pytest.mark.parametrize(("train", "infer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -124,7 +98,7 @@ def test_bytes_of_a_cast_are_the_narrower_ones_in_every_count(train: str, infer:
         tuple(Shard(Region("t", (0, 0), shape), Place(BufferId(rank, "whole"), 0, (10, 1))) for rank in range(2)),
     )
     everybody, own = (plan(source, destination, ["a", "a"], rank=rank) for rank in (None, 1))
-    summary = summarize(holdings_of(source, 2), holdings_of(destination, 2), ["a", "a"])
+    summary = summarize(placed_holdings(source, 2).holdings, placed_holdings(destination, 2).holdings, ["a", "a"])
     assert everybody.bytes_by_rank[1] == own.bytes_by_rank[1] == ByteCount(40, 40, 0, 40)
     assert (summary.own[1], summary.host[1], summary.sent_host[1], summary.lower_bound[1]) == (40, 40, 40, 40)
 
@@ -133,37 +107,12 @@ def test_bytes_of_a_cast_are_the_narrower_ones_in_every_count(train: str, infer:
 @given(layout_cases())
 def test_holdings_are_those_of_the_records(case: LayoutCase) -> None:
     for side in (case.source, case.destination):
-        expected = holdings_of(side.layout(), len(case.hosts))
+        expected = placed_holdings(side.layout(), len(case.hosts)).holdings
         assert side.holdings.dtypes == expected.dtypes
         assert list(side.holdings.owners) == list(expected.owners)
         for name, owners in side.holdings.owners.items():
             pairs = zip(owners, expected.owners[name], strict=True)
             assert all(found.region == other.region and (found.ranks == other.ranks).all() for found, other in pairs)
-
-
-def test_what_cannot_be_planned_is_said_in_the_same_words() -> None:
-    """By the plan of all ranks, the plan of one, the summary and the choice of a rank order."""
-    source = Layout.merge([whole("half", (2,), 0, "half"), whole("reshaped", (2, 2), 0, "reshaped")])
-    source = Layout({**source.tensors, "half": (4,)}, source.buffers, source.shards)
-    needed = [("half", (4,), 0), ("reshaped", (4,), 0), ("absent", (3,), 0), ("absent", (3,), 1)]
-    destination = Layout.merge(whole(*each, each[0]) for each in needed)
-    sides = placed_holdings(source, 2), placed_holdings(destination, 2)
-    holdings = [side.holdings for side in sides]
-    expected = {
-        "reshaped: shape (2, 2) in training, (4,) in inference",
-        "half: elements [(2,), (4,)) are needed by rank 0, but no training rank holds them",
-        "absent: elements [(0,), (3,)) are needed by rank 0 and 1 other, but no training rank holds them",
-    }
-    for attempt in (
-        lambda: plan(source, destination, ["a", "a"]),
-        lambda: plan(source, destination, ["a", "a"], rank=1),
-        lambda: plan_sides(*sides, ["a", "a"], rank=1),
-        lambda: summarize(*holdings, ["a", "a"]),
-        lambda: rank_order("auto", *holdings, ["a", "a"], 1),
-    ):
-        with pytest.raises(PlanError) as caught:
-            attempt()
-        assert set(caught.value.findings) == expected
 
 
 def test_a_tensor_has_one_dtype_on_each_side() -> None:

@@ -20,7 +20,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import wire_dtype
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import summarize
-from hybrid_engine.records.holdings import Holdings, holdings_of
+from hybrid_engine.records.holdings import Holdings, placed_holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import subtract_all, union
 from tests.hybrid_engine.layouts.cases import DENSE, JOBS, LayoutCase, layout_cases
@@ -84,7 +84,7 @@ def test_no_order_of_one_host_holds_more(case: LayoutCase) -> None:
 @given(layout_cases())
 def test_live_layouts_give_the_same_order(case: LayoutCase) -> None:
     num_ranks = len(case.hosts)
-    source, positions = (holdings_of(side.layout(), num_ranks) for side in (case.source, case.positions))
+    source, positions = (placed_holdings(side.layout(), num_ranks).holdings for side in (case.source, case.positions))
     assert rank_order("auto", source, positions, case.hosts, case.infer.tensor) == order_of(case)
 
 

@@ -1,20 +1,18 @@
-"""Who sends: holders of a box have equal shares, whoever receives; and what must be received in any case."""
+"""Who sends: holders of a box have equal shares, whoever receives."""
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.planning.lower_bound import missing_by_rank
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import HostIngress, Hosts, LinkBytes, RoundRobinOffset, Routes
+from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes
+from hybrid_engine.records.holdings import BoxOwners, groups_of_columns
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.owners import BoxOwners, groups_of_columns
-from tests.hybrid_engine.planning.cases import Case, cases, elements_of
+from tests.hybrid_engine.planning.cases import Case, cases
 
 
 def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
@@ -55,62 +53,6 @@ def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors:
             shares = [sent[number, link, host, rank] for rank in holders] if link is not Link.SELF else []
             assert sum(shares) == count
             assert max(shares, default=0) - min(shares, default=0) <= 1
-
-
-def _move(
-    received: Counter[tuple[Link, int]], sent: Counter[tuple[Link, int]], link: Link, src: int, dst: int, nbytes: int
-) -> None:
-    received[link, dst] += nbytes
-    sent[link, src] += nbytes if link is not Link.SELF else 0
-
-
-@given(cases(), st.integers(0, 50), st.lists(st.sampled_from([2, 4]), min_size=1, max_size=40))
-def test_bytes_are_those_of_every_tensor_of_the_class(case: Case, first: int, sizes: list[int]) -> None:
-    """Tensor by tensor and rank by rank, without knowing when senders repeat."""
-    for tensor in case.destination.tensors:
-        destinations = owners_of(case.destination, tensor)
-        routes = Routes(owners_of(case.source, tensor), destinations, Hosts(case.hosts, case.relaying))
-        received: Counter[tuple[Link, int]] = Counter()
-        sent: Counter[tuple[Link, int]] = Counter()
-        move = partial(_move, received, sent)
-        for index, itemsize in enumerate(sizes):
-            offset = RoundRobinOffset(first, index)
-            for receivers in routes.receivers:
-                needed = destinations[receivers.destination].ranks
-                for part in receivers.parts:
-                    for src, dst in zip(routes.senders(receivers, part, offset), receivers.ranks, strict=True):
-                        move(part.link, src, dst, part.region.numel * itemsize * int((needed == dst).sum()))
-            for ingress in routes.ingress:
-                nbytes = ingress.region.numel * itemsize
-                for (sender, relay_rank), readers in routes.ingress_of(ingress, offset):
-                    assert relay_rank in readers
-                    assert case.hosts[sender] != case.hosts[relay_rank]
-                    assert {case.hosts[rank] for rank in readers} == {case.hosts[relay_rank]}
-                    move(Link.NETWORK, sender, relay_rank, nbytes)
-                    for rank, number in zip(readers, ingress.destinations, strict=True):
-                        if rank != relay_rank:
-                            move(Link.HOST, relay_rank, rank, nbytes * int((destinations[number].ranks == rank).sum()))
-        found = LinkBytes(len(case.hosts))
-        for flow in routes.flows(first, np.array(sizes)):
-            found.add(flow)
-        for link in Link:
-            ranks = range(len(case.hosts))
-            assert found.received[link].tolist() == [received[link, rank] for rank in ranks]
-            assert found.sent[link].tolist() == [sent[link, rank] for rank in ranks]
-
-
-@given(cases())
-def test_what_must_be_received(case: Case) -> None:
-    for tensor in case.destination.tensors:
-        wanted: dict[int, set[object]] = {}
-        held: dict[int, set[object]] = {}
-        for layout, by_rank in ((case.destination, wanted), (case.source, held)):
-            for shard in layout.shards_by_tensor()[tensor]:
-                elements = {index for index, _ in elements_of(shard)}
-                by_rank.setdefault(shard.place.buffer.rank, set()).update(elements)
-        owners = owners_of(case.source, tensor), owners_of(case.destination, tensor)
-        found = {rank: numel for ranks, numel in missing_by_rank(*owners, len(case.hosts)) for rank in ranks.tolist()}
-        assert found == {rank: len(elements - held.get(rank, set())) for rank, elements in wanted.items()}
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=20))

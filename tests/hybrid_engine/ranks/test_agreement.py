@@ -7,8 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import GenerationError, LostRankError, RemoteError, ReshardError, StateError, WeightError
@@ -42,7 +45,7 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
         done.append("first")
     alone.conclude("second")
     assert done == ["first"]
-    assert alone.gather({"rank": 0}) == [{"rank": 0}]
+    assert alone.gather({"rank": 0}, dict[str, int]) == [{"rank": 0}]
     assert alone.total(-7) == -7
     assert alone.is_same([3, -2], "shapes")
 
@@ -68,7 +71,7 @@ def test_rounds_go_on_until_all_steps_are_done(alone: Agreement, monkeypatch: py
 def test_a_closed_one_says_so(alone: Agreement):
     alone.close()
     alone.close()
-    for call in (lambda: alone.total(1), lambda: alone.gather(1), lambda: alone.conclude("phase")):
+    for call in (lambda: alone.total(1), lambda: alone.gather(1, int), lambda: alone.conclude("phase")):
         with pytest.raises(StateError, match="nothing to agree on any more"):
             call()
 
@@ -132,7 +135,7 @@ DIFFERENT_CALLS: list[tuple[str, Callable[[Agreement], object], Callable[[Agreem
     ),
     (
         "layouts (gather) on rank 0; skipped (2 flags) on rank 1",
-        lambda agreement: agreement.gather("y" * 1000, "layouts"),
+        lambda agreement: agreement.gather("y" * 1000, str, "layouts"),
         lambda agreement: agreement.any_of([True, False], "skipped"),
     ),
 ]
@@ -140,7 +143,7 @@ DIFFERENT_CALLS: list[tuple[str, Callable[[Agreement], object], Callable[[Agreem
 COLLECTIVES: list[Callable[[Agreement], object]] = [
     lambda agreement: agreement.any_of([True, False], "flags"),
     lambda agreement: agreement.is_same([1, 2, 3], "numbers"),
-    lambda agreement: agreement.gather("y", "layouts"),
+    lambda agreement: agreement.gather("y", str, "layouts"),
 ]
 
 
@@ -151,6 +154,12 @@ def _phase(agreement: Agreement, error: Exception | None) -> str:
                 raise error
 
     return outcome_of(run)
+
+
+def _without_memory(agreement: Agreement, rank: int) -> object:
+    """Rank 1 has none for what is shared."""
+    with mock.patch.object(torch, "zeros", side_effect=MemoryError("full")) if rank else nullcontext():
+        return agreement.share([b"told"])
 
 
 def _interrupted(agreement: Agreement) -> list[str]:
@@ -188,7 +197,17 @@ def fail_on_rank() -> dict[str, object]:
     results["both"] = _phase(agreement, foreign if rank == 0 else own)
     results["conclude"] = outcome_of(lambda: agreement.conclude("fill", own if rank == 0 else None))
     results["long text"] = len(_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
-    results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)})
+    results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str])
+    results["share"] = agreement.share([b"of all", b"of rank %d" % rank, b""][: 3 - rank])
+    with mock.patch("hybrid_engine.ranks.agreement.MOST_SHARED", 5):
+        results["too much"] = outcome_of(lambda: agreement.share([b"123456"]))
+    other = b"damaged" if rank == 1 else b"told"
+    with mock.patch("hybrid_engine.ranks.agreement.content_digest", side_effect=[b"told", other]):
+        results["damaged"] = outcome_of(lambda: agreement.share([b"told"]))
+    results["no memory"] = outcome_of(lambda: _without_memory(agreement, rank))
+    results["cannot be said"] = outcome_of(lambda: agreement.gather("\udc80" if rank == 1 else "", str))
+    with mock.patch("hybrid_engine.ranks.agreement.LIMIT", 8 * 2 * 100):
+        results["clipped"] = _phase(agreement, ValueError("x" * 1000) if rank == 1 else None)
     results["same"] = [
         agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
     ]
@@ -251,10 +270,31 @@ def test_gather_and_total(failures: list[dict[str, object]]):
         assert results["same"] == [True, False, True]
 
 
+def test_what_is_shared_comes_once(failures: list[dict[str, object]]) -> None:
+    for results in failures:
+        told, messages = results["share"]
+        assert messages == [b"of all", b"of rank 0", b"", b"of rank 1"]
+        assert told == [[0, 1, 2], [0, 3]]
+        assert results["too much"] == "MessageError: messages of 6 bytes; the limit is 5"
+
+
+def test_what_fails_while_ranks_share_fails_on_all(failures: list[dict[str, object]]) -> None:
+    for name, kind, reason in (
+        ("damaged", "MessageError", "is not what the rank that sent it says it is"),
+        ("no memory", "ReshardError", "MemoryError: full"),
+        ("cannot be said", "MessageError", "this cannot be said"),
+        ("clipped", "ReshardError", "x" * 80),
+    ):
+        remote, own = (results[name] for results in failures)
+        assert [each.partition(":")[0] for each in (remote, own)] == ["RemoteError", kind], name
+        assert all(reason in each for each in (remote, own)), name
+    assert "x" * 100 not in failures[0]["clipped"]
+
+
 LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
     "conclude": lambda agreement: agreement.conclude("fill"),
     "conclude with an error": lambda agreement: agreement.conclude("fill", OSError("disk on fire")),
-    "gather": lambda agreement: agreement.gather("here"),
+    "gather": lambda agreement: agreement.gather("here", str),
     "total": lambda agreement: agreement.total(1),
 }
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from hybrid_engine.ranks.host_groups import HostGroup
+from hybrid_engine.ranks.groups import HostGroup
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.contexts import SwitchContexts
+from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.harness.launch import REPO_ROOT, Ranks
 
 SECONDS_TO_EXIT = 120  # of interpreters on a busy machine
@@ -40,6 +40,9 @@ class Owner(SwitchContexts):
     def __init__(self) -> None:
         self.job = Job.join(60)
         self.group = HostGroup(self.job.rank, self.job.hosts, 60)
+
+    def start(self) -> None:
+        """There is no switch."""
 
     def shutdown(self) -> None:
         self.job.close()

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import StateError, TransportError
-from hybrid_engine.ranks import agreement, host_groups, pace
+from hybrid_engine.ranks import agreement, groups
 from hybrid_engine.ranks.agreement import Agreement
-from hybrid_engine.ranks.host_groups import HostGroup, HostLeaders
+from hybrid_engine.ranks.groups import HostGroup, HostLeaders, end_groups
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 
 HOSTS = "abab"
-NUM_WALKED = 5 * pace.NUM_STEPS
+NUM_WALKED = 5 * agreement.NUM_STEPS
 LOST_SECONDS = 60.0  # a rank's end is noticed long before
 
 
@@ -137,8 +137,8 @@ def test_a_lost_rank_is_noticed_on_all_hosts(found: list[dict[str, object]]) -> 
 def test_a_host_with_less_to_do_is_held_back(found: list[dict[str, object]]) -> None:
     fast, slow = found[0]["times"], found[1]["times"]
     assert len(fast) == len(slow) == NUM_WALKED
-    for step in range(2 * pace.NUM_STEPS, NUM_WALKED, pace.NUM_STEPS):
-        assert fast[step] > slow[step - pace.NUM_STEPS - 1], step
+    for step in range(2 * agreement.NUM_STEPS, NUM_WALKED, agreement.NUM_STEPS):
+        assert fast[step] > slow[step - agreement.NUM_STEPS - 1], step
 
 
 def test_ranks_of_other_hosts_hear_of_a_failure_on_their_way(found: list[dict[str, object]]) -> None:
@@ -157,11 +157,11 @@ def names_of_leaders(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]
         if len(names) == failing:
             raise RuntimeError("no connection")
 
-    monkeypatch.setattr(host_groups, "_connected", connected)
-    monkeypatch.setattr(host_groups, "_numbers", itertools.count())
+    monkeypatch.setattr(groups, "_connected", connected)
+    monkeypatch.setattr(groups, "_numbers", itertools.count())
     with contextlib.suppress(RuntimeError):
-        host_groups.HostLeaders(0, "ab", LOST_SECONDS)
-    host_groups.HostLeaders(0, "ab", LOST_SECONDS)
+        groups.HostLeaders(0, "ab", LOST_SECONDS)
+    groups.HostLeaders(0, "ab", LOST_SECONDS)
     return names[-2:]
 
 
@@ -186,11 +186,60 @@ class NobodyElse:
 
 @pytest.mark.parametrize("has_store", [True, False])
 def test_the_wait_for_a_host_has_an_end(has_store: bool) -> None:
-    alone = pace.Pace(NobodyElse(has_store=has_store), 2, is_first=True, timeout_seconds=0.2)
-    for step in range(pace.NUM_STEPS):
+    alone = agreement.Pace(NobodyElse(has_store=has_store), 2, is_first=True, timeout_seconds=0.2)
+    for step in range(agreement.NUM_STEPS):
         alone.reach(step)
     if has_store:
         with pytest.raises(TransportError, match=r"only 1 of 2 hosts .*generate_config\.timeout_seconds"):
-            alone.reach(pace.NUM_STEPS)
+            alone.reach(agreement.NUM_STEPS)
     else:
-        alone.reach(pace.NUM_STEPS)
+        alone.reach(agreement.NUM_STEPS)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a device that needs three looks to finish is asked, and groups that end."""
+    calls: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            calls.append("record")
+
+        def query(self) -> bool:
+            calls.append("query")
+            return calls.count("query") > 2
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(groups, "is_alive", lambda group: group is not None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: calls.append("end"))
+    return calls
+
+
+def test_groups_end_when_the_device_has_finished(calls: list[str]) -> None:
+    end_groups("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl", None)
+    assert calls == ["record", "query", "query", "query", "end", "end"]
+
+
+def test_groups_on_the_cpu_wait_for_no_device(calls: list[str]) -> None:
+    end_groups("cpu:gloo,cuda:gloo")
+    assert calls == ["end"]
+
+
+def test_a_device_that_never_finishes_is_not_waited_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda self: False)
+    monkeypatch.setattr(groups, "_SECONDS_TO_FINISH", 0.05)
+    started = time.monotonic()
+    end_groups("cuda:nccl")
+    assert 0.05 <= time.monotonic() - started < 5
+    assert calls == ["record", "end"]
+
+
+def test_a_device_that_has_failed_is_not_waited_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(self: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda.Event, "query", failed)
+    end_groups("cuda:nccl", "cpu:gloo")
+    assert calls == ["record", "end", "end"]

@@ -103,18 +103,6 @@ def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> 
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
 
 
-def test_lines_of_ranks_that_write_at_once_stay_whole(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(MANY_LINES)
-    ended = run_ranks([str(program)], 2, 100)
-    for rank in range(2):
-        own = [line for line in ended.output.splitlines() if f"rank {rank} " in line]
-        assert own == [
-            *(f"rank {rank} says {number}" for number in range(2000)),
-            f"the last line of rank {rank} has no end",
-        ]
-
-
 def test_ranks_meet_more_than_once_on_the_loopback_interface(tmp_path: Path) -> None:
     """The store is not a rank's, so a group may end and another begin."""
     program = tmp_path / "program.py"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_engine.ranks.torch_internals import PRIVATE_NAMES, PrivateName, is_alive, storage_id
+from hybrid_engine.ranks.torch_internals import PRIVATE_NAMES, PrivateName, is_alive, storage_id, torch_defaults
 from tests.harness.private_names import exists
+from tests.harness.torch_modes import other_torch_modes
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
@@ -29,3 +30,23 @@ def test_storages_are_told_apart_without_memory() -> None:
 
 def test_no_group_is_not_alive() -> None:
     assert not is_alive(None)
+
+
+@torch_defaults()
+def product() -> torch.Tensor:
+    return torch.full((2, 2), 1.001) @ torch.ones(2, 2)
+
+
+def test_modes_of_the_caller_are_suspended_and_come_back() -> None:
+    expected = product()
+    with other_torch_modes():
+        for _ in range(2):
+            found = product()
+            assert found.dtype is torch.float32
+            assert torch.equal(found, expected)
+            assert not found.is_inference()
+            outside = torch.ones(2, 2, dtype=torch.float32) @ torch.ones(2, 2, dtype=torch.float32)
+            assert outside.is_inference()
+            assert outside.dtype is torch.ones(1).dtype is torch.bfloat16
+    with torch.no_grad(), torch_defaults():
+        assert not torch.is_grad_enabled()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks import failure_watch
 from hybrid_engine.ranks.agreement import Agreement
-from hybrid_engine.ranks.hosts import state_of
+from hybrid_engine.ranks.groups import state_of
 from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 
@@ -225,7 +225,7 @@ def nested(rank: int, agreement: Agreement) -> None:
     with agreement.phase("building"):
         if rank == 1:
             _raise()
-        agreement.gather(rank, "layouts")
+        agreement.gather(rank, int, "layouts")
 
 
 def not_a_peer(rank: int, agreement: Agreement) -> None:

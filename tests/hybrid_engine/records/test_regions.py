@@ -76,14 +76,6 @@ def test_other_tensors_share_nothing() -> None:
     assert one.subtract(other) == [one]
 
 
-def test_a_scalar_is_one_element() -> None:
-    scalar = Region("s", (), ())
-    assert scalar.numel == 1
-    assert scalar.ends == ()
-    assert scalar.intersect(scalar) == scalar
-    assert scalar.subtract(scalar) == []
-
-
 @pytest.mark.parametrize(
     ("offsets", "lengths", "numbers"),
     [((0, 0), (1,), "2 offsets but 1 lengths"), ((-1,), (1,), r"\(-1,\)"), ((0,), (0,), r"\(0,\)")],
@@ -231,15 +223,6 @@ def test_common_copies_are_single_boxes() -> None:
     for name, view in views.items():
         destination = torch.empty(view.shape, dtype=view.dtype)
         assert len(boxes_of_copy((48, 32), view_of(view), view_of(destination))) == 1, name
-
-
-def test_copies_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 3\) into shape \(3, 2\)"):
-        boxes_of_copy((2, 3), StridedView(0, (2, 3), (3, 1)), StridedView(0, (3, 2), (2, 1)))
-
-
-def test_empty_copies_have_no_boxes() -> None:
-    assert boxes_of_copy((4, 3), StridedView(0, (0, 3), (3, 1)), StridedView(0, (0, 3), (3, 1))) == []
 
 
 @given(st.lists(st.integers(1, 5), max_size=4))

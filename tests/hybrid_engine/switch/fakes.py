@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem, OffloadReport, Reached
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem, OffloadReport
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -116,9 +116,6 @@ class FakeTraining:
             OffloadItem("main", "optimizer", self.main),
             OffloadItem("moment", "optimizer", self.moment),
         ]
-
-    def reachable_tensors(self) -> Iterable[Reached]:
-        return ()
 
     def step(self) -> None:
         """What an optimizer does; gradients are left from it."""
@@ -273,7 +270,7 @@ class Rig:
         if build:
             self.build()
 
-    def build(self) -> None:
+    def build(self, *, start: bool = True) -> None:
         self.manager = ShardingManager(
             trainer=self.training,
             inference=self.inference,
@@ -282,7 +279,9 @@ class Rig:
             config=self.config,
             job=self.job,
         )
-        self.script.take()
+        if start:
+            self.manager.start()
+            self.script.take()
 
     def close(self) -> None:
         self.manager.close()

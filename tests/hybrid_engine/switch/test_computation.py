@@ -107,16 +107,6 @@ def test_the_trainer_computes_before_anything_leaves_and_vllm_last(probed: Probe
     assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # nothing of the tokens stays in the caches
 
 
-def test_from_idle_the_parameters_come_first(job: None) -> None:
-    rig = ProbedRig(check_compute="always")
-    rig.manager.enter(IDLE)
-    rig.training.guard = rig.manager.require_kinds
-    rig.manager.enter(INFER)
-    assert rig.training.is_there
-    with pytest.raises(StateError):
-        rig.training.guard(["param"])
-
-
 @pytest.mark.parametrize("is_left", [False, True])
 def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is_left: bool) -> None:
     """Also where it comes before the switch notes that the trainer is done."""
@@ -234,10 +224,3 @@ def test_tokens_for_which_rounding_chooses_other_experts_are_no_other_function()
     assert gap.is_rounding
     gap.served.log_probs[0, 1::3] += 2.0
     assert not gap.is_rounding
-
-
-def test_nan_is_no_rounding() -> None:
-    gap = answers(0.0, torch.bfloat16)
-    gap.served.log_probs[0, 3] = torch.nan
-    assert not gap.is_rounding
-    assert "token 4 at position 4" in str(gap)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_engine.errors import OffloadError, ReshardError
+from hybrid_engine.planning.buckets import Residency
+from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+from hybrid_engine.switch.incremental import Incremental, Selection
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.states import State
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NEEDED, SHAPES, TRAIN, Rig
 
 NBYTES = {name: 4 * rows * columns for name, (rows, columns) in SHAPES.items()}
@@ -99,29 +109,6 @@ def test_no_more_stays_than_the_bound_allows(job: None, megabytes: int, kept: se
     assert sent(rig) == BOTH - kept
 
 
-def test_what_is_frozen_stays_before_what_is_trained(job: None) -> None:
-    rig = rig_with(1, "second")
-    rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN, kept={"second"})  # both do not fit
-
-
-def test_what_is_trained_after_all_gives_way_to_what_is_not(job: None) -> None:
-    rig = rig_with(1)
-    rig.training.frozen = ("second",)  # since the set-up
-    rig.manager.enter(INFER)
-    switch(rig)
-    assert sent(rig) == BOTH
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN, kept={"second"})
-    rig.training.frozen = ()
-    rig.training.step()
-    rig.script.take()
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
-    assert sent(rig) == BOTH
-
-
 def test_stale_weights_are_released_before_new_ones_come(job: None) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
@@ -133,13 +120,6 @@ def test_stale_weights_are_released_before_new_ones_come(job: None) -> None:
     assert calls.index("release") < calls.index("allocate first")
 
 
-def test_training_memory_of_what_is_skipped_leaves_all_the_same(job: None) -> None:
-    rig = rig_with(2, "first")
-    rig.manager.enter(INFER)
-    report = switch(rig)
-    assert report.bytes_offloaded == sum(item.tensor.nbytes for item in rig.training.offload_items())
-
-
 def test_the_peak_is_higher_by_what_stays(job: None) -> None:
     """By as much as the bound at most, and only where something stays."""
     peaks = {}
@@ -149,24 +129,6 @@ def test_the_peak_is_higher_by_what_stays(job: None) -> None:
         peaks[megabytes] = switch(rig).peak_bytes
         rig.close()
     assert peaks[1] - peaks[0] <= 1024**2
-
-
-def test_it_is_off_unless_asked_for(rig: Rig) -> None:
-    rig.training.frozen = tuple(SHAPES)
-    rig.manager.enter(INFER)
-    for _ in range(2):
-        report = switch(rig, step=False)
-        assert sent(rig) == BOTH
-        assert (report.bytes_skipped, report.bytes_kept) == (0, 0)
-        assert "compare" not in report.seconds_by_phase
-    assert "skipped" not in str(report)
-
-
-def test_memory_that_is_never_released_has_no_bound(job: None) -> None:
-    rig = rig_with(0, "first", release_weights=False)
-    rig.manager.enter(INFER)
-    switch(rig)
-    assert sent(rig) == {"second"}
 
 
 WRITES = {
@@ -192,32 +154,6 @@ def test_whatever_writes_is_seen(job: None, written: str) -> None:
     rig.manager.enter(INFER)
     assert sent(rig) == (BOTH if written in ("data", "foreach") else {"first"})
     switch(rig, step=False)
-    assert sent(rig) == set()
-
-
-@pytest.mark.parametrize("state", [TRAIN, FORWARD])
-def test_a_write_in_any_state_that_has_parameters_reaches_both_sides(job: None, state: State) -> None:
-    rig = rig_with(2)
-    rig.manager.enter(INFER)
-    rig.manager.enter(state)
-    rig.training.param.add_(1)
-    rig.training.remember_parameters()
-    rig.manager.enter(INFER)
-    assert sent(rig) >= BOTH
-    rig.assert_is(INFER)
-    rig.manager.enter(IDLE)
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN, kept=BOTH)
-
-
-def test_a_step_that_writes_the_same_bytes_sends_nothing(job: None) -> None:
-    rig = rig_with(2)
-    rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.training.version += 1
-    rig.training.param.copy_(rig.training.param.clone())
-    rig.script.take()
-    rig.manager.enter(INFER)
     assert sent(rig) == set()
 
 
@@ -276,3 +212,147 @@ def test_every_switch_with_and_without_steps(job: None, megabytes: int) -> None:
         if target is TRAIN and number % 3:
             rig.training.step()
         assert rig.inference.resident_nbytes() <= megabytes * 1024**2 or target is INFER
+
+
+NUM_TENSORS = 6
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks by tensor that hold it for training; buckets of tensors, each tensor a group that some ranks have."""
+
+    num_ranks: int
+    holders: Sequence[frozenset[int]]
+    users: Sequence[frozenset[int]]
+    buckets: Sequence[Bucket]
+    nbytes: np.ndarray
+    limit: int | None
+    frozen: frozenset[str]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    num_ranks = draw(st.integers(1, 3))
+    some_ranks = st.frozensets(st.integers(0, num_ranks - 1), min_size=1)
+    holders, users = (draw(st.lists(some_ranks, min_size=NUM_TENSORS, max_size=NUM_TENSORS)) for _ in range(2))
+    cuts = sorted({0, NUM_TENSORS, *draw(st.sets(st.integers(1, NUM_TENSORS - 1)))})
+    buckets = [
+        Bucket(index, tuple(f"t{n}" for n in range(start, stop)), (), tuple(f"g{n}" for n in range(start, stop)), 0)
+        for index, (start, stop) in enumerate(itertools.pairwise(cuts))
+    ]
+    sizes = draw(st.lists(st.integers(1, 9), min_size=NUM_TENSORS, max_size=NUM_TENSORS))
+    nbytes = np.zeros((len(buckets), num_ranks), dtype=np.int64)
+    for bucket in buckets:
+        for n in (int(tensor[1:]) for tensor in bucket.tensors):
+            nbytes[bucket.index, list(users[n])] += sizes[n]
+    limit = draw(st.none() | st.integers(0, 40))
+    frozen = frozenset(f"t{n}" for n in draw(st.frozensets(st.integers(0, NUM_TENSORS - 1))))
+    return Job(num_ranks, holders, users, buckets, nbytes, limit, frozen)
+
+
+@dataclass
+class Rank:
+    """One rank: what it decides with, what its engine holds."""
+
+    incremental: Incremental
+    writes: dict[str, int]
+    live: dict[str, int] = field(default_factory=dict)  # group -> the value that was committed
+    kept: frozenset[str] = frozenset()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {name: torch.full((4,), float(count)) for name, count in self.writes.items()}
+
+
+def rank_of(job: Job, rank: int) -> Rank:
+    held = [f"t{n}" for n in range(NUM_TENSORS) if rank in job.holders[n]]
+    buffers = {BufferId(rank, name): Buffer(4, "float32") for name in held}
+    shards = tuple(Shard(Region(name, (0,), (4,)), Place(BufferId(rank, name), 0, (1,))) for name in held)
+    groups = [f"g{n}" for n in range(NUM_TENSORS) if rank in job.users[n]]
+    layout = Layout(dict.fromkeys(held, (4,)), buffers, shards)
+    incremental = Incremental(job.buckets, layout, groups, Residency(job.nbytes, rank, job.limit), job.frozen)
+    return Rank(incremental, dict.fromkeys(held, 0))
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["switch", "fail", "tell", "lose"]), st.frozensets(st.integers(0, NUM_TENSORS - 1))),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(jobs(), EVENTS)
+def test_every_rank_always_has_the_latest_values(job: Job, events: list[tuple[str, frozenset[int]]]) -> None:
+    ranks = [rank_of(job, rank) for rank in range(job.num_ranks)]
+    values = [0] * NUM_TENSORS
+    stale = set(range(NUM_TENSORS))  # tensors written since all had them
+    for event, chosen in events:
+        for n in chosen if event != "tell" else ():
+            values[n] += 1
+            stale.add(n)
+            for rank in job.holders[n]:
+                ranks[rank].writes[f"t{n}"] += 1
+        if event == "tell":
+            ranks[0].incremental.forget()
+            stale |= {n for n in range(NUM_TENSORS) if 0 in job.holders[n]}
+        if event == "lose":
+            ranks[-1].live.clear()
+        sends = deliver(job, ranks)
+        assert len({each.skipped for each in sends}) == 1
+        for each, own in zip(sends, ranks, strict=True):
+            gone = {extents for released in (each.unread, *each.releases) for extents in released}
+            assert gone == own.writes.keys()  # all training memory goes, whatever is skipped
+        skipped = sends[0].skipped
+        check_least(job, ranks, stale, skipped)
+        for bucket in job.buckets:
+            for n in map(int, (tensor[1:] for tensor in bucket.tensors)) if bucket.index not in skipped else ():
+                for rank in job.users[n]:
+                    ranks[rank].live[f"g{n}"] = values[n]
+        if event == "fail":
+            for rank in ranks:
+                rank.live.clear()
+                rank.kept = frozenset()
+                rank.incremental.forget()
+            stale = set(range(NUM_TENSORS))
+            continue
+        stale.clear()
+        for own, each in zip(ranks, sends, strict=True):
+            own.incremental.note(each)
+        for n, value in enumerate(values):
+            assert all(ranks[rank].live[f"g{n}"] == value for rank in job.users[n])
+        release(job, ranks)
+
+
+def deliver(job: Job, ranks: Sequence[Rank]) -> list[Selection]:
+    """What the ranks agree on."""
+    digests = [rank.incremental.digests(rank.buffers()) for rank in ranks]
+    live = [rank.kept & rank.live.keys() for rank in ranks]
+    reasons = [rank.incremental.reasons(*own) for rank, own in zip(ranks, zip(digests, live, strict=True), strict=True)]
+    flags = [any(of_rank) for of_rank in zip(*reasons, strict=True)]
+    all_sent = [rank.incremental._schedule(())[1:] for rank in ranks]
+    return [
+        rank.incremental.next(own, flags, releases)
+        for rank, own, releases in zip(ranks, digests, all_sent, strict=True)
+    ]
+
+
+def check_least(job: Job, ranks: Sequence[Rank], stale: set[int], skipped: frozenset[int]) -> None:
+    """Nothing is sent without a reason."""
+    for bucket in job.buckets:
+        numbers = [int(tensor[1:]) for tensor in bucket.tensors]
+        is_there = all(f"g{n}" in ranks[rank].kept & ranks[rank].live.keys() for n in numbers for rank in job.users[n])
+        assert (bucket.index in skipped) == (is_there and stale.isdisjoint(numbers))
+
+
+def release(job: Job, ranks: Sequence[Rank]) -> None:
+    kept = {rank.incremental.kept() for rank in ranks}
+    assert len(kept) == 1
+    (buckets,) = kept
+    taken = job.nbytes[sorted(buckets)].sum(axis=0)
+    limit = math.inf if job.limit is None else job.limit
+    assert (taken <= limit).all()
+    for index in {bucket.index for bucket in job.buckets} - buckets:
+        assert (taken + job.nbytes[index]).max() > limit  # nothing that would fit is left out
+    for number, rank in enumerate(ranks):
+        rank.kept = frozenset(rank.incremental.groups_of(buckets))
+        rank.live = {group: value for group, value in rank.live.items() if group in rank.kept}
+        assert rank.incremental.nbytes_of(rank.kept) == taken[number]

@@ -1,6 +1,6 @@
 """Memory of a switch with both real engines: never much more than the larger layout, and none that a cycle leaves.
 
-Peaks are compared with those of `plan` (layouts/memory_peaks.py).
+Peaks are compared with those of `plan` (layouts/memory.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hybrid_engine.layouts.memory_peaks import MemoryPeaks, TrainingMemory
+from hybrid_engine.layouts.memory import MemoryPeaks, TrainingMemory
 from hybrid_engine.switch.sharding_manager import State
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, FakeInference, Rig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from itertools import pairwise
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
-from hybrid_engine.memory import copier
+from hybrid_engine.memory import arena
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.switch.prefetch import Prefetcher, free_beside_vllm
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
@@ -91,17 +90,6 @@ def test_no_more_comes_than_is_configured(job: None, prefetch_mb: int, came: set
     rig.assert_is(TRAIN)
 
 
-def test_it_stays_within_the_peak_of_the_switches(job: None):
-    rig = in_second_rollout(Rig(prefetch="auto", offload_train_grad=False, offload_train_optimizer=False))
-    held = sum(TRAINING_NBYTES.values()) - TRAINING_NBYTES["param"] + NBYTES
-    rig.manager._prefetcher._highest_peak = held + TRAINING_NBYTES["param"] - 1
-    rig.manager.near_end()
-    assert rig.offloader.is_offloaded("param")
-    rig.manager._prefetcher._highest_peak += 1
-    rig.manager.near_end()
-    assert not rig.offloader.is_offloaded("param")
-
-
 @pytest.mark.parametrize(
     ("free", "utilization", "taken", "room"),
     [(50, 0.5, 0, 50), (50, 0.9, 0, 10), (90, 0.5, 0, 50), (0, 0.5, 0, 0), (50, 0.5, 20, 30), (50, 0.9, 20, -10)],
@@ -132,14 +120,6 @@ def test_outside_of_rollouts_nothing_comes(rig: Rig, state: object):
     rig.assert_is(state)
     rig.manager.close()
     rig.manager.near_end()
-
-
-def test_a_rollout_goes_on_while_state_comes_back(ahead: Rig, gate: threading.Event):
-    ahead.manager.near_end()
-    gate.set()
-    report = ahead.manager.enter(TRAIN)
-    ahead.assert_is(TRAIN)
-    assert report.seconds_hidden >= 0
 
 
 @pytest.mark.parametrize("target", [FORWARD, IDLE])
@@ -210,29 +190,19 @@ def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: th
 def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    copy, outcomes = copier.Copier.begin_copy, [None, error]
+    copy, outcomes = arena.Copier.begin_copy, [None, error]
 
-    def failing(self: copier.Copier, *arguments: object, **options: object) -> None:
+    def failing(self: arena.Copier, *arguments: object, **options: object) -> None:
         if outcomes and (outcome := outcomes.pop(0)) is not None:
             raise outcome
         copy(self, *arguments, **options)
 
-    monkeypatch.setattr(copier.Copier, "begin_copy", failing)
+    monkeypatch.setattr(arena.Copier, "begin_copy", failing)
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         ahead.manager.near_end()
     assert "prefetch failed, the next switch brings the rest" in caplog.text
     assert ahead.manager.enter(TRAIN).bytes_prefetched == TRAINING_NBYTES["param"]
     ahead.assert_is(TRAIN)
-
-
-@pytest.mark.parametrize("interrupt", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("target", [TRAIN, FORWARD, IDLE])
-def test_a_rollout_that_fails_after_a_prefetch(ahead: Rig, interrupt: type, target: object):
-    with pytest.raises(interrupt), ahead.manager.entered(INFER):
-        ahead.manager.near_end()
-        raise interrupt
-    ahead.manager.enter(target)
-    ahead.assert_is(target)
 
 
 def test_a_switch_that_fails_after_a_prefetch_takes_it_off_again(ahead: Rig):
@@ -250,7 +220,7 @@ def test_a_switch_that_fails_after_a_prefetch_takes_it_off_again(ahead: Rig):
 
 def test_the_first_switch_plans_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Layouts, plan and handles are exchanged at set-up."""
-    for name in ("plan", "gather_layouts", "export_handles", "release_schedule"):
+    for name in ("plan", "gather_side", "export_handles", "release_schedule"):
         monkeypatch.setattr(rendezvous, name, None)
     gathered: list[object] = []
     monkeypatch.setattr(type(rig.job.agreement), "gather", lambda *arguments: gathered.append(arguments))
@@ -260,13 +230,3 @@ def test_the_first_switch_plans_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatc
     rig.assert_is(INFER)
     assert gathered == []
     assert {"layout", "plan"} <= report.seconds_by_phase.keys(), "set-up's, told in the first report"
-
-
-def test_off_is_what_it_was(rig: Rig):
-    rig.training.step()
-    first = rig.manager.enter(INFER)
-    assert rig.script.take()[:2] == ["offload grad", "offload optimizer"]
-    second = rig.manager.enter(TRAIN)
-    for report in (first, second):
-        assert (report.bytes_prefetched, report.seconds_hidden) == (0, 0.0)
-        assert str(report) == str(dataclasses.replace(report, bytes_prefetched=0))

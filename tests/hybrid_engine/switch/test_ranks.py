@@ -15,7 +15,7 @@ from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteErr
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+from hybrid_engine.transports.pull import SharedMemoryTransport
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
@@ -285,56 +285,38 @@ def two_ranks(ranks: Ranks) -> list[dict[str, dict]]:
     return ranks.launch(run_scenarios, 2, timeout=200)
 
 
-def test_faults_of_the_plan_are_found_by_all_ranks_at_construction(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["plan_faults"]
-        assert error["names"][0] == PlanError.__name__
-        assert "orphan: a training parameter that no inference rank reads" in error["text"]
-        assert "longed_for" in error["text"]
-        assert "no training rank holds" in error["text"]
+REMOTE = RemoteError
+# scenario -> class of each rank's error, what both say, and what else is found on both
+ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
+    "plan_faults": ((PlanError, PlanError), ["orphan: a training parameter", "longed_for", "no training rank"], {}),
+    "other_plan_on_rank_1": ((PlanError, PlanError), ["different plans"], {}),
+    "trace_on_rank_0_only": ((ConfigError, ConfigError), ["generate_config.trace: not set on rank(s) 1 of 2"], {}),
+    "layout_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: disk on fire"], {}),
+    "other_device_on_rank_1": ((REMOTE, ConfigError), ["meta, but training weights of rank 1 are on cpu"], {}),
+    "shared_memory_without_exported_buffers": ((ConfigError, ConfigError), ["generate_config.transport"], {}),
+    "interrupted_on_rank_0": ((StateError, StateError), ["entering rollout_context (1 numbers) on rank 1"], {}),
+    "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
+    "way_back_fails_on_rank_1": (
+        (ReshardError, ReshardError),
+        ["disk on fire", "no memory left"],
+        {"state": "interrupted"},
+    ),
+    "release_fails_on_rank_0": (
+        (ReshardError, ReshardError),
+        ["disk on fire", "busy"],
+        {"state": "interrupted", "afterwards": "goes on"},
+    ),
+}
 
 
-def test_plans_that_differ_are_found_by_all_ranks(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["other_plan_on_rank_1"]
-        assert error["names"][0] == PlanError.__name__
-        assert "different plans" in error["text"]
-
-
-def test_a_trace_that_one_rank_does_not_take_part_in(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["trace_on_rank_0_only"]
-        assert error["names"][0] == ConfigError.__name__
-        assert "generate_config.trace: not set on rank(s) 1 of 2. Set it on all ranks" in error["text"]
-
-
-def test_a_rank_that_fails_at_construction(two_ranks: list[dict[str, dict]]):
-    remote, own = (results["layout_fails_on_rank_1"] for results in two_ranks)
-    assert own["names"][0] == ReshardError.__name__
-    assert "OSError: disk on fire" in own["text"]
-    assert remote["names"][0] == RemoteError.__name__
-    assert "rank 1: OSError: disk on fire" in remote["text"]
-
-
-def test_a_rank_that_names_another_device(two_ranks: list[dict[str, dict]]):
-    remote, own = (results["other_device_on_rank_1"] for results in two_ranks)
-    assert own["names"][0] == ConfigError.__name__
-    assert remote["names"][0] == RemoteError.__name__
-    assert "Job.device: meta, but training weights of rank 1 are on cpu" in remote["text"]
-
-
-def test_a_transport_that_cannot_carry_the_plan(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["shared_memory_without_exported_buffers"]
-        assert error["names"][0] == ConfigError.__name__
-        assert "generate_config.transport" in error["text"]
-
-
-def test_an_interrupt_before_and_after_the_end_of_a_switch(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["interrupted_on_rank_0"]
-        assert error["names"][0] == StateError.__name__
-        assert "rank 0; entering rollout_context (1 numbers) on rank 1" in error["text"]
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_fails_is_told_to_both(two_ranks: list[dict[str, dict]], name: str):
+    kinds, texts, more = ERRORS[name]
+    for results, kind in zip(two_ranks, kinds, strict=True):
+        error = results[name]
+        assert error["names"][0] == kind.__name__
+        assert [text for text in texts if text not in error["text"]] == []
+        assert more.items() <= error.items()
 
 
 def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[str, dict]]):
@@ -374,22 +356,6 @@ def test_what_one_rank_has_a_reason_for_all_ranks_send(two_ranks: list[dict[str,
         assert found["nothing"][1] == NBYTES
 
 
-def test_a_start_hook_that_fails_on_one_rank(two_ranks: list[dict[str, dict]]):
-    remote, own = (results["start_hook_fails_on_rank_1"] for results in two_ranks)
-    assert own["names"][0] == ReshardError.__name__
-    assert remote["names"][0] == RemoteError.__name__
-    assert "rank 1: OSError: no licence" in remote["text"]
-
-
-def test_the_way_back_fails_on_one_rank_and_both_are_interrupted(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["way_back_fails_on_rank_1"]
-        assert error["state"] == "interrupted"
-        assert error["names"][0] == ReshardError.__name__
-        assert "disk on fire" in error["text"]
-        assert "no memory left" in error["text"]
-
-
 def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):
     done, other = (results["prefetch_on_rank_0"] for results in two_ranks)
     parameters = NBYTES // 2
@@ -397,13 +363,3 @@ def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):
     assert done["prefetched"] == [parameters, 2 * parameters]
     assert other["prefetched"] == [0, 0]
     assert all("OSError: out of tokens" in each["text"] for each in (done, other))
-
-
-def test_release_fails_on_one_rank_and_both_go_on(two_ranks: list[dict[str, dict]]):
-    for results in two_ranks:
-        error = results["release_fails_on_rank_0"]
-        assert error["state"] == "interrupted"
-        assert error["names"][0] == ReshardError.__name__
-        assert "disk on fire" in error["text"]
-        assert "busy" in error["text"]
-        assert error["afterwards"] == "goes on"

@@ -10,19 +10,40 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.memory.offload_items import Part
+from hybrid_engine.ranks.agreement import Pace
 from hybrid_engine.ranks.failure_watch import FailureWatch
-from hybrid_engine.ranks.host_groups import HostGroup
-from hybrid_engine.ranks.pace import Pace
+from hybrid_engine.ranks.groups import HostGroup
+from hybrid_engine.records.layout import Extent
 from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.harness.launch import Ranks
 
 NUM_RANKS, NUM_BUCKETS = 3, 4
 BUCKETS = (1, 2, 5, 7)  # of a plan whose others are skipped
+BUFFERS = {"flat": torch.zeros(NUM_BUCKETS)}
+SCHEDULE = {bucket: {"flat": (Extent(position, position + 1),)} for position, bucket in enumerate(BUCKETS)}
 TIMEOUT = 30.0
 
 
 class Failure(Exception):
     """This rank's own."""
+
+
+class State:
+    """Parameters that go: an offloader's two calls, of parts that are positions of buckets."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+        self.gone: list[int] = []
+
+    def save_parts(self, kind: str, parts: list[Part]) -> None:
+        self.saved += [part.start for part in parts]
+
+    def offload_parts(self, kind: str, parts: list[Part]) -> int:
+        gone = [part.start for part in parts]
+        assert set(gone) <= set(self.saved)
+        self.gone += gone
+        return 100
 
 
 def on_one_host() -> Pace:
@@ -31,14 +52,8 @@ def on_one_host() -> Pace:
 
 def fill(group: HostGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
-    saved: list[int] = []
-    given_back: list[int] = []
-
-    def give_back(position: int) -> None:
-        assert position in saved
-        given_back.append(position)
-
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), BUCKETS, saved.append, give_back, TIMEOUT)
+    state = State()
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, BUFFERS, SCHEDULE, TIMEOUT)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -51,8 +66,8 @@ def fill(group: HostGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, li
     except Exception as error:
         fence.abandon()
         fence.drain()
-        return type(error).__name__, given_back
-    return "filled", given_back
+        return type(error).__name__, state.gone
+    return "filled", state.gone
 
 
 def scenarios() -> list[dict[int, tuple[int, str]]]:
@@ -118,31 +133,33 @@ class Steps:
 
 
 def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
-    steps, group = Steps(), Alone()
-    fence = ReleaseFence(0, group, steps, BUCKETS, lambda _: None, lambda _: None, TIMEOUT)
+    steps, group, released = Steps(), Alone(), []
+    fence = ReleaseFence(0, group, steps, State(), BUFFERS, SCHEDULE, TIMEOUT, released.append)
     for bucket in BUCKETS:
         fence.sent(bucket)
     fence.finish()
     assert steps.steps == [0, 1, 2, 3]
+    assert (released, fence.released_nbytes) == ([0, 100, 200, 300], 400)
 
 
 def test_what_failed_on_another_host_comes_before_the_fence() -> None:
-    steps, group, given_back = Steps(failing=2), Alone(), []
-    fence = ReleaseFence(0, group, steps, BUCKETS, lambda _: None, given_back.append, TIMEOUT)
+    steps, group, state = Steps(failing=2), Alone(), State()
+    fence = ReleaseFence(0, group, steps, state, BUFFERS, SCHEDULE, TIMEOUT)
     fence.sent(BUCKETS[0])
     fence.sent(BUCKETS[1])
     with pytest.raises(PeerTransportError, match="rank 9"):
         fence.sent(BUCKETS[2])
-    assert (group.num_begun, given_back) == (2, [0])
+    assert (group.num_begun, state.gone) == (2, [0])
     fence.abandon()
     fence.drain()
-    assert given_back == [0]
+    assert state.gone == [0]
 
 
 def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
     group = HostGroup(dist.get_rank(), ["here"] * 2, 60.0)
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), [0, 1], lambda _: None, lambda _: None, timeout=0.5)
+    schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule, timeout=0.5)
     if dist.get_rank() == 1:
         dist.barrier()  # lives on, with its connections
         return ""

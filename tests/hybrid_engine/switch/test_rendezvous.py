@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, ReshardError
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, ReshardError, TransportError
+from hybrid_engine.memory import device_pages
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
-from tests.hybrid_engine.switch.fakes import INFER, Rig
+from hybrid_engine.switch import rendezvous
+from hybrid_engine.switch.rendezvous import hosts_without_access
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
+from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
 
 
 def refusal_of(rig: Rig) -> str:
@@ -45,13 +57,91 @@ def test_a_job_of_another_timeout_than_the_configuration_is_refused(job: None) -
 
 
 def test_waits_for_what_other_ranks_hold_count_as_set_up(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = Agreement.gather
+    conclude = Agreement.conclude
 
-    def slow(self: Agreement, value: object, phase: str = "gather") -> list[object]:
+    def slow(self: Agreement, phase: str, *rest: Any, **named: Any) -> None:
         time.sleep(0.2 if phase in ("exchange of layouts", "comparison of plans") else 0)
-        return gather(self, value, phase)
+        conclude(self, phase, *rest, **named)
 
-    monkeypatch.setattr(Agreement, "gather", slow)
+    monkeypatch.setattr(Agreement, "conclude", slow)
     seconds = Rig().manager.enter(INFER).seconds_by_phase
     assert seconds["layout"] > 0.4  # of both sides
     assert seconds["plan"] > 0.2
+
+
+REASON = "rank 1 cannot read the memory of rank 0: not permitted"
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(everything, 2)
+
+
+def everything() -> dict[str, object]:
+    dist.init_process_group("gloo")
+    results = {"switches": on_rank_1_denied(switches), "refusal": on_rank_1_denied(refusal), "devices": devices()}
+    dist.destroy_process_group()
+    return results
+
+
+def on_rank_1_denied(scenario: Callable[[], object]) -> object:
+    if dist.get_rank() == 0:
+        return scenario()
+    with mock.patch.object(rendezvous, "open_peer", side_effect=TransportError("not permitted")):
+        return scenario()
+
+
+def switches() -> dict[str, object]:
+    """What a rank reads by messages in two switches with "auto", and what it logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    rendezvous.logger.addHandler(handler)
+    rig = Rig(elastic=True)
+    rendezvous.logger.removeHandler(handler)
+    by_transport = []
+    for _ in range(2):
+        by_transport.append(set(rig.manager.enter(INFER).bytes_by_transport))
+        rig.assert_is(INFER)
+        rig.manager.enter(TRAIN)
+        rig.training.step()
+    rig.close()
+    return {"transports": by_transport, "log": [line for line in lines if "sharing memory" in line]}
+
+
+def refusal() -> str:
+    try:
+        Rig(elastic=True, transport="shared_memory")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def devices() -> list[frozenset[str]]:
+    """With device memory, whose driver is the tests' model: where descriptors may be copied, and not on rank 1."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
+        DeviceRig(patch)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        job = Job.join(60, host="here", device=torch.device("cuda", 0))
+        group = job.new_host_group(ends)
+        results = [hosts_without_access(job, GenerateConfig(), group)]
+        if job.rank == 1:
+            patch.setattr(device_pages, "_pidfd_getfd", lambda pidfd, descriptor: (-1, errno.EPERM))
+        results.append(hosts_without_access(job, GenerateConfig(), group))
+        job.close()
+    return results
+
+
+def test_all_ranks_of_the_host_send_messages(found: list[dict[str, object]]) -> None:
+    logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {REASON}"
+    for rank, results in enumerate(found):
+        assert results["switches"] == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
+
+
+def test_shared_memory_alone_is_refused_with_the_reason(found: list[dict[str, object]]) -> None:
+    for results in found:
+        assert f"generate_config.transport: shared_memory, but {REASON}. Choose auto or" in str(results["refusal"])
+
+
+def test_device_memory_is_tried_with_the_driver(found: list[dict[str, object]]) -> None:
+    assert [results["devices"] for results in found] == [[frozenset(), frozenset({"here"})]] * 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,19 +13,65 @@ import torch
 from hybrid_engine.errors import ReshardError, StateError, WeightError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.states import State
+from hybrid_engine.switch.states import State, call_hook
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NEEDED, TRAIN, TRAINING_NBYTES, Rig
 
 # States.
 
 
-def test_it_starts_in_train_with_nothing_of_inference(job: None):
+@pytest.fixture
+def unstarted(job: None) -> Rig:
     rig = Rig(build=False)
     rig.inference.allocate(["first"])  # as an engine that comes with weights of its own
     rig.offloader.offload()  # as a worker that made room for it
-    rig.build()
-    rig.assert_is(TRAIN)
-    assert rig.manager.last_report is None
+    rig.script.take()
+    rig.build(start=False)
+    return rig
+
+
+def moves(rig: Rig) -> list[str]:
+    return [call for call in rig.script.take() if call.startswith(("release", "onload"))]
+
+
+def test_building_moves_nothing_and_starting_does_once(unstarted: Rig):
+    assert moves(unstarted) == []
+    assert unstarted.resident() == set()
+    with pytest.raises(StateError):
+        unstarted.manager.require_kinds(["param"])
+    unstarted.manager.start()
+    unstarted.assert_is(TRAIN)
+    assert unstarted.manager.last_report is None
+    assert len(moves(unstarted)) == 4
+    unstarted.manager.start()
+    assert moves(unstarted) == []
+
+
+@pytest.mark.parametrize("target", [INFER, TRAIN, None])
+def test_the_first_switch_starts(unstarted: Rig, target: State | None):
+    if target is None:
+        unstarted.manager.require(TRAIN)
+    else:
+        unstarted.manager.enter(target)
+    unstarted.assert_is(target or TRAIN)
+
+
+@pytest.mark.parametrize("call", ["release", "onload optimizer"])
+def test_a_start_that_fails_can_be_made_again_or_the_manager_closed(unstarted: Rig, call: str):
+    unstarted.script.arm(call, OSError("no memory"))
+    with pytest.raises(ReshardError, match="no memory"):
+        unstarted.manager.start()
+    assert unstarted.manager.state is State.INTERRUPTED
+    unstarted.manager.start()
+    unstarted.assert_is(TRAIN)
+    unstarted.manager.close()
+    with pytest.raises(StateError, match="closed"):
+        unstarted.manager.start()
+
+
+def test_what_was_not_offloaded_may_be_used_before_the_start(job: None):
+    rig = Rig(build=False)
+    rig.build(start=False)
+    rig.manager.require_kinds(KINDS)
 
 
 ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWARD, IDLE, INFER, IDLE, TRAIN]
@@ -57,18 +105,6 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
             rig.training.step()
 
 
-@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
-def test_inference_follows_training_over_many_cycles(job: None, elastic: bool):
-    rig = Rig(elastic=elastic)
-    for _ in range(4):
-        rig.training.step()
-        rig.manager.enter(INFER)
-        rig.assert_is(INFER)
-        rig.manager.enter(TRAIN)
-        rig.assert_is(TRAIN)
-        assert not rig.training.grad.any()
-
-
 def test_order_of_a_switch_and_back(rig: Rig):
     rig.manager.enter(INFER)
     calls = rig.script.take()
@@ -92,14 +128,6 @@ def test_weights_are_read_once_the_device_has_finished_them(rig: Rig, monkeypatc
     assert calls[calls.index("prepare") :][:3] == ["prepare", "synchronize cuda:1", "check"]
 
 
-def test_no_gradients_and_optimizer_on_the_device_when_idle_goes_to_infer(rig: Rig):
-    rig.manager.enter(IDLE)
-    rig.script.take()
-    rig.manager.enter(INFER)
-    calls = rig.script.take()
-    assert {call for call in calls if "load" in call} == {"onload param", "offload param"}
-
-
 @pytest.mark.parametrize("state", NEEDED)
 def test_the_same_state_again_is_no_switch(rig: Rig, state: State):
     rig.manager.enter(state)
@@ -118,14 +146,6 @@ def test_the_same_state_again_is_no_switch(rig: Rig, state: State):
 
 
 # Contexts.
-
-
-def test_a_context_keeps_its_state_afterwards(rig: Rig):
-    with rig.manager.entered(INFER):
-        rig.assert_is(INFER)
-    rig.assert_is(INFER)
-    with rig.manager.entered(TRAIN):
-        rig.assert_is(TRAIN)
 
 
 @pytest.mark.parametrize(
@@ -164,22 +184,6 @@ def test_the_device_is_free_inside_any_context_and_its_state_is_back_afterwards(
     with rig.manager.entered(State.IDLE):
         rig.assert_is(State.IDLE)
     rig.assert_is(State.IDLE)
-
-
-def test_an_error_inside_a_context_ends_it(rig: Rig):
-    with pytest.raises(ZeroDivisionError), rig.manager.entered(INFER):
-        raise ZeroDivisionError
-    rig.assert_is(INFER)
-    with rig.manager.entered(TRAIN):
-        rig.assert_is(TRAIN)
-
-
-def test_a_context_that_cannot_be_entered_is_none(rig: Rig):
-    rig.script.arm("prepare", OSError("disk on fire"))
-    with pytest.raises(ReshardError, match="disk on fire"), rig.manager.entered(INFER):
-        raise AssertionError("inside")
-    with rig.manager.entered(FORWARD):
-        rig.assert_is(FORWARD)
 
 
 # Hooks.
@@ -305,16 +309,6 @@ def test_prefetch_is_there_when_training_comes(rig: Rig):
     assert rig.manager.enter(IDLE).bytes_onloaded == 0
 
 
-def test_prefetched_state_leaves_again_for_a_state_that_does_not_need_it(rig: Rig):
-    rig.training.step()
-    rig.manager.enter(INFER)
-    rig.manager.prefetch()
-    rig.manager.enter(FORWARD)
-    rig.assert_is(FORWARD)
-    rig.manager.enter(TRAIN)
-    rig.assert_is(TRAIN)
-
-
 def test_weights_that_are_not_trained_are_copied_once(rig: Rig):
     """From the arena to the device and back, without a step between: it has them already."""
     rig.training.step()
@@ -330,3 +324,41 @@ def test_weights_that_are_not_trained_are_copied_once(rig: Rig):
     assert rig.offloader.copied_nbytes > copied
     rig.manager.enter(TRAIN)
     rig.training.assert_unchanged()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+
+    def nothing(self) -> None:
+        self.seen.append(())
+
+    def one(self, report: object) -> None:
+        self.seen.append((report,))
+
+    def defaulted(self, report: object = None, *, verbose: bool = False) -> None:
+        self.seen.append((report, verbose))
+
+    def everything(self, *arguments: object) -> None:
+        self.seen.append(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("nothing", ()), ("one", ("before",)), ("defaulted", ("before", False)), ("everything", ("before", "after"))],
+)
+@pytest.mark.parametrize("wrap", [lambda hook: hook, partial], ids=["method", "partial"])
+def test_a_hook_gets_what_it_takes(
+    name: str, expected: tuple[object, ...], wrap: Callable[..., Callable[..., None]]
+) -> None:
+    recorder = Recorder()
+    call_hook(wrap(getattr(recorder, name)), "before", "after")
+    assert recorder.seen == [expected]
+
+
+def test_its_own_errors_are_not_taken_for_wrong_arguments() -> None:
+    def broken() -> None:
+        raise TypeError("takes 0 positional arguments but 1 was given")
+
+    with pytest.raises(TypeError, match="takes 0"):
+        call_hook(broken, "report")

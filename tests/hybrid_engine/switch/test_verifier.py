@@ -11,9 +11,9 @@ from hybrid_engine.errors import WeightError
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
+from hybrid_engine.records.sides import Side
 from hybrid_engine.switch import verifier
-from hybrid_engine.switch.common_regions import CommonRegions
-from hybrid_engine.switch.verifier import NUM_SAMPLED, Verifier
+from hybrid_engine.switch.verifier import NUM_SAMPLED, CommonRegions, Verifier
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
@@ -35,12 +35,6 @@ def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
     assert len(seen) == 1 + 8 * flat.numel()
 
 
-def test_order_counts_and_signs_do_not_cancel() -> None:
-    values = torch.arange(1.0, 9.0)
-    swapped, negated = values.flip(0), -values
-    assert len({box_digest(each, torch.float32) for each in (values, swapped, negated)}) == 3
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1 << 17), (1, 3 << 17), (2, 3, 1 << 16)], ids=str)
 def test_a_digest_does_not_depend_on_strides_and_casts_first(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -49,14 +43,6 @@ def test_a_digest_does_not_depend_on_strides_and_casts_first(shape: tuple[int, .
     lying_elsewhere = flat.as_strided(shape, strides, 3).copy_(values)
     assert box_digest(values, torch.bfloat16) == box_digest(lying_elsewhere, torch.bfloat16)
     assert box_digest(values, torch.bfloat16) != box_digest(values, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128], ids=str)
-def test_a_slice_may_begin_within_a_word(dtype: torch.dtype) -> None:
-    values = torch.ones(8, 11, dtype=dtype)
-    assert box_digest(values[2:6], dtype) == box_digest(values[2:6].clone(), dtype)
-    whole = torch.ones((1 << 18) + 2, dtype=dtype)
-    assert box_digest(whole[:-1], dtype) != box_digest(whole, dtype)
 
 
 def test_a_difference_in_any_piece_shows() -> None:
@@ -71,8 +57,8 @@ def test_a_difference_in_any_piece_shows() -> None:
 # -- regions -----------------------------------------------------------------------------------------------------------
 
 
-def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> list[Layout]:
-    """Layouts of a tensor of 12 elements; boxes are (rank, start, stop), each in a buffer of its own."""
+def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> Side:
+    """Ranks with a tensor of 12 elements; boxes are (rank, start, stop), each in a buffer of its own."""
     layouts = []
     for rank in range(1 + max(rank for rank, _, _ in boxes)):
         own = [(start, stop) for owner, start, stop in boxes if owner == rank]
@@ -82,7 +68,7 @@ def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> list[Layout]:
             shards.append(Shard(Region("t", (start,), (stop - start,)), Place(buffer, offset, (1,))))
             offset += stop - start
         layouts.append(Layout({"t": (12,)}, {buffer: Buffer(max(offset, 1), dtype)}, tuple(shards)))
-    return layouts
+    return Side.of(layouts)
 
 
 def test_regions_are_what_two_boxes_have_in_common() -> None:
@@ -130,13 +116,6 @@ def test_a_right_switch_passes_and_says_what_it_cost(verified: Rig, caplog: pyte
         back = verified.manager.enter(TRAIN)
         assert back.tensors_verified == 0
         assert "verified" not in str(back)
-
-
-def test_off_looks_at_nothing(rig: Rig) -> None:
-    report = rig.manager.enter(INFER)
-    assert (report.tensors_verified, report.bytes_verified) == (0, 0)
-    assert "verify" not in report.seconds_by_phase
-    assert "proving" not in rig.script.take()
 
 
 def test_a_flipped_bit_is_named_and_rolled_back(verified: Rig) -> None:
@@ -200,7 +179,7 @@ def test_what_the_engine_cannot_prove_fails_the_switch(verified: Rig) -> None:
 
 def test_samples_go_round(verified: Rig) -> None:
     names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]
-    regions = verified.manager._connection.regions
+    regions = verified.manager._connection.verifier._regions
     regions.dtypes = dict.fromkeys(names, "float32")
     sampling, full = (Verifier(regions, verified.job, mode) for mode in ("sample", "full"))
     first, second = (sampling.begin().tensors for _ in range(2))
@@ -215,13 +194,11 @@ def test_replicas_that_differ_are_an_error_that_names_their_ranks(
     """A second rank that trains the same is added to what is gathered; its copy of a tensor differs."""
     gather = type(verified.job.agreement).gather
 
-    def with_another(agreement, value, phase="gather"):
-        (own,) = gather(agreement, value, phase)
+    def with_another(agreement, value, kind, phase="gather", limit=0):
+        (own,) = gather(agreement, value, kind, phase)
         if phase != "verify":
             return [own]
-        other = own.clone()
-        other[-1, 1] += 1
-        return [other, own]
+        return [own[:-1] + bytes([own[-1] ^ 1]), own]  # of the digest in the last row
 
     monkeypatch.setattr(type(verified.job.agreement), "gather", with_another)
     with pytest.raises(WeightError) as caught:

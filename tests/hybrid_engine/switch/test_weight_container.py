@@ -15,8 +15,8 @@ from hybrid_engine.memory import elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
+from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet
-from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
 from tests.hybrid_engine.transports.in_process import InProcessTransport
@@ -243,8 +243,8 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: 
         plan, weights = make_plan(), FakeWeights(0)
         layouts = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
         handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
-        router = TransportSet.connect(Wiring(0, layouts, handles, buckets=plan.buckets))
-        container, own = WeightContainer(weights, plan, router), rig.fake.mapped()
+        router = TransportSet.connect(TransportContext(0, layouts, handles, buckets=plan.buckets))
+        container, own = WeightContainer(weights, plan, router), rig.cuda.mapped()
         container.fill(source_of(0))
         container.release(["group3"])
         follower = Follower(weights)
@@ -252,11 +252,11 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: 
             weights.fail_in, weights._fail_at = fail_in, fail_at
         else:
             patch.setattr(follower, "finish", lambda: _raise(MemoryError("finish")))
-        rig.fake.calls.clear()
+        rig.driver.calls.clear()
         with pytest.raises(ReshardError, match=message):
             container.fill(source_of(0), follower, skipped={2})
-        assert rig.fake.calls.count("map") == 1
-        assert rig.fake.mapped() == own
+        assert rig.driver.calls.count("cuMemMap") == 1
+        assert rig.cuda.mapped() == own
         assert weights.calls[-1] == "abandon"
         assert follower.calls[-2:] == ["abandon", "drain"]
         assert container.state is ContainerState.PARTIAL
@@ -323,7 +323,7 @@ def fill_on_rank() -> list[list[object]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
-    router = TransportSet.connect(Wiring(rank, buffers, {}, dist.group.WORLD, timeout=60))
+    router = TransportSet.connect(TransportContext(rank, buffers, {}, dist.group.WORLD, timeout=60))
     results = []
     for phase, fail_at in FAILURES:
         weights = FakeWeights(rank, fail_in=phase if rank == 0 and fail_at else "", fail_at=fail_at)

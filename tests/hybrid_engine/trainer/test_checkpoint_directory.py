@@ -1,9 +1,10 @@
-"""Whose a directory is, the manifest says; it is read as what it is: a file that somebody may have changed."""
+"""A checkpoint's directory, by one rank: killed at every step, damaged, or not ours. Both trainers' tests use ranks."""
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,202 +12,203 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from hybrid_engine.errors import ConfigError, FileError
+from hybrid_engine.errors import ConfigError, FileError, HybridEngineError, StateError
+from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, write_checksums
 from hybrid_engine.trainer import checkpoint_directory
-from hybrid_engine.trainer.checkpoint_directory import (
-    MANIFEST,
-    contents_of,
-    names_in_manifest,
-    new_checkpoint,
-    require_as_written,
-)
+from hybrid_engine.trainer.checkpoint_directory import LATEST, METADATA, SavedCheckpoint
+from tests.harness.kills import kill_at_every_step
+from tests.harness.small_disks import file_size_limit
 
-ENTRY = {"nbytes": 1, "crc32": "00000000"}
+AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, kind, phase, limit=0: [value])
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT)
+DATA = "__0_0.distcp"
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        "",
-        "[",
-        "[" * 100_000,
-        [],
-        5,
-        {},
-        {"files": []},
-        *({"files": {name: ENTRY}} for name in ("../x", "/etc/x", "a/b")),
-    ],
-)
-def test_a_manifest_that_is_none_is_refused_in_one_line(manifest: Any, tmp_path: Path) -> None:
-    path = tmp_path / MANIFEST
-    path.write_text(manifest if isinstance(manifest, str) else json.dumps(manifest))
-    for read in (lambda: names_in_manifest(tmp_path), lambda: require_as_written(tmp_path / "rank0000.pt")):
-        with pytest.raises(FileError) as caught:
-            read()
-        assert str(path) in str(caught.value)
-        assert "Resume from an older checkpoint" in str(caught.value)
-        assert "\n" not in str(caught.value)
+def save(directory: Any, value: Any = 1) -> None:
+    checkpoint_directory.save(directory, {"tensor": torch.full((300,), 7.0), "value": value}, ALONE)
 
 
-def test_a_sound_one_lists_its_files(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text(json.dumps({"files": {"rank0001.pt": ENTRY, "rank0000.pt": ENTRY}}))
-    assert names_in_manifest(tmp_path) == ["rank0000.pt", "rank0001.pt"]
+def load(directory: Path) -> Any:
+    saved = SavedCheckpoint(directory, ALONE)
+    state = saved.read_all("")
+    assert state["tensor"].tolist() == [7.0] * 300
+    return state["value"]
 
 
-ALONE: Any = SimpleNamespace(
-    rank=0,
-    agreement=SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, phase: [value]),
-)
-"""A job of one rank."""
-
-
-def save(directory: Any, text: str = "new", between: Callable[[], object] = lambda: None) -> None:
-    with new_checkpoint(directory, ALONE) as new:
-        path = new.path / "rank0000.pt"
-        path.write_text(text)
-        new.contents[path.name] = contents_of(path)
-        between()
+def newest(directory: Path) -> Path:
+    return directory / (directory / LATEST).read_text().strip()
 
 
 def contents_below(directory: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
-def unlisted(directory: Path) -> None:
-    save(directory)
-    (directory / "rank0001.pt").touch()
+def test_values_and_tensors_come_back_bitwise(tmp_path: Path) -> None:
+    tensors = {
+        "bfloat16": torch.randn(3, 2).bfloat16(),
+        "part": torch.arange(10.0)[3:5],
+        "number": torch.tensor(5, dtype=torch.int64),
+        "nothing": torch.zeros(0),
+        "state": torch.get_rng_state(),
+    }
+    value = {"betas": (0.9, 0.95), "groups": [{"lr": 0.1, "step": 3}], "scaler": {"scale": torch.ones(1)}, "none": None}
+    checkpoint_directory.save(tmp_path, {**tensors, "value": value}, ALONE)
+    saved = SavedCheckpoint(tmp_path, ALONE)
+    assert saved.value("value") == value
+    found = saved.read_all("")
+    assert all(
+        torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype for name, tensor in tensors.items()
+    )
 
 
-def linked(directory: Path) -> None:
-    save(directory)
-    (directory / "rank0000.pt").rename(directory.with_name("elsewhere"))
-    (directory / "rank0000.pt").symlink_to(directory.with_name("elsewhere"))
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    """Killed before every call that changes a file; then it is loaded, and saved once more."""
+    directory, seen = tmp_path / "saved", []
+
+    def prepare() -> None:
+        save(directory, "old")
+        assert [path.name for path in directory.glob("save-*")] == [newest(directory).name]  # of the kill before, too
+
+    for _ in kill_at_every_step(lambda: save(directory, "new"), prepare):
+        seen.append(load(directory))
+    assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
+    assert [seen[0], seen[-1]] == ["old", "new"]
 
 
-def with_files(*names: str, manifest: str | None = None) -> Callable[[Path], None]:
-    def make(directory: Path) -> None:
-        directory.mkdir()
-        for name in names:
-            (directory / name).write_text("precious")
-        if manifest is not None:
-            (directory / MANIFEST).write_text(manifest)
-
-    return make
-
-
-# what is in the directory -> the names that are not ours
-FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "torch's checkpoint": (with_files("__0_0.distcp", ".metadata"), ".metadata, __0_0.distcp"),
-    "another program's": (with_files("rank0000.pt"), "rank0000.pt"),
-    "another program's manifest": (with_files("a.js", manifest='{"name": "x"}'), "a.js, manifest.json"),
-    "an empty manifest": (with_files("rank0000.pt", manifest='{"files": {}}'), "rank0000.pt"),
-    "a damaged manifest": (with_files("rank0000.pt", manifest="{"), "manifest.json, rank0000.pt"),
-    "a file more": (unlisted, "rank0001.pt"),
-    "a link": (linked, "rank0000.pt"),
-    "a directory while it was written": (
-        lambda path: [with_files(manifest='{"files": null}\n')(path), (path / "a").mkdir()][0],
-        "a",
-    ),
-}
+def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    for _ in kill_at_every_step(lambda: save(directory), lambda: shutil.rmtree(directory, ignore_errors=True)):
+        if (directory / LATEST).exists():
+            assert load(directory) == 1
+        else:
+            with pytest.raises(StateError, match="no checkpoint"):
+                load(directory)
 
 
-@pytest.mark.parametrize("ending", ["", ".incomplete", ".replaced", ".replaced.removed"])
-@pytest.mark.parametrize("case", FOREIGN)
-def test_what_no_manifest_of_ours_lists_is_never_replaced(tmp_path: Path, case: str, ending: str) -> None:
-    make, names = FOREIGN[case]
-    make(tmp_path / f"saved{ending}")
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path / "saved", "old")
     before = contents_below(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        save(tmp_path / "saved")
-    assert f"saved{ending} holds files that are not a checkpoint's: {names}. " in str(caught.value)
+    with file_size_limit(500), pytest.raises(FileError, match="file too large"):
+        save(tmp_path / "saved", "new")
     assert contents_below(tmp_path) == before
 
 
-def test_ours_are_replaced_whole_damaged_or_begun(tmp_path: Path) -> None:
-    directory = tmp_path / "saved"
-    for spoil in (
-        lambda: None,
-        lambda: (directory / "rank0000.pt").unlink(),
-        lambda: (directory / "rank0000.pt").write_text("flipped"),
-        lambda: with_files("__0_0.distcp", manifest='{"files": null}\n')(directory.with_name("saved.incomplete")),
-        lambda: with_files("manifest.json.incomplete")(directory.with_name("saved.incomplete")),
-        lambda: with_files()(directory.with_name("saved.incomplete")),
-    ):
-        save(directory, "old")
-        spoil()
-        save(directory)
-        assert (directory / "rank0000.pt").read_text() == "new"
-        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+def flip(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
 
 
-def test_what_comes_while_a_checkpoint_is_written_stays(tmp_path: Path) -> None:
-    save(tmp_path / "saved", "old")
-    with pytest.raises(ConfigError, match=r"not a checkpoint's: notes\.txt"):
-        save(tmp_path / "saved", between=lambda: (tmp_path / "saved" / "notes.txt").touch())
-    assert {path.name for path in (tmp_path / "saved").iterdir()} == {MANIFEST, "rank0000.pt", "notes.txt"}
-    assert (tmp_path / "saved" / "rank0000.pt").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-def test_the_working_directory_and_those_above_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "a" / "b")
-    for place in (".", "..", tmp_path / "a"):
-        with pytest.raises(ConfigError, match="is the working directory, or above it"):
-            save(place)
-    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "b"]
-    assert Path.cwd() == tmp_path / "a" / "b"
-    save("c")
-    assert (tmp_path / "a" / "b" / "c" / MANIFEST).is_file()
-
-
-def test_a_mount_point_is_found_out_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {Path("/"), Path("/proc")} <= checkpoint_directory._mount_points()
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"36 35 98:0 /a {tmp_path}/with\\040space rw - ext4 /dev/a rw\n")
-    monkeypatch.setattr(checkpoint_directory, "_MOUNTS", mounts)
-    (tmp_path / "with space").mkdir()
-    with pytest.raises(ConfigError, match=r"with space is a mount point, which stays\. Name a directory below it"):
-        save(tmp_path / "with space", between=pytest.fail)
-    assert not (tmp_path / "with space.incomplete").exists()
-    save(tmp_path / "with space" / "below")
-
-
-@pytest.mark.parametrize("path", [None, 5, b"saved", "", "~nobody-of-that-name/saved"])
-def test_what_is_no_path_is_refused_in_words(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"directory: .* is not a path"):
-        save(path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    save("~/saved")
-    assert (tmp_path / "saved" / MANIFEST).is_file()
-
-
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def link_to_zeros(path: Path) -> None:
-    path.symlink_to("/dev/zero")
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
 
 
 def link_to_a_copy(path: Path) -> None:
-    path.with_name("copy").write_text("new")
-    path.symlink_to(path.with_name("copy"))
+    shutil.copy(path, path.with_name("copy"))
+    replace(path, lambda path: path.symlink_to("copy"))
 
 
-@pytest.mark.parametrize("name", ["rank0000.pt", MANIFEST])
-@pytest.mark.parametrize("make", [make_pipe, link_to_zeros, link_to_a_copy, Path.mkdir])
-def test_pipes_links_and_devices_are_refused_before_they_are_opened(
-    tmp_path: Path, make: Callable[[Path], None], name: str
+def forget(directory: Path) -> None:
+    write_checksums(directory, {METADATA: checksum_of(directory / METADATA)})
+
+
+# name -> (file that the error names, what happens to it)
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    **{
+        f"{what} {name}": (name, damage)
+        for name in (DATA, METADATA, CHECKSUMS)
+        for what, damage in {"cut": lambda path: os.truncate(path, 9), "no": Path.unlink}.items()
+    },
+    "flipped data": (DATA, flip),
+    "flipped metadata": (METADATA, flip),
+    "a link": (DATA, link_to_a_copy),
+    "a pipe": (DATA, lambda path: replace(path, os.mkfifo)),
+    "a device": (METADATA, lambda path: replace(path, lambda path: path.symlink_to("/dev/zero"))),
+    "a directory": (DATA, lambda path: replace(path, Path.mkdir)),
+    "a list of nothing": (CHECKSUMS, lambda path: path.write_text("{}")),
+    "a list without the data": (CHECKSUMS, lambda path: forget(path.parent)),
+    "a list of files elsewhere": (CHECKSUMS, lambda path: path.write_text('{"../x": "0"}')),
+    "no list": (CHECKSUMS, lambda path: path.write_text("[" * 100_000)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    file, damage = DAMAGE[name]
+    save(tmp_path)
+    damage(newest(tmp_path) / file)
+    with pytest.raises(FileError) as caught:
+        SavedCheckpoint(tmp_path, ALONE)
+    assert str(newest(tmp_path) / file) in str(caught.value)
+    assert "Resume from an older checkpoint" in str(caught.value) or "no such file" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("was run",)
+
+
+@pytest.mark.parametrize("place", ["metadata", "value"])
+def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Its checksums are right: they are no protection."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "saved", Code() if place == "value" else 1)
+    if place == "metadata":
+        new = newest(tmp_path / "saved")
+        (new / METADATA).write_bytes(pickle.dumps(Code()))
+        write_checksums(new, read_checksums(new, "") | {METADATA: checksum_of(new / METADATA)})
+    with pytest.raises(FileError, match="UnpicklingError"):
+        load(tmp_path / "saved")
+    assert not Path("was run").exists()
+
+
+@pytest.mark.parametrize("text", ["save-000009\n", "../elsewhere", "", "global_step10"])
+def test_a_pointer_to_no_save_is_refused(tmp_path: Path, text: str) -> None:
+    save(tmp_path)
+    (tmp_path / LATEST).write_text(text)
+    with pytest.raises(FileError, match=LATEST):
+        load(tmp_path)
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """A `latest` of another program is refused before anything is written."""
+    (tmp_path / LATEST).write_text("global_step10")
+    with pytest.raises(ConfigError) as caught:
+        save(tmp_path)
+    assert caught.value.findings[0].key == "directory"
+    assert [path.name for path in tmp_path.iterdir()] == [LATEST]
+    (tmp_path / LATEST).unlink()
+    (tmp_path / "save-000007").symlink_to(tmp_path.parent)
+    (tmp_path / "rank0000.pt").write_text("of another version")
+    for value in (1, 2):
+        save(tmp_path, value)
+        assert load(tmp_path) == value
+    assert {path.name for path in tmp_path.iterdir()} == {LATEST, "save-000002", "save-000007", "rank0000.pt"}
+
+
+def test_a_link_to_the_directory_stays_one_and_may_be_where_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "saved")
-    (tmp_path / "saved" / name).unlink()
-    make(tmp_path / "saved" / name)
-    with pytest.raises(FileError, match="it is not a regular file" if name != MANIFEST else "it has no manifest"):
-        require_as_written(tmp_path / "saved" / "rank0000.pt")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    monkeypatch.chdir(tmp_path / "disk")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in ("~/link", ".", tmp_path / "link"):
+        save(place)
+    assert (tmp_path / "link").is_symlink()
+    assert load(tmp_path / "disk") == 1
+
+
+@pytest.mark.parametrize("path", [None, 5, b"saved", "", "a\0b", "~nobody-of-that-name/saved"])
+def test_what_is_no_path_is_refused_by_its_key(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for act in (save, load):
+        with pytest.raises(HybridEngineError) as caught:
+            act(path)
+        assert isinstance(caught.value, ConfigError)
+        assert caught.value.findings[0].key == "directory"
+    assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,18 @@
-"""A learning rate is one with which a step can be taken."""
+"""A learning rate is one with which a step can be taken; the schedule of FSDP2's trainer is megatron-core's own."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hybrid_engine.config import OptimizerConfig
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.trainer.learning_rate import set_learning_rate
+from hybrid_engine.trainer.learning_rate import ParamSchedule, set_learning_rate
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]])
@@ -26,3 +29,40 @@ def test_every_group_gets_it(rate: Any) -> None:
     set_learning_rate(groups, None, rate)
     assert groups == [{"lr": rate}] * 2
     assert all(type(group["lr"]) is float for group in groups)
+
+
+pytestmark = pytest.mark.slow  # imports Megatron
+
+DECAYING = {"lr_decay_steps": 20, "min_lr": 1e-4, "lr_warmup_init": 1e-5}
+WSD = {**DECAYING, "lr_decay_style": "WSD", "lr_wsd_decay_steps": 7, "lr_warmup_steps": 3}
+GROWING = {"start_weight_decay": 0.01, "end_weight_decay": 0.1}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "constant, warm-up": {"lr_warmup_steps": 4},
+    "linear": {**DECAYING, "lr_decay_style": "linear", "lr_warmup_fraction": 0.1},
+    "cosine": {**DECAYING, "lr_decay_style": "cosine", "lr_warmup_steps": 5},
+    "cosine, no warm-up": {**DECAYING, "lr_decay_style": "cosine"},
+    "inverse square root": {**DECAYING, "lr_decay_style": "inverse-square-root", "lr_warmup_steps": 5},
+    **{f"WSD, {style}": {**WSD, "lr_wsd_decay_style": style} for style in ("exponential", "linear", "cosine")},
+    "WSD, minus_sqrt": {**WSD, "lr_wsd_decay_style": "minus_sqrt"},
+    "weight decay, linear": {**GROWING, "weight_decay_incr_style": "linear", "weight_decay_incr_steps": 9},
+    "weight decay, cosine": {**DECAYING, **GROWING, "lr_decay_style": "linear", "weight_decay_incr_style": "cosine"},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_every_update_has_megatrons_values(schedule: dict[str, Any]) -> None:
+    from hybrid_engine.backends.megatron.megatron_config import param_scheduler
+
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.05, schedule=schedule)
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [parameters[0]]}, {"params": [parameters[1]], "weight_decay": 0.0}]
+    own = torch.optim.AdamW(groups)
+    megatrons = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
+    ours, theirs = ParamSchedule(own, config), param_scheduler(megatrons, config)
+    for _ in range(24):
+        for mine, expected in zip(own.param_groups, megatrons.param_groups, strict=True):
+            assert mine["lr"] == pytest.approx(expected["lr"], rel=1e-12, abs=0)
+            assert mine["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-12, abs=0)
+        ours.step(1)
+        theirs.step(1)

@@ -11,14 +11,11 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.plan import Bucket, ReshardPlan
-from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.transports.registry import REGISTRY, RegisteredTransport
-from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.router import TransportSet, export_handles
-from hybrid_engine.transports.wiring import Wiring
-from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.router import REGISTRY, RegisteredTransport, TransportSet, export_handles
+from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
 from tests.hybrid_engine.transports.cases import outcome_of
 
 HOSTS = ("a", "a", "b", "b")
@@ -90,18 +87,18 @@ class Rank:
         gathered: list = [None] * len(HOSTS)
         dist.all_gather_object(gathered, export_handles(self.rank, self.source) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        self.group, self.tell_group = dist.new_group(), dist.new_group()
-        wiring = Wiring(
+        self.group, self.notify_group = dist.new_group(), dist.new_group()
+        context = TransportContext(
             self.rank,
             reshard.source.buffers,
             handles,
             self.group,
             destination_buffers=reshard.destination.buffers,
             relays=relays,
-            tell_group=self.tell_group,
+            notify_group=self.notify_group,
             timeout=timeout,
         )
-        self.router = TransportSet.connect(wiring, registry=registry)
+        self.router = TransportSet.connect(context, registry=registry)
         self.router.check(self.plan, exported=handles)
         self.clear()
 

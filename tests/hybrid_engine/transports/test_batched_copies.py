@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hybrid_engine.memory.borrowed import tensor_over
+from hybrid_engine import transports
+from hybrid_engine.memory.host_pages import tensor_over
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Place
-from hybrid_engine.transports import batched_copies
-from hybrid_engine.transports.batched_copies import BatchedCopies, CopyError, widened
+from hybrid_engine.transports.copies import BatchedCopies, CopyError, widened
 
 EXPERTS, ROWS, COLUMNS = 8, 4, 6
 SIZE = ROWS * COLUMNS
@@ -55,13 +55,13 @@ def repeated() -> list[Transfer]:
 def calls_of(copies: BatchedCopies, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, int]:
     """What the copies write, and how many tensors they hand to torch."""
     handed: list[int] = []
-    real = batched_copies.copy_each
+    real = transports.copies.copy_each
 
     def counted(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
         handed.append(len(into))
         real(into, out_of)
 
-    monkeypatch.setattr(batched_copies, "copy_each", counted)
+    monkeypatch.setattr(transports.copies, "copy_each", counted)
     destination = torch.zeros(100 * SIZE, dtype=source.dtype)
     copies.run(lambda _: source, lambda _: destination)
     assert len(handed) == 1
@@ -90,7 +90,7 @@ def test_buffers_of_one_storage_are_one_view(monkeypatch: pytest.MonkeyPatch) ->
     parts = {f"expert {number}": whole[number * SIZE : (number + 1) * SIZE] for number in range(EXPERTS)}
     copies = BatchedCopies(transfer(0, number * SIZE, source=name) for number, name in enumerate(parts))
     handed: list[int] = []
-    monkeypatch.setattr(batched_copies, "copy_each", lambda into, _: handed.append(len(into)))
+    monkeypatch.setattr(transports.copies, "copy_each", lambda into, _: handed.append(len(into)))
     copies.run(lambda one: parts[one.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
     elsewhere = {name: part.clone() for name, part in parts.items()}
     copies.run(lambda one: elsewhere[one.src.buffer.name], lambda _: torch.zeros(100 * SIZE))

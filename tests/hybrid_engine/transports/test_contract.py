@@ -6,6 +6,8 @@ cases. On 2 and 4 real ranks: shared memory, collective over gloo, and both toge
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +16,13 @@ from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.pull import LocalTransport
-from hybrid_engine.transports.registry import PREFERENCES
-from hybrid_engine.transports.router import TransportSet, export_handles
-from hybrid_engine.transports.shared_memory import SharedMemoryTransport
-from hybrid_engine.transports.wiring import Wiring
+from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.messages import MessagePlanner
+from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
+from hybrid_engine.transports.router import PREFERENCES, TransportSet, export_handles
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.planning.cases import Case as PlannedCase
+from tests.hybrid_engine.planning.cases import cases, plan
 from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing
 from tests.hybrid_engine.transports.in_process import InProcessTransport
 
@@ -99,7 +102,7 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     if kind == "mixed":  # every other buffer is not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
     router = TransportSet.connect(
-        Wiring(rank, case.source_buffers(), handles, dist.group.WORLD, timeout=60), preference
+        TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, timeout=60), preference
     )
     wrong = []
     for is_ahead in (False, True):
@@ -135,7 +138,7 @@ def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
 def staging_growth_on_rank(rank: int) -> list[str]:
     """The staging memory's addresses after the first cycle stay the same in the next cycles."""
     case = build_case(SEED, dist.get_world_size(), CASES["strided_boxes"])
-    transport = CollectiveTransport(Wiring(rank, case.source_buffers(), {}, dist.group.WORLD, timeout=60))
+    transport = CollectiveTransport(TransportContext(rank, case.source_buffers(), {}, dist.group.WORLD, timeout=60))
     sizes, addresses = [], []
     for _ in range(3):
         for bucket in case.buckets:
@@ -160,3 +163,24 @@ def test_case_on_real_ranks(results_by_rank, kind: str, name: str):
 
 def test_collective_staging_is_reused(results_by_rank):
     assert [result["collective", "staging_is_reused"] for result in results_by_rank] == [[]] * len(results_by_rank)
+
+
+@given(cases())
+def test_what_is_sent_are_the_bytes_that_the_plan_counts(case: PlannedCase) -> None:
+    """Casts too, straight and into relay buffers; and both ends expect the same."""
+    planned = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying)
+    for bucket in planned.buckets:
+        sent, received = Counter(), Counter()
+        for rank in range(len(case.hosts)):
+            messages = MessagePlanner(rank, case.source.buffers, case.destination.buffers, planned.relays)
+            outgoing, incoming = messages.messages(bucket.of_rank(rank).transfers)
+            for ends, found in ((sent, outgoing), (received, incoming)):
+                for message in found:
+                    key = (rank, message.peer) if ends is sent else (message.peer, rank)
+                    ends[key] += sum(piece.nbytes for piece in message.pieces)
+                    ends[key] += sum(image.nbytes for image in message.images)
+        expected = Counter()
+        for transfer in bucket.transfers:
+            if transfer.src_rank != transfer.dst_rank:
+                expected[transfer.src_rank, transfer.dst_rank] += transfer.nbytes
+        assert sent == received == expected

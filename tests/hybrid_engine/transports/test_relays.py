@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.registry import REGISTRY
-from hybrid_engine.transports.relay_buffers import RelayBuffers
+from hybrid_engine.transports.context import RelayBuffers
+from hybrid_engine.transports.router import REGISTRY
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
@@ -137,20 +137,20 @@ class Silent(CollectiveTransport):
         super().__init__(*args, **settings)
         Silent.last = self
 
-    def tell(self, *args: Any) -> str:
+    def notify(self, *args: Any) -> str:
         if self.rank != 3:
-            return super().tell(*args)
+            return super().notify(*args)
         return ""
 
 
 class Dying(CollectiveTransport):
     """The connections of rank 3 close once it has received."""
 
-    def tell(self, *args: Any) -> str:
+    def notify(self, *args: Any) -> str:
         if self.rank != 3:
-            return super().tell(*args)
-        groups = {self._group, self._tell_group} - {None}
-        self._group = self._tell_group = None
+            return super().notify(*args)
+        groups = {self._group, self._notify_group} - {None}
+        self._group = self._notify_group = None
         while groups:
             dist.destroy_process_group(groups.pop())
         return ""
@@ -160,11 +160,11 @@ def relay_rank_falls_silent(rank: Rank) -> list[object]:
     first = rank.run(0)
     if rank.rank != 2:
         return [first]
-    return [first, outcome_of(lambda: Silent.last.tell(1, "relay arrived", [], [3]))]
+    return [first, outcome_of(lambda: Silent.last.notify(1, "relay arrived", [], [3]))]
 
 
 def relay_rank_dies(rank: Rank) -> list[object]:
-    rank.group = rank.tell_group = None  # the transport has the last references
+    rank.group = rank.notify_group = None  # the transport has the last references
     return [rank.run(0)]
 
 

@@ -21,7 +21,7 @@ from hybrid_engine.planning.plan import ReshardPlan, Transfer
 from hybrid_engine.planning.routes import Hosts
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.verification import verify
-from hybrid_engine.verification.verdict import Verdict
+from hybrid_engine.verification.comparison import Verdict
 
 if TYPE_CHECKING:
     from hybrid_engine.trainer.worker import ActorHybridWorker

@@ -27,7 +27,7 @@ from typing import Any
 from packaging.version import Version
 
 from hybrid_engine.verification.cases import Case, case_of
-from hybrid_engine.verification.verdict import Verdict
+from hybrid_engine.verification.comparison import Verdict
 from hybrid_engine.verification.verify import run_cases
 from tests.hybrid_engine.verification import golden
 from tests.zoo.families import write_config

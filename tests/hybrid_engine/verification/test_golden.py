@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
-from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
-from tests.hybrid_engine.planning.cases import whole
+from tests.hybrid_engine.planning.cases import plan, whole
 from tests.hybrid_engine.verification import golden
 from tests.hybrid_engine.verification.test_verify import GOOD
 

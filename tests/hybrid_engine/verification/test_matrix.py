@@ -14,7 +14,7 @@ import pytest
 from hybrid_engine.config import find_violations
 from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.verification.cases import Case
-from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
+from hybrid_engine.verification.comparison import NUM_SWITCHES, Verdict
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.verification import golden
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run

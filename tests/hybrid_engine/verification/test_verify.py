@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,17 @@ from hybrid_engine.cli import app
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.verification.cases import SEQ_LENGTH, Case, case_of, values_to_verify
-from hybrid_engine.verification.comparison import difference_of
-from hybrid_engine.verification.small_model import VOCABULARY, Divisors, reduced_config
-from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
-from hybrid_engine.verification.verify import _following, _heads_refused_here
+from hybrid_engine.verification.cases import (
+    SEQ_LENGTH,
+    VOCABULARY,
+    Case,
+    Divisors,
+    case_of,
+    reduced_config,
+    values_to_verify,
+)
+from hybrid_engine.verification.comparison import LOGITS_ATOL, NUM_SWITCHES, Verdict, difference_of
+from hybrid_engine.verification.verify import _heads_refused_here
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 
@@ -246,17 +251,3 @@ def test_the_command_runs_the_configurations_case(tmp_path: Path, monkeypatch: p
     assert said["name"].endswith("quantization=fp8_per_channel on 2 ranks")
     assert "without generate_config.quantization (fp8_per_channel)" in said["remarks"][-1]
     assert said["faults"] == []
-
-
-def test_what_rank_0_is_doing_is_handed_on(tmp_path: Path) -> None:
-    told: list[str] = []
-    heard = threading.Event()
-
-    def progress(doing: str) -> None:
-        told.append(doing)
-        heard.set()
-
-    with _following(tmp_path / "phase", progress):
-        (tmp_path / "phase").write_text("building both engines")
-        assert heard.wait(10)
-    assert set(told) == {"building both engines"}

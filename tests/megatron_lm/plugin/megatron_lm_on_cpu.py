@@ -1,6 +1,6 @@
 """pytest plugin: Megatron-LM's unit tests on CPU and gloo.
 
-Loaded by name in the ranks that `tests.megatron_lm.unit_tests` starts; in that process `tests` is Megatron-LM's. It
+Loaded by name in the ranks that test_unit_tests.py starts; in that process `tests` is Megatron-LM's. It
 applies our groups before a test is collected, gives the test modules the `torch` that Megatron itself sees, and reads
 CUDA as CPU while a test runs. The environment says what to do:
 

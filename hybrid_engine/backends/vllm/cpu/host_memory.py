@@ -17,15 +17,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.storages import WeightStorage
+from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.backends.vllm.weights.weight_memory import Live, WeightMemory
-from hybrid_engine.memory.libc import libc
+from hybrid_engine.memory.host_pages import libc
 
 _HUGE_PAGE = 2 * 1024**2
 _ALIGNMENT = 64  # bytes, of every tensor
 
 
-class HostMemory(WeightMemory):
+class CpuWeightMemory(WeightMemory):
     """On a CPU: storages are resized, and what passes through goes through the same pages, group after group."""
 
     def __init__(self) -> None:

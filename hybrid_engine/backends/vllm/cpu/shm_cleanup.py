@@ -1,4 +1,4 @@
-"""Memory that the ranks of a vLLM group share: as little as can be, and without a name as soon as all have mapped it.
+"""Unlinks vLLM's shared-memory files as soon as every rank has mapped them, and checks that there is room for them.
 
 What has a name in /dev/shm stays there when everybody who knew the name is killed. vLLM 0.32 names
 
@@ -6,7 +6,7 @@ What has a name in /dev/shm stays there when everybody who knew the name is kill
   names go as soon as the group has mapped them, here;
 - a queue of 24 MiB beside each tensor parallel group, for `broadcast_object`. Nothing calls that while vLLM generates
   inside the ranks, and without the queue it goes through the process group, so no queue is made, nor its sockets
-  (group_placement.py);
+  (isolation.py);
 - 128 bytes, for the milliseconds in which ranks find out whether they are on one host. vLLM removes these itself.
 
 So something stays only if all ranks are killed within those milliseconds, or between the making of a group's buffers
@@ -30,6 +30,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 
@@ -39,7 +40,8 @@ ENGINE_TOKEN = "HYBRID_ENGINE_VLLM_TOKEN"
 _SHM = Path("/dev/shm")
 _BYTES_PER_THREAD = (4 << 20) + 256  # csrc/cpu/shm.cpp: two buffers of 2 MiB, and the state of who has written
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_MIB = 1 << 20
+_Need = tuple[tuple[str, int | None], int]
+"""Of a rank: its host, the device of /dev/shm, and bytes."""
 
 
 @contextlib.contextmanager
@@ -48,7 +50,7 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
 
     Collective.
     """
-    os.environ[ENGINE_TOKEN] = agreement.gather(secrets.token_hex(8), "naming vLLM's shared memory")[0]
+    os.environ[ENGINE_TOKEN] = agreement.gather(secrets.token_hex(8), str, "naming vLLM's shared memory")[0]
 
     def build(share: Callable[[Any], int]) -> Callable[[Any], int]:
         @functools.wraps(share)
@@ -72,7 +74,7 @@ def check_room(settings: InferenceSettings, job: Job) -> None:
     """Raise ConfigError on all ranks where /dev/shm has less room than the ranks of a host need; vLLM would be killed
     by SIGBUS, or fail on some ranks only. Collective."""
     place = (job.hosts[job.rank], _SHM.stat().st_dev if _SHM.is_dir() else None)
-    needs = job.agreement.gather((place, nbytes_needed(settings)), "room in /dev/shm")
+    needs = job.agreement.gather((place, nbytes_needed(settings)), _Need, "room in /dev/shm")
     with job.agreement.phase("room in /dev/shm"):
         needed = sum(nbytes for other, nbytes in needs if other == place)
         if needed and _SHM.is_dir() and (free := shutil.disk_usage(_SHM).free) < needed:
@@ -93,6 +95,6 @@ _REMEDY = (
 
 def _too_small(needed: int, free: int) -> str:
     return (
-        f"{free / _MIB:.1f} MiB are free, but vLLM's ranks on this host exchange tensors through {needed / _MIB:.1f} "
+        f"{free / MIB:.1f} MiB are free, but vLLM's ranks on this host exchange tensors through {needed / MIB:.1f} "
         f"MiB there, 4 MiB a thread ({torch.get_num_threads()} threads a rank)"
     )

@@ -1,28 +1,17 @@
 """vLLM's parameters as `InferenceWeights`: where they lie, and how new values get there.
 
-    loader.py         the load format through which vLLM hands over its model when it is built
-    traced_model.py   what is found out about it: TracedModel then, ProcessedModel once vLLM has processed it
-      tracing.py        run the model's loader once on meta tensors, record every copy
-      storages.py       the storages behind the parameters, in loader layout
-      traced_layout.py  trace + storages -> Layout
-      groups.py         which modules are committed together
-      quantization.py   layers that vLLM quantises while loading
-      loaded_state.py   what its modules held then, to compare with
-      marks.py          values by which one sees whether weights were changed
-    looking.py        what vLLM made of it: what is live, what was derived, what cannot be renewed
-      held.py           all that a module computes with, wherever it keeps it
-      derivation.py     what was derived from the weights of a group, and how it is derived again
-    adaptor.py        VllmAdaptor: in a switch, group by group, allocates, commits, releases
-      group_states.py   released, filling, committed, void: one state a group, one table
-      weight_memory.py  where memory comes from: host pages, vLLM's sleep mode
-      sleeping_segments.py  weights that sleep on, in sleep mode, until they are asked for
-  collective_processing.py  ranks whose processing has collectives agree before each run of it
-  commit.py         how one group is committed, and dropped
-  proof.py          where a switch is verified: whether vLLM computes with what was committed
-    postload.py       what of vLLM processes weights after loading, and how to run it again
+    adaptor.py          VllmAdaptor: in a switch, group by group, allocates, commits, releases
+    groups.py           which modules are committed together, and the state of each such group
+    weight_memory.py    where memory comes from, and vLLM's sleep mode
+    loader.py           the load format through which vLLM hands over its model when it is built
+    tracing.py          run the model's loader once on meta tensors, record every copy; the storages it writes
+    traced_layout.py    trace + storages -> Layout
+    traced_model.py     TracedModel: what is known before vLLM processes the weights
+    postload.py         which modules vLLM processes after loading, how to do so again, and all that modules hold
+    derivation.py       a snapshot before the processing; what it derived from weights, derived again
+    processed_model.py  ProcessedModel: what the processing made of the model; how a group is committed and dropped
+    processing_barrier.py  ranks whose processing has collectives wait for each other before each run of it
 
 No kernel or method of vLLM's is known by its name: what it does to weights is seen once they are loaded, and it is
-done again, or refused, by what was seen.
-
-Nothing is moved while tracing, so a plan can be made before there are weights.
+done again, or refused, by what was seen. Nothing is moved while tracing: a plan can be made before there are weights.
 """

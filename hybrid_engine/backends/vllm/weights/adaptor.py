@@ -16,15 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
-from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
-from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
-from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupState, GroupStates
-from hybrid_engine.backends.vllm.weights.proof import CommitProof, GroupProof
-from hybrid_engine.backends.vllm.weights.storages import flat_view
+from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
+from hybrid_engine.backends.vllm.weights.groups import HOLDING, Event, GroupState, GroupStates
+from hybrid_engine.backends.vllm.weights.processed_model import Observer, ProcessedModel
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
-from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel, unwritten_extents
+from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
+from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import StateError, first_of
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Layout
 
@@ -61,14 +60,14 @@ class VllmAdaptor:
         self.rank, self.staged = traced.rank, traced.staged
         self.device = next(iter(traced.storages.values())).device
         self.nbytes = sum(storage.nbytes for storage in traced.storages.values())
-        self._held: ProcessedModel | None = model  # until `close`
+        self._model: ProcessedModel | None = model  # until `close`
         self._memory, self._keeps_memory, self._settings = memory, keeps_memory, settings
-        self._unwritten = unwritten_extents(traced.layout)
         self._states = GroupStates(traced.groups)
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
         self._observers: list[Observer] = []
-        self._proof: CommitProof | None = None
-        self._live_digests: dict[str, tuple[int, ...]] = {}  # of groups whose commit was proved, as they were then
+        self._verified: Collection[str] = ()  # canonical tensors
+        self._tell_mismatch: Callable[[str], None]  # while there are any
+        self._live_digests: dict[str, tuple[int, ...]] = {}  # of groups whose commit was verified, as they were then
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class VllmAdaptor:
 
         The weights that the groups held before are gone. Raises StateError for a group that this rank does not have.
         """
-        self._processed.gate.begin()
+        self._processed.barrier.begin()
         self._states.advance(Event.ALLOCATE, groups)
         with self._failing(groups):
             self._drop(groups)
@@ -102,9 +101,9 @@ class VllmAdaptor:
         with torch.no_grad(), kept, self._processed.context():
             for name in groups:
                 with self._failing([name]):
-                    proof = self._proof_of(name)
-                    commit_group(self._processed, name, self._filling[name], self._observe, proof)
-                    if proof is not None:
+                    self._processed.commit(name, self._filling[name], self._observe)
+                    if verified := self._verified_tensors(name):
+                        self._require_bound(name, verified)
                         self._live_digests[name] = self._live_digest(name)
                 del self._filling[name]
                 self._states.advance(Event.COMMIT, [name])
@@ -114,7 +113,7 @@ class VllmAdaptor:
 
         Where vLLM's processing is collective, so is this.
         """
-        self._processed.gate.finish()
+        self._processed.barrier.finish()
         self._memory.complete()
         if self._memory.frees_all_at_once:
             with torch.no_grad():
@@ -124,14 +123,14 @@ class VllmAdaptor:
 
     def abandon(self) -> None:
         """As the port says: ranks that process weights together with this one raise."""
-        self._processed.gate.abandon()
+        self._processed.barrier.abandon()
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Free all weights; views of live ones stay valid and become usable with the next allocate. Idempotent.
 
         Committed groups in `keep` stay, unless memory can only be given back as a whole (vLLM's sleep mode).
         """
-        self._processed.gate.reopen()
+        self._processed.barrier.reset()
         stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
             self._void([name for name in self._traced.groups if name not in stay])
@@ -154,24 +153,41 @@ class VllmAdaptor:
 
     @contextlib.contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
-        """See the port, and proof.py. At the end, live weights are compared with all that was committed under proof."""
-        proof = self._proof = CommitProof(tensors, unproven)
+        """See the port: live parameters are the tensors that were filled, and all weights are at the end what they
+        were when they were committed. What kernels make of weights that they repack is proved by tests alone."""
+        self._verified, self._tell_mismatch = tensors, unproven
         try:
             yield
             for name in sorted(self._live_digests.keys() & self.committed()):
-                of_group = proof.of_group(self._traced, self._traced.groups[name])
-                if of_group.is_wanted and self._live_digest(name) != self._live_digests[name]:
-                    of_group.report_changed()
+                verified = self._verified_tensors(name)
+                if verified and self._live_digest(name) != self._live_digests[name]:
+                    unproven(f"{verified}: on rank {self.rank}, vLLM's weights changed after they were committed")
         finally:
-            self._proof = None
+            self._verified = ()
 
-    def _live_digest(self, name: str) -> tuple[int, ...]:
+    def _verified_tensors(self, group: str) -> str:
+        """The canonical tensors of a group, for a message, if any of them is verified."""
+        buffers = self._traced.groups[group].buffers if self._verified else ()
+        names = sorted({name for buffer in buffers for name in self._traced.sources.get(buffer, ())})
+        return first_of(names, 4) if any(name in self._verified for name in names) else ""
+
+    def _require_bound(self, group: str, verified: str) -> None:
+        """See whether modules still hold the live tensors of a group, which were filled in place."""
+        for storage in self._traced.storages_of(group):
+            if (live := self._processed.live.get(storage.name)) is None:
+                continue
+            for binding in storage.bindings:
+                found = binding.find(self._processed.modules)
+                if found is None or (found.data_ptr(), found.shape) != (live.data_ptr(), live.shape):
+                    what = f"vLLM's {binding.name} is not the tensor that was filled"
+                    self._tell_mismatch(f"{verified}: on rank {self.rank}, {what}")
+
+    def _live_digest(self, group: str) -> tuple[int, ...]:
         """Digests of the parameters and buffers that the modules of a group compute with now."""
-        storages = (self._traced.storages[each] for each in self._traced.groups[name].storages)
-        modules = dict.fromkeys(binding.module for storage in storages for binding in storage.bindings)
-        held = (self._processed.modules[module] for module in modules)
+        bindings = (binding for storage in self._traced.storages_of(group) for binding in storage.bindings)
+        modules = [self._processed.modules[name] for name in dict.fromkeys(binding.module for binding in bindings)]
         tensors = (
-            each for module in held for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            each for module in modules for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         )
         return tuple(box_digest(tensor.detach()) for tensor in tensors)
 
@@ -200,7 +216,7 @@ class VllmAdaptor:
 
         vLLM frees the model at its shutdown, before its memory pools end, only if nothing else refers to it.
         """
-        self._held = self._proof = None
+        self._model = None
         self._filling.clear()
         self._observers.clear()
 
@@ -231,9 +247,9 @@ class VllmAdaptor:
 
     @property
     def _processed(self) -> ProcessedModel:
-        if self._held is None:
+        if self._model is None:
             raise StateError("the inference engine was shut down: build a new one")
-        return self._held
+        return self._model
 
     @property
     def _traced(self) -> TracedModel:
@@ -256,28 +272,18 @@ class VllmAdaptor:
             self._drop(groups)
             raise
 
-    def _proof_of(self, name: str) -> GroupProof | None:
-        """Where it has vLLM process once more, and that is collective, it is on all ranks or on none."""
-        if self._proof is None:
-            return None
-        proof = self._proof.of_group(self._traced, self._traced.groups[name])
-        is_wanted = proof.is_wanted
-        if name in self._processed.derivations:
-            is_wanted = self._processed.gate.meet(f"the proof of {name}", wish=is_wanted)
-        return proof if is_wanted else None
-
     def _drop(self, groups: Iterable[str]) -> None:
         for name in groups:
             self._filling.pop(name, None)
             self._live_digests.pop(name, None)
-            drop_group(self._processed, name)
+            self._processed.drop(name)
 
     def _loader_tensors(self, groups: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors to fill, by buffer; zero where nothing will be written, so padding is in place."""
         live = self._processed.live
-        storages = [self._traced.storages[name] for group in groups for name in self._traced.groups[group].storages]
+        storages = [storage for group in groups for storage in self._traced.storages_of(group)]
         passing = [storage for storage in storages if storage.name not in live]
-        self._memory.restore(self._processed.resident, storages, self._processed.beside(groups))
+        self._memory.restore(self._processed.resident, storages, self._processed.derived_with(groups))
         flats = self._memory.new(passing, self._processed.in_place)
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         tensors |= {storage.name: storage.create(flat) for storage, flat in zip(passing, flats, strict=True)}
@@ -285,7 +291,7 @@ class VllmAdaptor:
             # At every allocate, live tensors too: pages come from another group, memory that was given back holds
             # anything, and packing may have touched the padding of a tensor that stays. No transfer writes it, and it
             # is little: rows beyond the vocabulary, and all of a tensor only where the model's own loader writes.
-            for extent in self._unwritten[name]:
+            for extent in self._traced.unwritten[name]:
                 flat_view(tensor)[extent.start : extent.stop].zero_()
         for name in (tensor for group in groups for tensor in self._traced.groups[group].staged):
             shape, dtype = self._traced.layout.tensors[name], self._traced.dtypes[name]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.storages import WeightStorage, dense_order
-from hybrid_engine.backends.vllm.weights.tracing import Trace, TracedCopy
+from hybrid_engine.backends.vllm.weights.tracing import Trace, TracedCopy, WeightStorage, dense_order
 from hybrid_engine.errors import ParameterMismatchError
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import (

@@ -1,12 +1,32 @@
-"""Checks of models that need no ranks; the others are in test_sharded_model.py."""
+"""Checks of models that need no ranks: configs that are not the model's, private names; and how a model is sharded."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_engine.backends.fsdp.model_checks import require_torch, weights_dtype
+from hybrid_engine.assembly import _model_directory
+from hybrid_engine.backends.fsdp.internals import PRIVATE_NAMES
+from hybrid_engine.backends.fsdp.model_checks import require_configured, require_torch, weights_dtype
+from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of
+from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import DependencyError, ModelError
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.groups import end_groups
+from hybrid_engine.ranks.torch_internals import PrivateName
+from tests.harness.launch import Ranks
+from tests.harness.private_names import exists
+from tests.zoo import sharded_models
+from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.12.9+cu128"])
@@ -41,3 +61,170 @@ def test_the_dtype_of_the_weights(dtypes: dict[str, torch.dtype], wire: str | No
 def test_weights_of_several_dtypes_are_refused(wire: str | None) -> None:
     with pytest.raises(ModelError, match="1 in bfloat16, first a; 1 in float32, first b"):
         weights_dtype(weights(a=torch.bfloat16, b=torch.float32), wire)
+
+
+def made(path: Path, variant: str = "llama", **changes: Any) -> Any:
+    return sharded_models.from_config(write_config(path, served_config(variant, torch_dtype="float32", **changes)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_in_another_dtype_rounds_weights_alone(tmp_path: Path, dtype: torch.dtype) -> None:
+    made(tmp_path).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert model.dtype is dtype
+    require_configured(model)
+
+
+@pytest.mark.parametrize("variant", SERVED_VARIANTS)
+def test_every_family_is_what_its_config_says(tmp_path: Path, variant: str) -> None:
+    model = made(tmp_path, variant)
+    require_configured(model)
+    with ExitStack() as owner:
+        written = json.loads((_model_directory(model, owner) / "config.json").read_text())
+        assert table_for(written) == table_for(served_config(variant))
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "base": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "llama3": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}},
+    "epsilon": {"rms_norm_eps": 0.5},
+    "activation": {"hidden_act": "gelu"},
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_what_a_model_was_told_when_it_was_loaded_is_written(tmp_path: Path, name: str) -> None:
+    made(tmp_path).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **OVERRIDES[name])
+    require_configured(model)
+    with ExitStack() as owner:
+        directory = _model_directory(model, owner)
+        built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        built.load_state_dict(model.state_dict())
+        tokens = torch.arange(24)[None]
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+        with torch.no_grad():
+            assert torch.equal(built(tokens).logits, model(tokens).logits)
+            assert not torch.allclose(plain(tokens).logits, model(tokens).logits, atol=1e-3)
+
+
+def test_generation_ends_where_the_live_model_s_would(tmp_path: Path) -> None:
+    made(tmp_path).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.generation_config.eos_token_id = [5, 6]
+    model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
+    with ExitStack() as owner:
+        written = json.loads((_model_directory(model, owner) / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [5, 6]
+
+
+def settings_of_training(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    model.config.pad_token_id = 3
+    model.config.attention_dropout = 0.5
+    model.train()
+
+
+def with_lora(model: Any) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["norm"])
+    peft.get_peft_model(model, config)
+
+
+def more_tokens(model: Any) -> None:
+    model.resize_token_embeddings(140)
+
+
+def compiled_layers(model: Any) -> None:
+    layers = sharded_models.decoder_layers(model)
+    for index, layer in enumerate(layers):
+        layers[index] = torch.compile(layer, backend="eager")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "change", [settings_of_training, with_lora, more_tokens, compiled_layers, torch.nn.Module.eval]
+)
+def test_what_does_not_change_inference_is_let_be(tmp_path: Path, change: Callable[[Any], object]) -> None:
+    model = made(tmp_path)
+    change(model)
+    require_configured(model)
+
+
+def another_base(model: Any) -> None:
+    model.config.rope_parameters["rope_theta"] = 77.0
+
+
+def another_epsilon(model: Any) -> None:
+    model.config.rms_norm_eps = 0.5
+
+
+def another_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def another_scaling(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 1.0
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "base": (another_base, "model.rotary_emb: inv_freq is [… "),
+    "epsilon": (
+        another_epsilon,
+        "model.layers.0.input_layernorm and 4 more: variance_epsilon is 1e-05, by model.config",
+    ),
+    "activation": (another_activation, "model.layers.1.mlp.act_fn: its class is ReLU, by model.config SiLU"),
+    "frequencies": (other_frequencies, "model.rotary_emb: inv_freq is [… "),
+    "attention": (another_scaling, "model.layers.1.self_attn: scaling is 1.0, by model.config 0."),
+    "dtype": (torch.nn.Module.bfloat16, "in torch.bfloat16, for .to() rounds it; loading does not"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_config_does_not_say_is_refused(tmp_path: Path, name: str) -> None:
+    change, message = REFUSED[name]
+    model = made(tmp_path)
+    state = torch.get_rng_state()
+    require_configured(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    change(model)
+    with pytest.raises(ModelError, match="the model computes otherwise") as caught:
+        require_configured(model)
+    assert message in str(caught.value)
+
+
+HYBRID = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=2)
+
+
+@pytest.mark.ranks
+def test_replicas_train_again_after_the_groups_of_others_have_ended(ranks: Ranks) -> None:
+    """torch remembers how tensors of an equal mesh were reduced, by the groups of then."""
+    first, second = ranks.launch(two_norms, 4)[0]
+    assert first == second > 0
+
+
+def two_norms() -> list[float]:
+    """Norms of the gradients of one model that was sharded twice."""
+    dist.init_process_group("gloo")
+    norms = []
+    for _ in range(2):
+        mesh = mesh_of(HYBRID, torch.device("cpu"), dist.get_world_size())
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(2, 8)).sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+        end_groups(*(group for group in mesh.get_all_groups() if group is not dist.group.WORLD))
+    dist.destroy_process_group()
+    return norms
+
+
+@pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
+def test_the_installed_versions_have_the_name(private: PrivateName) -> None:
+    assert exists(private), private.reason

@@ -3,13 +3,225 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from hybrid_engine.backends.fsdp import ShardedModel
+from hybrid_engine.backends.fsdp.sharded_tensors import flat_storage_of, local_of
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.fsdp import odd_models
-from tests.hybrid_engine.backends.fsdp.odd_models import FOUR_RANKS, TWO_RANKS
+from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.zoo.families import read_config, served_config, write_config
+from tests.zoo.sharded_models import decoder_layers, from_config, shard, shard_over_tensor_parallel
+
+NUM_STEPS = 2
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def adamw(model: torch.nn.Module) -> Optimizers:
+    return [torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)]
+
+
+@dataclass(frozen=True)
+class Odd:
+    """
+    Attributes:
+        make: a sharded model from the directory of its config.
+        optimizers: of the model.
+        config: changes of config.json.
+        micro_batches: accumulated for a step.
+    """
+
+    make: Callable[[Path], torch.nn.Module] = lambda path: shard(from_config(path))
+    optimizers: Callable[[torch.nn.Module], Optimizers] = adamw
+    config: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+
+
+def with_options(**options: Any) -> Callable[[Path], torch.nn.Module]:
+    return lambda path: shard(from_config(path), **options)
+
+
+def frozen(path: Path) -> torch.nn.Module:
+    model = from_config(path)
+    model.model.embed_tokens.requires_grad_(False)
+    decoder_layers(model)[0].requires_grad_(False)
+    return shard(model)
+
+
+def checkpointed(path: Path) -> torch.nn.Module:
+    model: Any = from_config(path)
+    model.gradient_checkpointing_enable()
+    return shard(model.train())
+
+
+def wrapped(wrap: Callable[[torch.nn.Module], Any]) -> Callable[[Path], torch.nn.Module]:
+    """Each layer wrapped before it is sharded."""
+
+    def make(path: Path) -> torch.nn.Module:
+        model = from_config(path)
+        layers = decoder_layers(model)
+        for index, layer in enumerate(layers):
+            layers[index] = wrap(layer)
+        return shard(model)
+
+    return make
+
+
+def from_meta(path: Path) -> torch.nn.Module:
+    """Sharded without memory, then given some, and filled with what another model has."""
+    with torch.device("meta"):
+        model = from_config(path)
+    shard(model).to_empty(device="cpu")
+    whole = from_config(path)
+    with torch.no_grad():
+        for one, other in zip(model.parameters(), shard(from_config(path)).parameters(), strict=True):
+            local_of(one).copy_(local_of(other))
+        for one, other in zip(model.buffers(), whole.buffers(), strict=True):
+            one.copy_(other)
+    return model
+
+
+class Nested(torch.optim.SGD):
+    """With state that is nested, and partly a number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "moments" not in state:
+                    zeros = torch.zeros_like(parameter)
+                    state["moments"] = {"of": [zeros, zeros.clone()], "count": torch.tensor(0.0)}
+                state["moments"]["of"][0].add_(parameter, alpha=0.1)
+                state["moments"]["count"] += 1
+                parameter.add_(state["moments"]["of"][0], alpha=-1e-3)
+
+
+def two_optimizers(model: torch.nn.Module) -> Optimizers:
+    small = [each for each in model.parameters() if each.dim() == 1]
+    large = [each for each in model.parameters() if each.dim() > 1]
+    return [torch.optim.SGD(small, lr=1e-2), torch.optim.AdamW(large, lr=1e-2)]
+
+
+def made_of(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[torch.nn.Module], Optimizers]:
+    return lambda model: [kind(model.parameters(), **settings)]
+
+
+TWO_RANKS = {
+    "resharded after forward": Odd(with_options(reshard_after_forward=True)),
+    "kept after forward": Odd(with_options(reshard_after_forward=False), micro_batches=2),
+    "computes in bfloat16": Odd(with_options(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
+    "uneven, and fewer rows than ranks": Odd(config={"intermediate_size": 1, "vocab_size": 131}),
+    "frozen": Odd(frozen),
+    "accumulated": Odd(micro_batches=3),
+    "gradient checkpointing": Odd(checkpointed),
+    "checkpoint wrapper": Odd(wrapped(checkpoint_wrapper)),
+    "compiled": Odd(wrapped(lambda layer: torch.compile(layer, backend="eager"))),
+    "from meta": Odd(from_meta),
+    "cpu offload": Odd(with_options(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "fused": Odd(optimizers=made_of(torch.optim.AdamW, lr=1e-2, fused=True)),
+    "foreach": Odd(optimizers=made_of(torch.optim.AdamW, lr=1e-2, foreach=True)),
+    "momentum": Odd(optimizers=made_of(torch.optim.SGD, lr=1e-2, momentum=0.9)),
+    "nested state": Odd(optimizers=made_of(Nested, lr=1e-2)),
+    "two optimizers": Odd(optimizers=two_optimizers),
+}
+FOUR_RANKS = {
+    "tensor parallel": Odd(lambda path: shard_over_tensor_parallel(from_config(path))),
+    "fewer rows than ranks": Odd(config={"intermediate_size": 3, "vocab_size": 129}),
+}
+
+
+def run(directory: str, cases: dict[int, list[str]]) -> dict[str, list[str]]:
+    """Case -> what is wrong on this rank: elements that records do not find, and training that switches changed."""
+    found = {}
+    with closing(Job.join(120)) as job:
+        for name in cases[job.world_size]:
+            odd = (TWO_RANKS | FOUR_RANKS)[name]
+            path = Path(directory) / name
+            if job.rank == 0:
+                write_config(path, served_config("llama", torch_dtype="float32", **odd.config))
+            job.agreement.conclude(name)
+            found[name] = [*_wrong(odd, path, job)]
+    return found
+
+
+def _wrong(odd: Odd, path: Path, job: Job) -> Iterator[str]:
+    model = odd.make(path)
+    optimizers = odd.optimizers(model)
+    driven = ShardedModel(model, table_for(read_config(path)), job.rank, optimizers)
+    offloader = Offloader(driven.offload_items)
+    for step in range(NUM_STEPS):
+        _train(odd, model, optimizers, 10 * step + job.rank)
+        away = offloader.offload()
+        if not all(away.nbytes.values()):
+            yield f"stays on the device: {[kind for kind, nbytes in away.nbytes.items() if not nbytes]}"
+        offloader.onload()
+        driven.weights.prepare()
+        yield from _misplaced(driven)
+    other = odd.make(path)
+    others = odd.optimizers(other)
+    for step in range(NUM_STEPS):
+        _train(odd, other, others, 10 * step + job.rank)
+    one, two = _state(model, optimizers), _state(other, others)
+    yield from (f"{name} differs" for name in one | two if not same_bits(one.get(name), two.get(name)))
+
+
+def _train(odd: Odd, model: Any, optimizers: Optimizers, seed: int) -> None:
+    """A step; gradients are kept until the next one begins."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for number in range(odd.micro_batches):
+        model.set_requires_gradient_sync(number == odd.micro_batches - 1)
+        generator = torch.Generator().manual_seed(100 * number + seed)
+        tokens = torch.randint(0, 128, (2, 8), generator=generator)
+        model(tokens).logits.float().square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _misplaced(driven: ShardedModel) -> Iterator[str]:
+    """Tensors of whose whole value some record holds other elements."""
+    weights = driven.weights
+    whole = {name: _whole(tensor) for name, tensor in weights.tensors.tensors.items()}
+    for record in weights.layout().shards:
+        region, place = record.region, record.place
+        packed = weights.packed[region.tensor]
+        tensor = whole[packed.parameter].as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
+        index = tuple(slice(low, low + size) for low, size in zip(region.offsets, region.lengths, strict=True))
+        flat = flat_storage_of(weights.buffers()[place.buffer.name])
+        if not torch.equal(tensor[index], flat.as_strided(region.lengths, place.strides, place.offset)):
+            yield f"{region.tensor} {region} is elsewhere"
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).contiguous().clone()
+
+
+def _state(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = local_of(parameter)
+        if parameter.grad is not None:
+            found[f"{name}.grad"] = local_of(parameter.grad)
+        for number, optimizer in enumerate(optimizers):
+            tensors = torch.utils._pytree.tree_leaves(optimizer.state.get(parameter, {}))
+            leaves = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
+            found |= {f"{name}, {number}, {index}": local_of(leaf) for index, leaf in enumerate(leaves)}
+    return found
+
 
 CASES = {2: list(TWO_RANKS), 4: list(FOUR_RANKS)}
 
@@ -18,7 +230,7 @@ CASES = {2: list(TWO_RANKS), 4: list(FOUR_RANKS)}
 def runs(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, list[str]]]]:
     """Number of ranks -> by rank, case -> what is wrong."""
     directory = str(tmp_path_factory.mktemp("odd"))
-    return functools.cache(lambda num_ranks: engines.launch(odd_models.run, num_ranks, directory, CASES))
+    return functools.cache(lambda num_ranks: engines.launch(run, num_ranks, directory, CASES))
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(number, name) for number, names in CASES.items() for name in names])

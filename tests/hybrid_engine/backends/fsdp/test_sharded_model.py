@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hybrid_engine.backends.fsdp import ShardedModel
@@ -19,7 +19,6 @@ from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of
 from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
 from hybrid_engine.errors import HybridEngineError, StateError
 from hybrid_engine.memory.offload_items import KINDS
-from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
@@ -234,38 +233,6 @@ def by_columns(rank: Rank) -> None:
     _check_values(rank, model, layout)
 
 
-def mixed_precision(rank: Rank) -> None:
-    model = shard(rank.model(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    wrapped = rank.wrapped(model, torch.optim.AdamW(model.parameters()))
-    train(model)
-    wrapped.optimizers[0].step()
-    layout = wrapped.weights.layout()
-    assert {buffer.dtype for buffer in layout.buffers.values()} == {"float32"}
-    _check_values(rank, model, layout)
-
-
-def gathered_parameters(rank: Rank) -> None:
-    """A forward pass without a backward pass leaves gathered parameters; `prepare` frees them."""
-    model = shard(rank.model(), reshard_after_forward=False)
-    wrapped = rank.wrapped(model)
-    with torch.no_grad():
-        model(torch.arange(8)[None])
-    wrapped.weights.prepare()
-    _check_values(rank, model, wrapped.weights.layout())
-
-
-def frozen(rank: Rank) -> None:
-    plain = rank.model()
-    plain.model.embed_tokens.requires_grad_(False)
-    model = shard(plain)
-    wrapped = rank.wrapped(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1.0))
-    before = local_of(model.model.embed_tokens.weight).clone()
-    train(model)
-    wrapped.optimizers[0].step()
-    assert torch.equal(local_of(model.model.embed_tokens.weight), before)
-    _check_values(rank, model, wrapped.weights.layout())
-
-
 def steps_are_counted(rank: Rank) -> None:
     """Also those of an optimizer that is made later; those of other models are not."""
     model = shard(rank.model())
@@ -328,27 +295,6 @@ def guarded(rank: Rank) -> None:
     assert asked == [{"param"}, set(KINDS)]
 
 
-def accumulated_gradients(rank: Rank) -> None:
-    """What one micro batch left is there again for the next, in a sum that is bitwise the same."""
-    sums = []
-    for leaves in (False, True):
-        model = shard(rank.model())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        wrapped = rank.wrapped(model, optimizer)
-        offloader = Offloader(wrapped.offload_items, reachable=wrapped.reachable_tensors)
-        for _ in range(2):
-            train(model)
-            train(model)
-            optimizer.step()  # gradients stay: not zeroed
-            if leaves:
-                away = offloader.offload()
-                assert min(away.nbytes.values()) > 0
-                assert sum(offloader.residual().values()) < 200_000
-                offloader.onload()
-        sums.append([local_of(tensor.grad).clone() for tensor in model.parameters()])
-    assert all(map(torch.equal, *sums))
-
-
 def _check_values(rank: Rank, model: torch.nn.Module, layout: Layout) -> None:
     """Every record's elements are those of the whole tensor there."""
     state = model.state_dict()
@@ -368,14 +314,10 @@ def _flat_of(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 TAKEN: dict[str, Callable[[Rank], None]] = {
     "by columns": by_columns,
-    "mixed precision": mixed_precision,
-    "gathered parameters": gathered_parameters,
-    "frozen": frozen,
     "steps are counted": steps_are_counted,
     "only padding": only_padding,
     "prediction layers": prediction_layers_of_the_checkpoint,
     "guarded": guarded,
-    "accumulated gradients": accumulated_gradients,
 }
 
 

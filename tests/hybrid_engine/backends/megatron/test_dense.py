@@ -1,10 +1,9 @@
 """The dense families in Megatron against transformers: the same weights, the same tokens, the same numbers, also after
-training; and their parameters against Megatron's own names for them. All on one set of ranks."""
+training. All on one set of ranks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,16 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError
-from hybrid_engine.models import table_for
-from hybrid_engine.models.variants import RotaryScaling
+from hybrid_engine.models.table import RotaryScaling
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo import padded_batches
-from tests.zoo.families import SIZES, read_config
+from tests.zoo.families import SIZES
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
-# fp32: sums in another order only. Logits reach about 4.
-ATOL = 1e-5
+# fp32: sums in another order only. Logits reach about 5.
+ATOL = 2e-5
 # Adam turns the rounding of tiny gradients into whole steps; so wider after training.
 TRAINED_ATOL = 1e-4
 NUM_STEPS = 2
@@ -32,6 +30,20 @@ NUM_STEPS = 2
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases, other rotary base": (
+        "llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "qwen3, one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "llama 3.1": ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
     "llama, linear scaling": ("llama", {"rope_parameters": LINEAR}),
     "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
@@ -58,7 +70,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama tp2": ("llama", TP2),
+    "llama, biases dp2": ("llama, biases, other rotary base", {}),
+    "llama, biases pp2": ("llama, biases, other rotary base", PP2),
+    "qwen2 tp2 sp": ("qwen2, tied", SP2),
+    "qwen3 tp2, micro batches of 2": ("qwen3", {**TP2, "micro_batch_size": 2}),
+    "qwen3 pp2 vpp2": ("qwen3, tied, four layers", VPP2),
+    "qwen3 tp2, one kv head": ("qwen3, one kv head", TP2),
+    "qwen3 dp2, overlap": ("qwen3", OVERLAP),
+    "qwen3 dp2, plain optimizer": ("qwen3", {"use_distributed_optimizer": False}),
     "llama 3.1 dp2": ("llama 3.1", {}),
     "llama 3.1 tp2": ("llama 3.1", TP2),
     "llama, linear scaling pp2": ("llama, linear scaling", PP2),
@@ -73,7 +96,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2, four layers tp2 sp": ("gemma2, four layers", SP2),
     "gemma2, four layers pp2 vpp2": (
         "gemma2, four layers",
-        {**PP2, "virtual_pipeline_model_parallel_size": 2},
+        VPP2,
     ),
     "gemma2, four layers pp2, ends do nothing": ("gemma2, four layers", {**PP2, "noop_layers": (0, 3)}),
     "gemma3 dp2": ("gemma3", {}),
@@ -84,13 +107,21 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 pp2": ("gpt2", PP2),
     "gpt2, untied, exact gelu tp2": ("gpt2, untied, exact gelu", TP2),
 }
+FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 tp2 pp2": ("qwen3", {**TP2, **PP2}),
+    "qwen3 tp2 pp2 vpp2, overlap": ("qwen3, tied, four layers", {**TP2, **VPP2, **OVERLAP}),
+    "qwen2 tp2 pp2": ("qwen2, tied", {**TP2, **PP2}),
+    "llama tp2 dp2": ("llama", {**TP2, "micro_batch_size": 2}),
+    "llama pp2 dp2, overlap": ("llama, biases, other rotary base", {**PP2, **OVERLAP}),
+}
 """Name -> model, actor settings; data parallel ranks are what remains."""
+LAYOUTS = TWO_RANKS | FOUR_RANKS
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1 dp2, padded": ("llama 3.1", {"micro_batch_size": 2}),
     "qwen2 with windows tp2, padded": ("qwen2 with windows", {**TP2, "micro_batch_size": 4}),
     "gemma2, four layers pp2 vpp2, padded": (
         "gemma2, four layers",
-        {**PP2, "virtual_pipeline_model_parallel_size": 2},
+        VPP2,
     ),
     "gemma3 tp2 sp, padded": ("gemma3", SP2),
     "gpt2 pp2, padded": ("gpt2", {**PP2, "micro_batch_size": 2}),
@@ -113,11 +144,9 @@ class Seen:
 
     Attributes:
         logits: before training; `log_probs`: afterwards.
-        names: of its parameters, with those that Megatron's checkpoints have for them.
     """
 
     logits: torch.Tensor
-    names: list[tuple[str, str]]
     reports: list[dict[str, float]]
     log_probs: torch.Tensor
 
@@ -127,11 +156,14 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
     with running(path, config) as run:
         load_canonical(run, path)
         engine, batch = run.engine, share_of(run.engine, make_batch())
-        logits, names = engine.logits(batch["tokens"]), list(megatron_names(run))
-        reports = [engine.train_step(batch, negative_log_likelihood) for _ in range(NUM_STEPS)]
+        logits = engine.logits(batch["tokens"])
+        reports = []
+        for _ in range(NUM_STEPS):
+            reports.append(engine.train_step(batch, negative_log_likelihood))
+            engine.log_probs(batch)  # scoring between steps changes nothing
+        assert engine.version == NUM_STEPS
         return Seen(
             engine.gather_over_data_parallel(logits),
-            names,
             reports,
             engine.gather_over_data_parallel(engine.log_probs(batch)),
         )
@@ -166,23 +198,6 @@ def refuse_losses(path: Path) -> BadLosses:
             told.append(f"{type(caught.value).__name__}: {caught.value}")
         weights_stay = torch.equal(run.engine.log_probs(make_batch()), before) and run.engine.version == 0
         return BadLosses(told, weights_stay, run.engine.train_step(make_batch(), lambda _b, values: -values.mean()))
-
-
-def megatron_names(run: Any) -> Iterator[tuple[str, str]]:
-    """A parameter's name, and what Megatron calls it in a checkpoint, both with global layer numbers.
-
-    There the local layer spec takes the names of Transformer Engine's (`sharded_state_dict_keys_map`).
-    """
-    from megatron.core.utils import unwrap_model
-
-    from tests.megatron_patches.gpt import sharded_tensors
-
-    for chunk in unwrap_model(run.actor.chunks):
-        homes = {parameter.data_ptr(): name for name, parameter in run.engine.weights.model.named_parameters()}
-        for tensor in sharded_tensors(chunk):
-            if (name := homes.get(tensor.data.data_ptr())) is not None:  # the second half of gate and up has none
-                layer = ".".join(name.split(".")[:3]) + "."
-                yield name, tensor.key.replace("decoder.layers.", layer, 1)
 
 
 @dataclass(frozen=True)
@@ -237,14 +252,19 @@ def in_bfloat16(model: str) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
-    """Of two ranks."""
-    calls: dict[str, Call] = {name: (run_layout, (paths[model], cut)) for name, (model, cut) in LAYOUTS.items()}
+    """Of two ranks; layouts of four as well."""
+    calls = layout_calls(paths, TWO_RANKS)
     calls |= {in_bfloat16(model): (run_bfloat16, (paths[model],)) for model in BFLOAT16}
     calls |= {name: (read_padded, (paths[model], cut)) for name, (model, cut) in PADDED.items()}
     calls["losses"] = refuse_losses, (paths["gpt2"],)
     calls["frequencies"] = scale_frequencies, ()
     calls["too long"] = refuse_long_sequences, (paths["gpt2"],)
-    return engines.launch_in_turn(2, calls)
+    on_two, on_four = engines.launch_in_turn(2, calls), engines.launch_in_turn(4, layout_calls(paths, FOUR_RANKS))
+    return Outcomes({**on_two.results, **on_four.results}, {**on_two.failures, **on_four.failures})
+
+
+def layout_calls(paths: dict[str, Path], layouts: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Call]:
+    return {name: (run_layout, (paths[model], cut)) for name, (model, cut) in layouts.items()}
 
 
 @dataclass(frozen=True)
@@ -280,6 +300,8 @@ def test_training_follows_transformers_with_adam(outcomes: Outcomes, layout: str
     reference = expected(LAYOUTS[layout][0])
     assert reference.losses[1] < reference.losses[0], "the reference does not learn"
     for found in outcomes[layout]:
+        assert found.reports == outcomes[layout][0].reports
+        assert all(report["skipped"] == 0.0 for report in found.reports)
         assert [report["loss"] for report in found.reports] == pytest.approx(reference.losses, abs=ATOL)
         assert [report["grad_norm"] for report in found.reports] == pytest.approx(reference.norms, rel=1e-3)
         torch.testing.assert_close(found.log_probs, reference.log_probs, atol=TRAINED_ATOL, rtol=0)
@@ -321,35 +343,6 @@ def test_bfloat16_models_compute_nearly_the_same(outcomes: Outcomes, model: str)
 @pytest.mark.parametrize("model", BFLOAT16)
 def test_a_step_in_bfloat16_changes_every_parameter(outcomes: Outcomes, model: str) -> None:
     assert [found.unchanged for found in outcomes[in_bfloat16(model)]] == [[], []]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_names_in_megatrons_checkpoints_find_the_same_rules(
-    outcomes: Outcomes, paths: dict[str, Path], layout: str
-) -> None:
-    """They are the ones that Transformer Engine's layers use."""
-    table = table_for(read_config(paths[LAYOUTS[layout][0]]))
-    for found in outcomes[layout]:
-        assert len(found.names) > 5
-        for name, key in found.names:
-            assert table.match(name) is not None, name
-            assert table.match(name) == table.match(key), f"{name} and {key}"
-
-
-def test_names_in_megatrons_checkpoints_differ_for_fused_norms(outcomes: Outcomes) -> None:
-    """In layers; outside of them the tied head is saved as the embedding."""
-    differing = {
-        key.split(".", 3)[3]
-        for layout in LAYOUTS
-        for found in outcomes[layout]
-        for name, key in found.names
-        if name != key and name.startswith("decoder.layers.")
-    }
-    assert differing == {
-        f"{linear}.layer_norm_{kind}"
-        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1")
-        for kind in ("weight", "bias")
-    }
 
 
 @pytest.mark.parametrize("index", range(len(SCALINGS)))

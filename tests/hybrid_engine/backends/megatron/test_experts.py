@@ -1,54 +1,181 @@
 """Megatron with experts, latent attention, multi-token prediction and uneven pipelines, against transformers.
 
 Everything that can be spread over ranks is compared with one transformers model: logits, losses and gradient norms of
-training steps, and every weight after them.
+training steps, and every weight after them. What transformers' training has not is computed beside it: a router's bias
+that moves by counts, and a loss for multi-token prediction.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import BatchError
+from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Call, Outcomes, Ranks
-from tests.hybrid_engine.backends.megatron.expert_cases import (
-    ADAM_EPS,
-    CASES,
-    WEIGHT_DECAY,
-    Case,
-    close,
-    make_batch,
-    reference_model,
-    save_models,
-)
 from tests.zoo import padded_batches
-from tests.zoo.megatron_models import load_canonical, negative_log_likelihood, running, whole_weights
+from tests.zoo.families import YARN
+from tests.zoo.megatron_models import (
+    DENSE_FLOAT32,
+    load_canonical,
+    negative_log_likelihood,
+    reference_of,
+    running,
+    whole_weights,
+)
 from tests.zoo.shares import share_of
-from tests.zoo.tiny_models import read_canonical, train_hf_model
+from tests.zoo.tiny_models import build_hf_model, mtp_losses, read_canonical, save_model, token_batch, train_hf_model
+
+# name -> (family, what differs from the family's sizes)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, some layers dense": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False},
+    ),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN}),
+    "deepseek_v2, plain queries, groups": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, three experts, yarn": ("deepseek_v3", {"num_experts_per_tok": 3, "rope_parameters": YARN}),
+    "deepseek_v3, one mtp layer": ("deepseek_v3", {"mtp_layers": 1}),
+    "deepseek_v3, two mtp layers": ("deepseek_v3", {"mtp_layers": 2}),
+    "qwen3, three layers": ("qwen3", {"num_hidden_layers": 3}),
+    "qwen3, four layers, tied": ("qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how Megatron spreads it; data parallel ranks are what remains."""
+
+    model: str
+    actor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        return MODELS[self.model][1].get("mtp_layers", 0)
+
+    def config(self) -> ActorConfig:
+        optimizer = {"lr": 3e-3, "weight_decay": WEIGHT_DECAY, "adam_eps": ADAM_EPS}
+        return ActorConfig(**{**DENSE_FLOAT32, **self.actor, "optimizer": optimizer})
+
+
+# With a usual epsilon Adam turns the rounding of tiny gradients into whole steps.
+ADAM_EPS = 1e-3
+WEIGHT_DECAY = 0.1
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
+FIRST1, LAST1 = {"num_layers_in_first_pipeline_stage": 1}, {"num_layers_in_last_pipeline_stage": 1}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+PLAIN = {"use_distributed_optimizer": False}
+
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "qwen3_moe ep2": Case("qwen3_moe", EP2),
+        "qwen3_moe tp2 etp2": Case("qwen3_moe", TP2),
+        "qwen3_moe tp2 ep2 etp1, plain optimizer": Case("qwen3_moe", {**TP2, **EP2, **ETP1, **PLAIN}),
+        "qwen3_moe dense layers, ep2, plain optimizer": Case("qwen3_moe, some layers dense", {**EP2, **PLAIN}),
+        "qwen2_moe tp2 ep2 etp1": Case("qwen2_moe", {**TP2, **EP2, **ETP1}),
+        "mixtral pp2": Case("mixtral", PP2),
+        "mixtral ep2, overlap": Case("mixtral", {**EP2, **OVERLAP}),
+        "deepseek_v2 tp2": Case("deepseek_v2", TP2),
+        "deepseek_v2, plain queries tp2 ep2 etp1": Case("deepseek_v2, plain queries, groups", {**TP2, **EP2, **ETP1}),
+        "deepseek_v3 tp2": Case("deepseek_v3", TP2),
+        "deepseek_v3 pp2, first 1": Case("deepseek_v3, three experts, yarn", {**PP2, **FIRST1}),
+        "deepseek_v3 mtp tp2 ep2 etp1": Case("deepseek_v3, two mtp layers", {**TP2, **EP2, **ETP1}),
+        "deepseek_v3 mtp pp2, last 1": Case("deepseek_v3, two mtp layers", {**PP2, **LAST1}),
+        "deepseek_v3 mtp pp2, layout": Case(
+            "deepseek_v3, two mtp layers", {**PP2, "pipeline_model_parallel_layout": "Ettt|mmL"}
+        ),
+        "qwen3 pp2, first 1": Case("qwen3, three layers", {**PP2, **FIRST1}),
+        "qwen3 pp2, both ends count": Case(
+            "qwen3, four layers, tied",
+            {
+                **PP2,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+        ),
+        "qwen3 pp2 vpp2, layout": Case(
+            "qwen3, four layers, tied", {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|L"}
+        ),
+        "qwen3 pp2 vpp2, ends do nothing": Case(
+            "qwen3, four layers, tied", {**PP2, **VPP2, "noop_layers": (0, 4, 6, 7)}
+        ),
+        "deepseek_v3 pp2, middle does nothing": Case("deepseek_v3", {**PP2, "noop_layers": (1,)}),
+    },
+    4: {
+        "qwen3_moe tp2 ep2 etp2": Case("qwen3_moe", {**TP2, **EP2, **ETP2}),
+        "mixtral tp2 pp2 ep2 etp1": Case("mixtral", {**TP2, **PP2, **EP2, **ETP1}),
+        "deepseek_v3 mtp pp2 ep2, last 1": Case("deepseek_v3, two mtp layers", {**PP2, **EP2, **LAST1}),
+        "deepseek_v3 mtp pp4, mtp by itself": Case(
+            "deepseek_v3, two mtp layers",
+            {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|tt|mm|L"},
+        ),
+        "deepseek_v3 tp4 ep2 etp2": Case(
+            "deepseek_v3", {**TP2, "tensor_model_parallel_size": 4, **EP2, **ETP2, **OVERLAP}
+        ),
+        "qwen3 pp4, nothing in the middle": Case(
+            "qwen3, three layers",
+            {"pipeline_model_parallel_size": 4, "noop_layers": (1, 3, 4), **FIRST1, **LAST1},
+        ),
+    },
+}
+if Version("0.19.0") <= INSTALLED:
+    CASES[2] |= {
+        "qwen3 HybridModel pp2": Case("qwen3, three layers", {**PP2, "hybrid_layer_pattern": "*-*|-*-"}),
+        "qwen3 HybridModel pp2 vpp2": Case("qwen3, four layers, tied", {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"}),
+        "qwen3_moe HybridModel tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
+        "deepseek_v2 HybridModel tp2": Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"}),
+    }
+"""Number of ranks -> what this megatron-core can run there."""
+BATCH, LENGTH = 4, 12
+
+
+def reference_model(model: str) -> torch.nn.Module:
+    """transformers' model."""
+    family, changes = MODELS[model]
+    return build_hf_model(family, **changes)
+
+
+def save_models(directory: Path) -> dict[str, Path]:
+    """Every model as a checkpoint with the weights of `reference_model`."""
+    return {
+        name: save_model(directory / str(number), family, **changes)
+        for number, (name, (family, changes)) in enumerate(MODELS.items())
+    }
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    return token_batch(3, BATCH, LENGTH)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, where: str, atol: float) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0, msg=lambda message: f"{where}: {message}")
+
 
 # fp32: sums in another order only. Logits reach about 4, losses 5.
 ATOL = 2e-5
 NUM_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Offload:
-    """What the offloader would take, against Megatron's own buffers.
-
-    Attributes:
-        missing: weights that it would leave, or whose gradients.
-        not_exported: buffers that other ranks could not read.
-    """
-
-    missing: list[str]
-    not_exported: list[str]
-    owners: list[str]
-    num_expert_buffers: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +192,6 @@ class Trained:
     reports: list[dict[str, float]]
     log_probs: torch.Tensor
     weights: dict[str, torch.Tensor]
-    offload: Offload
 
 
 def train(case: Case, path: Path) -> Trained:
@@ -79,9 +205,8 @@ def train(case: Case, path: Path) -> Trained:
         log_probs = engine.gather_over_data_parallel(engine.log_probs(batch))
         engine.weights.prepare()
         weights = whole_weights(engine.weights)
-        return Trained(
-            logits, reports, log_probs, weights if torch.distributed.get_rank() == 0 else {}, describe_offload(run)
-        )
+        assert all(buffer.exported for buffer in engine.weights.layout().buffers.values()), "peers could not read it"
+        return Trained(logits, reports, log_probs, weights if torch.distributed.get_rank() == 0 else {})
 
 
 PADDED = ("mixtral ep2, overlap", "deepseek_v2 tp2", "deepseek_v3 pp2, first 1")
@@ -93,23 +218,6 @@ def read_padded(case: Case, path: Path) -> dict[str, padded_batches.Read]:
         load_canonical(run, path)
         run.actor.transformer_config.moe_router_bias_update_rate = 0.0
         return padded_batches.read_all(run.engine)
-
-
-def describe_offload(run: Any) -> Offload:
-    items, weights = run.engine.offload_items(), run.engine.weights
-    held = {item.tensor.untyped_storage().data_ptr() for item in items if item.kind != "optimizer"}
-    missing = [
-        name
-        for name, tensor in weights.model.named_weights()
-        if tensor.untyped_storage().data_ptr() not in held
-        or (isinstance(tensor, torch.nn.Parameter) and tensor.main_grad.untyped_storage().data_ptr() not in held)
-    ]
-    return Offload(
-        missing=missing,
-        not_exported=[str(name) for name, buffer in weights.layout().buffers.items() if not buffer.exported],
-        owners=[item.owner for item in items],
-        num_expert_buffers=sum("expert" in name for name in weights.buffers() if name.startswith("chunk")),
-    )
 
 
 @dataclass(frozen=True)
@@ -148,6 +256,12 @@ def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes
         for name in PADDED:
             if name in cases:
                 calls[f"{name}, padded"] = read_padded, (cases[name], paths[cases[name].model])
+        calls |= {f"{name}, biased": (step, (case, paths[case.model])) for name, case in BIASED[num_ranks].items()}
+        if num_ranks == 2:
+            for num_layers in ("one mtp layer", "two mtp layers"):
+                model = f"deepseek_v3, {num_layers}"
+                calls[num_layers] = pack_sequences, (Case(model, TP2), paths[model])
+            calls["bfloat16"] = step_in_bfloat16, (paths["deepseek_v3"],)
         return engines.launch_in_turn(num_ranks, calls, timeout=600)
 
     return functools.cache(launch_on)
@@ -210,24 +324,221 @@ def test_padding_and_packing_do_not_change_what_a_token_gets(launched: Callable[
         padded_batches.assert_is_that_of_logits(found["right"], reference_model(CASES[2][name].model))
 
 
-def test_everything_on_a_rank_is_offloaded(compared: Compared) -> None:
-    for found in compared.ranks:
-        assert found.offload.missing == []
-        assert len(found.offload.owners) == len(set(found.offload.owners))
+BIASED = {
+    num_ranks: {name: case for name, case in cases.items() if case.model.startswith("deepseek_v3")}
+    for num_ranks, cases in CASES.items()
+}
+UPDATE_RATE = 1e-3
+MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 0])[None]
+"""Labels that multi-token prediction learns from; the loss is the mean over all."""
 
 
-def test_every_buffer_is_exported(compared: Compared) -> None:
-    assert [found.offload.not_exported for found in compared.ranks] == [[]] * len(compared.ranks)
+@dataclass(frozen=True)
+class Stepped:
+    """What one rank has after a training step.
+
+    Attributes:
+        losses: of the multi-token prediction layers, as Megatron logs them; on the last stage.
+        weights: of all ranks, those of multi-token prediction and the biases, by name in the checkpoint; on rank 0.
+        masked_norm: of the gradients of a step that masks every label.
+        masked_gradients: the largest in that step of each parameter of the layers for multi-token prediction.
+    """
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    masked_norm: float
+    masked_gradients: list[float]
+
+
+def step(case: Case, path: Path) -> Stepped:
+    with running(path, case.config()) as run:
+        load_canonical(run, path)
+        engine, batch = run.engine, share_of(run.engine, make_batch())
+        mask = MASK.expand_as(batch["tokens"])
+        losses = _losses_of_step(run, {**batch, "mask": mask})
+        weights = {
+            name: tensor
+            for name, tensor in whole_weights(engine.weights).items()
+            if not run.table.is_served(name) or name.endswith("e_score_correction_bias")
+        }
+        masked = engine.train_step({**batch, "mask": 0 * mask}, negative_log_likelihood)
+        gradients = [
+            parameter.main_grad.abs().max().item()
+            for name, parameter in engine.weights.model.named_parameters()
+            if "mtp." in name
+        ]
+        return Stepped(losses, weights if torch.distributed.get_rank() == 0 else {}, masked["grad_norm"], gradients)
+
+
+def _losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Averaged over micro batches."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()
+    run.engine.train_step(batch, negative_log_likelihood)
+    run.engine.weights.prepare()
+    if not MTPLossLoggingHelper.tracker:
+        return []
+    what, values = ("metrics", "loss_values") if Version("0.19.0") <= INSTALLED else ("loss", "values")
+    getattr(MTPLossLoggingHelper, f"reduce_{what}_in_tracker")()
+    num_micro_batches = len(batch["tokens"]) // run.engine.micro_batch_size
+    return (MTPLossLoggingHelper.tracker[values] / num_micro_batches).tolist()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The losses of multi-token prediction on sequences in rows of their own, on the left or the right, and packed."""
+
+    right: list[float]
+    left: list[float]
+    packed: list[float]
+    no_packing: str
+
+
+def pack_sequences(case: Case, path: Path) -> Packed:
+    """Each way in one micro batch, whose tokens Megatron takes the mean of."""
+    with running(path, case.config()) as run:
+        load_canonical(run, path)
+        run.engine.set_learning_rate(0.0)
+        run.actor.transformer_config.moe_router_bias_update_rate = 0.0
+        losses, given = [], padded_batches.batches()
+        for way in ("right", "left", "packed"):
+            run.engine.micro_batch_size = len(given[way]["tokens"])
+            is_refused = way == "packed" and run.engine.limits.no_packing
+            with pytest.raises(BatchError, match="2 MTP layers") if is_refused else nullcontext():
+                losses.append(_losses_of_step(run, given[way]))
+        losses += [[]] * (3 - len(losses))
+        return Packed(*losses, run.engine.limits.no_packing)
+
+
+@dataclass(frozen=True)
+class Biases:
+    """The biases in bfloat16 training.
+
+    Attributes:
+        stay: whether a step leaves them in their memory.
+        moved_by: the largest difference that it makes to each.
+        reference_is_same: whether a model that copied the weights scores as the actor did.
+    """
+
+    dtypes: set[torch.dtype]
+    stay: bool
+    moved_by: list[float]
+    reference_is_same: bool
+
+
+def step_in_bfloat16(path: Path) -> Biases:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, "params_dtype": "bfloat16", **EP2})) as run:
+        load_canonical(run, path)
+        biases = {name: bias for name, bias in run.engine.weights.model.named_weights() if name.endswith("expert_bias")}
+        before = {name: bias.clone() for name, bias in biases.items()}
+        addresses = {name: bias.data_ptr() for name, bias in biases.items()}
+        reference = reference_of(run, path)
+        reference.copy_weights_from(run.engine)
+        batch = share_of(run.engine, make_batch())
+        is_same = torch.equal(reference.log_probs(batch), run.engine.log_probs(batch))
+        run.engine.train_step(batch, negative_log_likelihood)
+        run.engine.weights.prepare()
+        return Biases(
+            dtypes={bias.dtype for bias in biases.values()},
+            stay={name: bias.data_ptr() for name, bias in biases.items()} == addresses,
+            moved_by=[float((bias - before[name]).abs().max()) for name, bias in biases.items()],
+            reference_is_same=is_same,
+        )
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "name"),
-    [
-        (num_ranks, name)
-        for num_ranks, cases in CASES.items()
-        for name, case in cases.items()
-        if case.actor.get("expert_model_parallel_size", 1) > 1 and case.actor.get("use_distributed_optimizer", True)
-    ],
+    ("num_ranks", "name"), [(num_ranks, name) for num_ranks, cases in BIASED.items() for name in cases]
 )
-def test_experts_have_buffers_of_their_own(launched: Callable[[int], Outcomes], num_ranks: int, name: str) -> None:
-    assert all(found.offload.num_expert_buffers >= 1 for found in launched(num_ranks)[name])
+def test_the_bias_moves_by_counts(
+    launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
+) -> None:
+    """By the update rate towards experts that got fewer tokens than the mean; the decoder's counts by transformers."""
+    model = BIASED[num_ranks][name].model
+    initial, counts = read_canonical(paths[model]), count_tokens(model)
+    found = launched(num_ranks)[f"{name}, biased"][0].weights
+    assert counts
+    for layer, count in counts.items():
+        tensor = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        close(found[tensor], initial[tensor] + UPDATE_RATE * torch.sign(count.mean() - count), tensor, 1e-7)
+
+
+@functools.cache
+def count_tokens(model_name: str) -> dict[int, torch.Tensor]:
+    """Decoder layer -> tokens of the batch that each of its experts gets, by transformers."""
+    model, counts = reference_model(model_name), {}
+    for layer, block in enumerate(model.model.layers):
+        if hasattr(block.mlp, "gate"):
+
+            def count(_gate: Any, _inputs: Any, outputs: tuple[torch.Tensor, ...], layer: int = layer) -> None:
+                counts[layer] = torch.bincount(outputs[2].flatten(), minlength=outputs[0].shape[-1]).float()
+
+            block.mlp.gate.register_forward_hook(count)
+    with torch.no_grad():
+        model(make_batch()["tokens"])
+    return counts
+
+
+PREDICTING = [
+    (num_ranks, name) for num_ranks, cases in BIASED.items() for name, case in cases.items() if case.num_mtp_layers
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
+def test_losses_of_multi_token_prediction_are_those_of_transformers_layers(
+    launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
+) -> None:
+    model = BIASED[num_ranks][name].model
+    batch = {**make_batch(), "mask": MASK.expand(BATCH, -1)}
+    expected = mtp_losses(paths[model], reference_model(model), batch)
+    logged = [found.losses for found in launched(num_ranks)[f"{name}, biased"] if found.losses]
+    assert logged
+    assert all(losses == pytest.approx(expected, abs=1e-4) for losses in logged)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
+def test_multi_token_prediction_learns(
+    launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
+) -> None:
+    case = BIASED[num_ranks][name]
+    initial, found = read_canonical(paths[case.model]), launched(num_ranks)[f"{name}, biased"][0].weights
+    assert len([tensor for tensor in found if not tensor.endswith("bias")]) > 10 * case.num_mtp_layers
+    assert [tensor for tensor, values in found.items() if torch.equal(values, initial[tensor])] == []
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
+def test_multi_token_prediction_learns_nothing_from_a_batch_without_labels(
+    launched: Callable[[int], Outcomes], num_ranks: int, name: str
+) -> None:
+    """And the others' gradients are finite."""
+    found = launched(num_ranks)[f"{name}, biased"]
+    assert all(math.isfinite(one.masked_norm) for one in found)
+    gradients = [largest for one in found for largest in one.masked_gradients]
+    assert gradients
+    assert max(gradients) == 0
+
+
+def test_multi_token_prediction_learns_neither_padding_nor_across_sequences(
+    launched: Callable[[int], Outcomes],
+) -> None:
+    for num_layers in ("one mtp layer", "two mtp layers"):
+        for found in launched(2)[num_layers]:
+            assert found.left == found.right
+            assert min(found.right) > 0
+    assert all(found.packed == pytest.approx(found.right, abs=1e-5) for found in launched(2)["one mtp layer"])
+    assert all("learn across their borders" in found.no_packing for found in launched(2)["two mtp layers"])
+
+
+def test_a_model_without_multi_token_prediction_logs_no_loss_of_it(launched: Callable[[int], Outcomes]) -> None:
+    assert [found.losses for found in launched(2)["deepseek_v3 tp2, biased"]] == [[], []]
+
+
+def test_the_bias_is_float32_and_stays_where_it_is_in_bfloat16_training(launched: Callable[[int], Outcomes]) -> None:
+    for biases in launched(2)["bfloat16"]:
+        assert biases.dtypes == {torch.float32}
+        assert biases.stay
+        assert biases.moved_by == pytest.approx([UPDATE_RATE] * len(biases.moved_by), abs=1e-6)
+
+
+def test_a_reference_of_bfloat16_training_scores_the_same(launched: Callable[[int], Outcomes]) -> None:
+    assert all(biases.reference_is_same for biases in launched(2)["bfloat16"])

@@ -1,16 +1,31 @@
-"""What Megatron is configured as is checked before anything looks at its weights."""
+"""What is refused of a live model and its values, what is pending on them, and private names that are used."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
+from packaging.version import Version
 
+from hybrid_engine.backends.megatron.internals import PRIVATE_NAMES
 from hybrid_engine.backends.megatron.live_model import LiveModel
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ConfigError, ParameterMismatchError, WeightError
 from hybrid_engine.models import table_for
-from tests.zoo.families import served_config
+from hybrid_engine.ranks.torch_internals import PrivateName
+from megatron_patches.patch import CORE_VERSIONS
+from tests.harness.launch import Outcomes, Ranks
+from tests.harness.private_names import exists
+from tests.zoo.families import read_config, served_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of, running
+from tests.zoo.tiny_models import save_model
 
 
 def test_every_setting_that_does_not_go_with_a_switch_is_named_at_once() -> None:
@@ -24,3 +39,146 @@ def test_every_setting_that_does_not_go_with_a_switch_is_named_at_once() -> None
         ("TransformerConfig.fp8_param", "weights are switched in 16 or 32 bits"),
         ("DistributedDataParallelConfig.use_megatron_fsdp", "there are no flat buffers to read"),
     ]
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+MLP_WEIGHTS = [f"decoder.layers.{layer}.mlp.linear_fc{half}.weight" for layer in range(2) for half in (1, 2)]
+OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "wider": ({"intermediate_size": 48}, MLP_WEIGHTS),
+    "narrower": ({"intermediate_size": 32}, MLP_WEIGHTS),
+    "fewer layers": ({"num_hidden_layers": 1, "layer_types": None}, ["model.layers.1.input_layernorm.weight"]),
+    "no norms": ({"architectures": ["LlamaForCausalLM"]}, ["decoder.layers.0.self_attention.q_layernorm.weight"]),
+    "more heads": ({"num_attention_heads": 8}, ["linear_qkv.weight", "linear_proj.weight"]),
+    "vocabulary": ({"vocab_size": 1000}, ["embedding.word_embeddings.weight"]),
+    "hidden": ({"hidden_size": 48}, ["decoder.final_layernorm.weight"]),
+}
+"""What the table's model has in place of Megatron's, and what is named."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    path = save_model(tmp_path_factory.mktemp("model"), "qwen3")
+    calls = {"gathers": follow_gathers, "values": refuse_values, "models": refuse_other_models}
+    return engines.launch_in_turn(2, {name: (function, (path,)) for name, function in calls.items()})
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Buffers by name, as optimizer steps with overlapping gathers leave them.
+
+    Attributes:
+        stale, ready: before and after `prepare`, by step.
+        again: after another `prepare`, for which nothing is pending.
+    """
+
+    stale: list[dict[str, torch.Tensor]]
+    ready: list[dict[str, torch.Tensor]]
+    again: dict[str, torch.Tensor]
+
+
+def follow_gathers(path: Path) -> Gathers:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
+        batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.dp_rank}
+        batch["labels"] = batch["tokens"] + 1
+        run.engine.set_learning_rate(1e-2)
+
+        def buffers() -> dict[str, torch.Tensor]:
+            return {name: flat.clone() for name, flat in run.engine.weights.buffers().items()}
+
+        stale, ready = [], []
+        for _ in range(2):
+            run.engine.train_step(batch, lambda _batch, log_probs: (-log_probs.mean(), {}))
+            stale.append(buffers())
+            run.engine.weights.prepare()
+            ready.append(buffers())
+        run.engine.weights.prepare()
+        return Gathers(stale, ready, buffers())
+
+
+def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def test_prepare_finishes_pending_gathers(outcomes: Outcomes) -> None:
+    """Without it a data parallel replica still holds the other rank's old weights."""
+    first, second = outcomes["gathers"]
+    for step in range(2):
+        assert differing(first.stale[step], second.stale[step]), "they agree before prepare: this test shows nothing"
+        assert differing(first.stale[step], first.ready[step])
+        assert differing(second.stale[step], second.ready[step])
+        assert differing(first.ready[step], second.ready[step]) == []
+
+
+def test_prepare_with_nothing_pending_changes_nothing(outcomes: Outcomes) -> None:
+    for found in outcomes["gathers"]:
+        assert differing(found.again, found.ready[-1]) == []
+
+
+def refuse_values(path: Path) -> str:
+    """The message about NaN and infinite weights; large ones are none."""
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        weights = run.engine.weights
+        weights.check_values()
+        named = dict(weights.model.named_parameters())
+        large = named["decoder.layers.0.self_attention.linear_qkv.weight"]
+        kept = large.detach().clone()
+        with torch.no_grad():
+            large.fill_(1e38)
+            weights.check_values()  # their sum is infinite, they are not
+            large.copy_(kept)
+            named["decoder.layers.1.self_attention.linear_qkv.weight"][3, :2] = float("nan")
+            named["decoder.layers.1.self_attention.linear_qkv.weight"][4, 0] = float("-inf")
+            named["decoder.final_layernorm.weight"][0] = float("inf")
+        with pytest.raises(WeightError) as caught:
+            weights.check_values()
+        return str(caught.value)
+
+
+def test_bad_values_are_named_with_their_rank_and_number(outcomes: Outcomes) -> None:
+    for rank, message in enumerate(outcomes["values"]):
+        assert "(2)" in message
+        assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in message
+        assert "model.layers.1.self_attn.k_proj.weight" in message
+        assert "2 NaN, 1 Inf of 768 elements" in message
+        assert "model.norm.weight): 1 Inf of " in message
+
+
+def refuse_other_models(path: Path) -> dict[str, str]:
+    """The messages about tables that are not of Megatron's model."""
+    config, messages = ActorConfig(**{**DENSE_FLOAT32, **TP2}), {}
+    with parallel_state_of(config):
+        from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+        from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+        from hybrid_engine.trainer.megatron.build import build_model
+
+        hf_config = read_config(path)
+        chunks, _ = build_model(config, table_for(hf_config), hf_config, dist.get_world_size())
+        for name, (change, _) in OTHERS.items():
+            with pytest.raises(ParameterMismatchError) as caught:
+                MegatronAdaptor(ModelTensors(chunks, table_for({**hf_config, **change}))).layout()
+            messages[name] = str(caught.value)
+    return messages
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_parameter_that_does_not_fit_is_named(outcomes: Outcomes, name: str) -> None:
+    for messages in outcomes["models"]:
+        assert [named for named in OTHERS[name][1] if named not in messages[name]] == []
+
+
+INSTALLED = Version(megatron.core.__version__)
+
+
+@pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
+def test_the_installed_megatron_has_the_name(private: PrivateName) -> None:
+    """An older one that is supported does without it."""
+    is_there = not private.since or Version(private.since) <= INSTALLED
+    assert exists(private) == is_there, private.reason
+
+
+def test_names_came_with_a_supported_version() -> None:
+    """Otherwise nothing would show that the backend works without them."""
+    oldest, newest = Version(CORE_VERSIONS[0]), Version(CORE_VERSIONS[-1])
+    assert all(oldest < Version(private.since) <= newest for private in PRIVATE_NAMES if private.since)

@@ -13,8 +13,8 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Part
 from hybrid_engine.memory.offloader import MegatronOffloader
-from hybrid_engine.memory.residual import UNACCOUNTED
 from tests.harness.launch import Ranks
+from tests.harness.reachable import UNACCOUNTED, reachable, residual
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
@@ -36,7 +36,7 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings})) as run:
         load_canonical(run, path)
         run.engine.set_learning_rate(1e-2)
-        offloader = MegatronOffloader(run.engine.offload_items, reachable=run.engine.reachable_tensors)
+        offloader = MegatronOffloader(run.engine.offload_items)
         found: dict[str, Any] = {"losses": [], "alone": [], "left": []}
         for number in range(NUM_STEPS):
             batch = share_of(run.engine, token_batch(number, 4, 12))
@@ -71,11 +71,12 @@ def offload_in_parts(engine: Any, offloader: MegatronOffloader) -> tuple[float, 
     flats = list(engine.weights.buffers().values())
     assert all(offloader.offload_parts("param", [Part(f, 0, f.numel() // 2) for f in flats]) >= 0 for _ in range(2))
     offloader.offload()
-    residual = offloader.residual()
+    reached = reachable(model=engine.chunks, optimizer=engine.optimizer)
+    left = residual(engine.offload_items(), reached)
     offloader.onload({"param"}, read_only=True)
     assert offloader.offload({"param"}).copied_nbytes == {"param": 0}
     offloader.onload()
-    return sum(residual.values()) / total, [owner for owner in residual if owner.startswith(UNACCOUNTED)]
+    return sum(left.values()) / total, [owner for owner in left if owner.startswith(UNACCOUNTED)]
 
 
 def state_storages(engine: Any) -> tuple[int, bool]:

@@ -130,8 +130,8 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         from hybrid_engine.backends.megatron import megatron_config
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
-        from hybrid_engine.backends.megatron.training_state import TrainingState
         from hybrid_engine.trainer.megatron import build
+        from tests.harness.reachable import reachable
 
         # which is otherwise said of GPUs only
         build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
@@ -152,7 +152,7 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         listed = {storage_of(name, flat)[1] for name, flat in adaptor.buffers().items()}
         unlisted = [
             found.owner
-            for found in TrainingState(adaptor, None).reachable()
+            for found in reachable(model=chunks)
             if not found.stays and storage_of(found.owner, found.tensor)[1] not in listed
         ]
         if case.grouped:
@@ -165,7 +165,7 @@ SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]]
 
 def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, dict[str, Any]]:
     """A recorder of what the engine would pass on: nothing here computes."""
-    from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
+    from hybrid_engine.trainer.megatron.pipeline_engine import ModelInputs
 
     inputs, rows = ModelInputs(chunks), Rows(torch.arange(16).view(2, 8), sequence_ids=SEQUENCE_IDS)
     if inputs.no_packing:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.cpu.host_memory import HostMemory
-from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
+from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
+from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.backends.vllm.weights import derivation as derivations
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
-from hybrid_engine.backends.vllm.weights.held import held_by_all
-from hybrid_engine.backends.vllm.weights.looking import look
-from hybrid_engine.backends.vllm.weights.storages import flat_view
+from hybrid_engine.backends.vllm.weights.postload import module_tensors
+from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
+from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
+from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 
 ROWS, COLUMNS, BLOCK = 12, 8, 4
@@ -221,12 +221,12 @@ class Model(torch.nn.Module):
     def held(self) -> dict[str, torch.Tensor]:
         """All tensors in it, by path."""
         modules = dict(self.named_modules())
-        return {path: each for path, each in held_by_all(modules, modules).tensors.items() if each.numel()}
+        return {path: each for path, each in module_tensors(modules, modules).tensors.items() if each.numel()}
 
     def numbers(self) -> dict[str, float]:
         """All numbers in it, by path."""
         modules = dict(self.named_modules())
-        return held_by_all(modules, modules).numbers
+        return module_tensors(modules, modules).numbers
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -251,7 +251,7 @@ class Forgetful(WeightMemory):
 def built(
     model: Model,
     keeps_addresses: bool,
-    gate: ProcessingGate | None = None,
+    barrier: ProcessingBarrier | None = None,
     rank: int = 0,
     settings: ProcessSettings | None = None,
 ) -> VllmAdaptor:
@@ -259,8 +259,8 @@ def built(
     shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
-    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses, gate)
-    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else HostMemory(), settings=settings)
+    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses, barrier)
+    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else CpuWeightMemory(), settings=settings)
 
 
 def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:

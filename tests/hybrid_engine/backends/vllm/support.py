@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import VllmAdaptor
-from hybrid_engine.backends.vllm.cpu.host_memory import HostMemory
+from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
-from hybrid_engine.backends.vllm.weights.held import held_by_all
+from hybrid_engine.backends.vllm.weights.postload import module_tensors
 from hybrid_engine.errors import StateError
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 from tests.zoo.families import served_config
@@ -102,7 +102,7 @@ def adaptor_of(
     """A second adaptor in this rank's groups, as `InferenceEngine` makes one, but without an engine around it."""
     from vllm.config import set_current_vllm_config
 
-    from hybrid_engine.backends.vllm.weights.looking import look
+    from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
     from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 
     module, config = second_model(engine.settings, engine.rank, directory, **changes)
@@ -111,7 +111,7 @@ def adaptor_of(
     traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
     context = functools.partial(set_current_vllm_config, config)
     process(module, config)
-    return VllmAdaptor(look(traced, context, dtype, keeps_addresses), HostMemory())
+    return VllmAdaptor(inspect_model(traced, context, dtype, keeps_addresses), CpuWeightMemory())
 
 
 def native_model(engine: Any, checkpoint: str) -> torch.nn.Module:
@@ -140,7 +140,26 @@ def process(module: torch.nn.Module, config: Any) -> None:
 def held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All tensors that a model computes with, wherever they are, by path."""
     modules = dict(module.named_modules())
-    return {path: tensor for path, tensor in held_by_all(modules, modules).tensors.items() if tensor.numel()}
+    return {path: tensor for path, tensor in module_tensors(modules, modules).tensors.items() if tensor.numel()}
+
+
+def misread(model: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> list[str]:
+    """Dense layers whose kernels compute with other weights than they were given, whatever they packed them into.
+
+    What a kernel makes of unit vectors is its weight, exactly: each output is one weight and zeros.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    wrong = []
+    for name, layer in model.named_modules():
+        method, weight = getattr(layer, "quant_method", None), given.get(f"{name}.weight")
+        is_dense = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+        if is_dense and weight is not None and weight.ndim == 2:
+            read = method.apply(layer, torch.eye(weight.shape[1], dtype=weight.dtype))
+            if not torch.equal(read.to(weight.dtype), weight.t()):
+                wrong.append(name)
+    return wrong
 
 
 def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:

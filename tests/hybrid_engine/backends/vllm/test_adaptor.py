@@ -4,16 +4,19 @@ every state."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.cpu.host_memory import HostMemory
+from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.looking import look
+from hybrid_engine.backends.vllm.weights.groups import TRANSITIONS, Event, GroupState, GroupStates
+from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import StateError
+from tests.hybrid_engine.backends.vllm import support
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -80,8 +83,8 @@ def adaptor_of(
     for module in model.modules():
         if isinstance(module, Linear):
             module.quant_method.process_weights_after_loading(module)
-    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses=False)
-    return VllmAdaptor(processed, HostMemory(), keeps_memory)
+    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses=False)
+    return VllmAdaptor(processed, CpuWeightMemory(), keeps_memory)
 
 
 def weights_of(seed: int) -> dict[str, torch.Tensor]:
@@ -128,7 +131,7 @@ def committed(adaptor: VllmAdaptor) -> None:
 def failed_while_allocating(adaptor: VllmAdaptor) -> None:
     adaptor.release()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostMemory, "new", fail)
+        patch.setattr(CpuWeightMemory, "new", fail)
         with pytest.raises(MemoryError):
             adaptor.allocate(["linear", "norm"])
 
@@ -215,14 +218,6 @@ def test_weights_that_are_declared_void_keep_their_memory() -> None:
     assert adaptor.resident_nbytes() == resident
 
 
-def test_what_is_released_is_not_released_again(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    adaptor.release()
-    monkeypatch.setattr(HostMemory, "free", fail)
-    monkeypatch.setattr(HostMemory, "trim", fail)
-    adaptor.release()
-    assert adaptor.resident_nbytes() == 0
-
-
 @pytest.mark.parametrize("kept", SHAPES)
 def test_what_is_to_stay_is_live_after_a_release_and_the_rest_comes_back(adaptor: VllmAdaptor, kept: str) -> None:
     """One of them is repacked, one is live."""
@@ -248,10 +243,12 @@ def test_only_committed_weights_stay(adaptor: VllmAdaptor, enter: Callable) -> N
     assert adaptor.resident_nbytes() == 0
 
 
-def test_weights_that_keep_their_memory_stay_in_force_if_they_are_to() -> None:
-    adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
+def test_weights_that_keep_their_memory_stay_in_force_if_they_are_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    adaptor, freed = adaptor_of(Model(), SHAPES, keeps_memory=True), []
+    monkeypatch.setattr(CpuWeightMemory, "free_kv_cache", lambda _: freed.append("KV cache"))
     fill(adaptor, weights_of(0))
     adaptor.release(["norm"])
+    assert freed == ["KV cache"]
     assert list(adaptor.committed()) == ["norm"]
     write(adaptor.allocate(["linear"]), weights_of(0))
     adaptor.commit(["linear"])
@@ -261,7 +258,7 @@ def test_weights_that_keep_their_memory_stay_in_force_if_they_are_to() -> None:
 def test_memory_that_goes_as_a_whole_keeps_nothing(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's sleep mode gives it back."""
     fill(adaptor, weights_of(0))
-    monkeypatch.setattr(HostMemory, "frees_all_at_once", True)
+    monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)
     adaptor.release(list(SHAPES))
     assert list(adaptor.committed()) == []
     assert adaptor.resident_nbytes() == 0
@@ -271,20 +268,19 @@ def test_memory_that_is_half_awake_is_given_back(adaptor: VllmAdaptor, monkeypat
     """As after a wake-up that ran out of memory: no weight has any, but something has."""
     adaptor.release()
     freed = []
-    monkeypatch.setattr(HostMemory, "free", lambda _, live: freed.append(set(live)))
+    monkeypatch.setattr(CpuWeightMemory, "free", lambda _, live: freed.append(set(live)))
     adaptor.release()
-    assert freed == []
-    monkeypatch.setattr(HostMemory, "is_given_back", lambda *_: False)
+    assert freed == [], "what is released is not released again"
+    monkeypatch.setattr(CpuWeightMemory, "is_given_back", lambda *_: False)
     adaptor.release()
     assert freed == [{"norm.weight"}]
 
 
-def test_where_weights_stay_the_kv_cache_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    adaptor, freed = adaptor_of(Model(), SHAPES, keeps_memory=True), []
-    monkeypatch.setattr(HostMemory, "free_kv_cache", lambda _: freed.append(True))
+def test_a_kernel_tells_with_which_weights_it_computes(adaptor: VllmAdaptor) -> None:
+    """`misread` is what test_layouts.py relies on."""
     fill(adaptor, weights_of(0))
-    adaptor.release()
-    assert freed == [True]
+    assert support.misread(adaptor.model, {"linear.weight": weights_of(0)["linear"]}) == []
+    assert support.misread(adaptor.model, {"linear.weight": weights_of(1)["linear"]}) == ["linear"]
 
 
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
@@ -327,3 +323,47 @@ def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
             assert torch.equal(ours, theirs)
         adaptor.release()
         assert adaptor.resident_nbytes() == 0
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+PATHS = {
+    GroupState.VOID: (),
+    GroupState.FILLING: (Event.ALLOCATE,),
+    GroupState.COMMITTED: (Event.ALLOCATE, Event.COMMIT),
+    GroupState.RELEASED: (Event.RELEASE,),
+}
+"""State -> events that lead there from the first one."""
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(GroupState, Event)))
+def test_an_event_moves_all_groups_that_it_names_or_none(state: GroupState, event: Event) -> None:
+    states = GroupStates(("a", "b", "c"))
+    for step in PATHS[state]:
+        states.advance(step)
+    expected = TRANSITIONS.get((state, event))
+    if expected is not None:
+        states.advance(event, ["a", "c"])
+        assert states.among(expected) == (["a", "b", "c"] if expected is state else ["a", "c"])
+        return
+    allowed = next(before for before, other in TRANSITIONS if other is event)
+    for step in PATHS[allowed]:
+        states.advance(step, ["a"])
+    with pytest.raises(StateError, match=f"^{event.value}: b, c$"):
+        states.advance(event, ["a", "b", "c"])
+    assert states.among(state) == ["b", "c"]
+    with pytest.raises(StateError, match="no such groups in this rank's layout: x, y"):
+        states.advance(event, ["a", "x", "y"])
+
+
+def test_only_filled_groups_are_committed_and_only_they_fail() -> None:
+    """The table, said in the other direction."""
+    sources = {event: {state for state, other in TRANSITIONS if other is event} for event in Event}
+    assert sources[Event.COMMIT] == sources[Event.FAIL] == {GroupState.FILLING}
+    assert sources[Event.ALLOCATE] == sources[Event.RELEASE] == sources[Event.VOID] == set(GroupState)
+
+
+def test_a_rank_without_weights_is_always_ready() -> None:
+    states = GroupStates(())
+    states.advance(Event.RELEASE)
+    states.require_committed()

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate, channels_taken
+from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier, channels_taken
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Call, Ranks
 from tests.harness.launch import Outcomes as Launched
 from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import build, job, refusal_of, sizes
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
     Model,
     built,
@@ -34,7 +35,6 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     with_a_constant_filled,
     with_a_number_beside_the_weight,
 )
-from tests.hybrid_engine.backends.vllm.scenarios.asking import build, job, refusal_of, sizes
 
 NUM_RANKS, TIMEOUT = 2, 60.0
 FAILING = 1
@@ -59,7 +59,6 @@ class Outcomes:
     elsewhere: str
     last: str
     after_failures: float
-    proofs: list[str]
 
 
 class Rig:
@@ -84,8 +83,8 @@ class Rig:
     def local(self, layer: Any, method: Any) -> None:
         replace(layer, weight=layer.weight.data / (self.group.world_size + self.group.rank_in_group))
 
-    def gate(self) -> ProcessingGate:
-        return ProcessingGate(self.rank, self.job.new_group("gloo", self.ends), TIMEOUT)
+    def barrier(self) -> ProcessingBarrier:
+        return ProcessingBarrier(self.rank, self.job.new_group("gloo", self.ends), TIMEOUT)
 
     def model(self, **processing: Callable[[Any, Any], None]) -> Model:
         layers = {"first": transposed, "second": self.reduced, "third": transposed, **processing}
@@ -97,7 +96,7 @@ class Rig:
         processing(layer, method)
 
     def adaptor(self, model: Model, keeps_addresses: bool) -> VllmAdaptor:
-        return built(model, keeps_addresses, self.gate(), self.rank)
+        return built(model, keeps_addresses, self.barrier(), self.rank)
 
     @contextlib.contextmanager
     def failing(self, layer: str) -> Iterator[None]:
@@ -138,7 +137,6 @@ def run_on_rank() -> Outcomes:
         ),
         rig.error_of(lambda: rig.adaptor(rig.model(**({"first": untouched} if rig.rank else {})), True)),
         *fills_that_fail(rig),
-        proofs(rig),
     )
     rig.ends.close()
     rig.job.close()
@@ -199,16 +197,6 @@ def fills_that_fail(rig: Rig) -> tuple[str, str, str, float]:
     return in_commit, elsewhere, last, rig.gap(model, 3)
 
 
-def proofs(rig: Rig) -> list[str]:
-    """Of a layer that one rank alone would look at: the proof processes a copy of it, which takes both."""
-    model = rig.model()
-    adaptor = rig.adaptor(model, True)
-    unproven: list[str] = []
-    with adaptor.proving(["second"] if rig.rank else [], unproven.append):
-        rig.fill(adaptor, model, 1)
-    return unproven
-
-
 @dataclass(frozen=True)
 class Engine:
     """What one rank of an engine with such a method brought back.
@@ -250,7 +238,7 @@ def run_engine(directory: str) -> Engine:
             commit = refusal_of(fill_together).message
         engine.release()
         differences = support.differences(fill_together(), support.native_parameters(engine, checkpoint))
-        is_collective = engine.adaptor._processed.gate.is_collective
+        is_collective = engine.adaptor._processed.barrier.is_collective
         engine.shutdown()
     return Engine(is_collective, commit, differences)
 
@@ -269,32 +257,28 @@ def by_rank(launched: Launched) -> list[Outcomes]:
     return launched["made up"]
 
 
-def test_what_communicates_is_seen(by_rank: list[Outcomes]) -> None:
+def test_what_communicates_is_seen_and_what_is_reduced_over_ranks_is_renewed(by_rank: list[Outcomes]) -> None:
     for rank in by_rank:
         assert rank.channels == ({"device_group"}, set())
-
-
-def test_what_is_reduced_over_ranks_is_renewed(by_rank: list[Outcomes]) -> None:
-    for rank in by_rank:
         assert rank.renewed == {"in place": 0, "anew": 0}
         assert rank.after_failures == 0
 
 
-def test_a_rehearsal_that_fails_on_one_rank_fails_on_all(by_rank: list[Outcomes]) -> None:
-    other, failed = (rank.rehearsal for rank in by_rank)
+@pytest.mark.parametrize(
+    ("attempt", "reason"),
+    [
+        ("rehearsal", "first (Method): its processing cannot run again: MemoryError: no memory for first"),
+        ("fault", "quant_method.kernel.largest is a number that depends on the weights"),
+    ],
+)
+def test_what_one_rank_alone_cannot_renew_is_the_reason_of_all(
+    by_rank: list[Outcomes], attempt: str, reason: str
+) -> None:
+    other, failed = (getattr(rank, attempt) for rank in by_rank)
     assert failed.startswith("ModelError: vLLM computes with weights that cannot be renewed (1):")
     assert other.startswith("RemoteError: rank 1 failed before ")
-    assert "rank 1: ModelError: " in other
-    for text in (other, failed):
-        assert "first (Method): its processing cannot run again: MemoryError: no memory for first" in text
-
-
-def test_what_one_rank_alone_cannot_renew_is_the_reason_of_all(by_rank: list[Outcomes]) -> None:
-    other, failed = (rank.fault for rank in by_rank)
-    assert failed.startswith("ModelError: vLLM computes with weights that cannot be renewed (1):")
-    assert other.startswith("RemoteError: rank 1 failed before ")
-    for text in (other, failed):
-        assert "quant_method.kernel.largest is a number that depends on the weights" in text
+    assert reason in failed
+    assert reason in other
 
 
 def test_a_commit_that_fails_on_one_rank_fails_on_all(by_rank: list[Outcomes]) -> None:
@@ -314,10 +298,6 @@ def test_ranks_that_would_process_different_things_are_refused(by_rank: list[Out
     for rank, first in enumerate(("first", "second")):
         text = f"rank {rank} has come to processing {first}, others of its vLLM instance to something else"
         assert text in by_rank[rank].other_kinds
-
-
-def test_a_proof_is_made_on_all_ranks_or_on_none(by_rank: list[Outcomes]) -> None:
-    assert [rank.proofs for rank in by_rank] == [[], []]
 
 
 def test_an_engine_whose_layers_reduce_fails_as_one_and_fills_again(launched: Launched) -> None:

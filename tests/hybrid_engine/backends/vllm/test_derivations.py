@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
-from hybrid_engine.backends.vllm.weights import derivation as derivations
+from hybrid_engine.backends.vllm.process_state import ProcessSettings
 from hybrid_engine.errors import ModelError
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
+    COLUMNS,
     DERIVED,
     LIVE,
     REFUSED,
@@ -29,20 +29,49 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     loaded,
     quantised,
     replace,
+    shuffled_in_place,
     transposed,
     untouched,
     with_a_number,
     with_a_number_beside_the_weight,
     with_added_tensors,
     with_as_many_as_there_are,
+    with_halves_swapped,
 )
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
+Processing = Callable[[Any, Any], None]
 
+
+def keep_parameter(layer: torch.nn.Module, name: str, new: torch.Tensor) -> None:
+    """As `replace_parameter` of vLLM 0.33: the Parameter stays, and so does its memory where new values have its shape,
+    strides and dtype."""
+    old = getattr(layer, name, None)
+    if not isinstance(old, torch.nn.Parameter):
+        setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))
+    elif (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype):
+        old.data.copy_(new)
+    else:
+        old.data = new
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.model_executor.utils.replace_parameter", keep_parameter)
+
+
+@pytest.fixture(params=[False, True], ids=["replacing", "keeping"])
+def _either_way(request: pytest.FixtureRequest) -> None:
+    """vLLM's methods replace Parameters, or let them stay."""
+    if request.param:
+        request.getfixturevalue("keeping")
+
+
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
 @pytest.mark.parametrize("processing", [*DERIVED, *WRITTEN, *LIVE], ids=lambda processing: processing.__name__)
-def test_a_fill_leaves_what_a_fresh_load_would(processing: Callable[[Any, Any], None], keeps_addresses: bool) -> None:
+def test_a_fill_leaves_what_a_fresh_load_would(processing: Processing, keeps_addresses: bool) -> None:
     model = Model(layer=processing)
     adaptor = built(model, keeps_addresses)
     before = addresses(model.held())
@@ -54,7 +83,7 @@ def test_a_fill_leaves_what_a_fresh_load_would(processing: Callable[[Any, Any], 
 
 @pytest.mark.parametrize("processing", LIVE, ids=lambda processing: processing.__name__)
 def test_weights_that_are_computed_with_as_loaded_are_written_and_not_processed(
-    processing: Callable[[Any, Any], None],
+    processing: Processing,
 ) -> None:
     model = Model(layer=processing)
     adaptor = built(model, keeps_addresses=True)
@@ -181,7 +210,7 @@ def test_attention_derives_again_only_what_is_no_view(
 
 
 @pytest.mark.parametrize("processing", [quantised, with_added_tensors], ids=lambda processing: processing.__name__)
-def test_a_method_that_was_wrapped_after_loading_stays_wrapped(processing: Callable[[Any, Any], None]) -> None:
+def test_a_method_that_was_wrapped_after_loading_stays_wrapped(processing: Processing) -> None:
     """As vLLM does with methods of experts that are spread over ranks; the wrapper processes nothing."""
     model = Model(layer=processing)
     adaptor = built(model, keeps_addresses=True)
@@ -211,55 +240,73 @@ def fail(*_: object) -> None:
     raise MemoryError
 
 
-def test_a_commit_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(layer=transposed)
-    adaptor = built(model, keeps_addresses=True)
-    process = model.layer.quant_method.process_weights_after_loading
-    found = []
-
-    def set_and_process(layer: torch.nn.Module) -> None:
-        torch.set_float32_matmul_precision("medium")
-        monkeypatch.setenv("SET_BY_A_KERNEL", "1")
-        found.append(ProcessSettings.now())
-        process(layer)
-
-    monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
-    before = ProcessSettings.now()
-    fill(adaptor, model, 0)
-    assert ProcessSettings.now() == before
-    assert len(found) == 1
-    assert found[0] != before
-
-
 def test_weights_are_processed_under_the_settings_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever the processing sets, the process is as before."""
     model, found = Model(layer=transposed), []
-    of_build = dataclasses.replace(ProcessSettings.now(), matmul_precision="high", stream=None, num_threads=None)
+    before = ProcessSettings.now()
+    of_build = dataclasses.replace(before, matmul_precision="high", stream=None, num_threads=None)
     adaptor = built(model, keeps_addresses=True, settings=of_build)
     process = model.layer.quant_method.process_weights_after_loading
 
-    def note_and_process(layer: torch.nn.Module) -> None:
+    def set_and_process(layer: torch.nn.Module) -> None:
         found.append((torch.get_float32_matmul_precision(), torch.get_num_threads()))
+        torch.set_float32_matmul_precision("medium")
+        monkeypatch.setenv("SET_BY_A_KERNEL", "1")
         process(layer)
 
-    monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", note_and_process)
-    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
     fill(adaptor, model, 0)
-    assert found == [("high", num_threads)]
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert found == [("high", before.num_threads)]
+    assert ProcessSettings.now() == before
 
 
-@pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
-def test_a_proof_sees_what_was_not_taken_up(keeps_addresses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(**{processing.__name__: processing for processing in [*DERIVED, *WRITTEN, *LIVE]})
-    adaptor = built(model, keeps_addresses)
-    unproven: list[str] = []
-    with adaptor.proving(model.weights(0), unproven.append):
-        fill(adaptor, model, 0)
-        assert unproven == []
-        if keeps_addresses:
-            monkeypatch.setattr(derivations.Derivation, "renew", lambda self, tensors: None)
-            fill(adaptor, model, 1)
-            told = "\n".join(unproven)
-            for processing in DERIVED:
-                assert f"vLLM's {processing.__name__} (Method) computes with other weights than it was given" in told
-            assert not any(f"{processing.__name__}:" in told for processing in LIVE)
+# -- methods that keep a layer's Parameter -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("keeping")
+def test_what_stays_in_the_memory_that_was_filled_is_not_written_by_the_next_group() -> None:
+    by_name = {processing.__name__: processing for processing in [*DERIVED, *LIVE]}
+    model = Model(**by_name)
+    adaptor = built(model, keeps_addresses=False)
+    for seed in range(2):
+        fill(adaptor, model, seed)
+        for name, processing in by_name.items():
+            alone = Model(**{name: processing})
+            alone.load_weights([(name, model.weights(seed)[name])])
+            alone.process()
+            held = {path: each for path, each in model.held().items() if path.startswith(f"{name}.")}
+            assert different(held, alone.held()) == []
+
+
+@pytest.mark.usefixtures("keeping")
+def test_memory_that_stays_is_its_own_and_no_loan() -> None:
+    """A loan is of all groups that are filled at once: one that stays would keep the memory of all."""
+    model = Model(shuffled=shuffled_in_place, swapped=with_halves_swapped, transposed=transposed)
+    adaptor = built(model, keeps_addresses=False)
+    fill(adaptor, model, 0)
+    for layer in (model.shuffled, model.swapped):
+        assert layer.weight.untyped_storage().nbytes() == ROWS * COLUMNS * layer.weight.itemsize
+        assert layer.weight.untyped_storage().resizable()  # what is lent is not
+
+
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.parametrize("turn", [2, 3], ids=["in the rehearsal", "in a commit"])
+def test_a_live_weight_stays_where_it_is_though_its_parameter_is_let_lie_elsewhere(turn: int) -> None:
+    turns = []
+
+    def restless(layer: Any, method: Any) -> None:
+        layer.sums = layer.weight.data.sum(1)
+        turns.append(layer)
+        if len(turns) == turn:
+            replace(layer, weight=layer.weight.data.clone().as_strided((ROWS, COLUMNS), (1, ROWS)))
+
+    model = Model(layer=restless)
+    weight, address = model.layer.weight, model.layer.weight.data_ptr()
+    if turn == 2:
+        with pytest.raises(ModelError, match=r"layer\.weight is there in addition"):
+            built(model, keeps_addresses=True)
+    else:
+        fill(built(model, keeps_addresses=True), model, 1)
+        assert torch.equal(weight, model.weights(1)["layer"])
+    assert model.layer.weight is weight
+    assert weight.data_ptr() == address

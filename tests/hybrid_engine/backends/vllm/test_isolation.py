@@ -1,19 +1,36 @@
-"""What is checked before vLLM is imported, the size of the job and its ranks, and what is let go after its end."""
+"""vLLM in a process that belongs to somebody else: the job's ranks, its groups and device, settings of the process, and
+what is let go after its end. Kernels are recorded, not run.
+"""
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.isolation import check_world, forget_import_frames
+from hybrid_engine.backends.vllm.isolation import (
+    building_groups,
+    check_world,
+    forget_import_frames,
+    register_graph_buffers,
+)
+from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Ranks
+
+ORDER = [0, 2, 1, 3]
 
 
 def check(sizes: InferenceParallelism, world_size: int, rank: int = 0) -> None:
@@ -28,22 +45,14 @@ def test_a_job_of_that_size_whose_rank_nobody_denies_is_right(monkeypatch: pytes
     check(InferenceParallelism(4, tensor=2), 4, rank=3)
 
 
-def test_another_number_of_ranks_is_refused_with_all_numbers_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError) as caught:
-        check(InferenceParallelism(12, tensor=2, pipeline=3), 4)
-    (violation,) = caught.value.findings
-    assert violation.key == "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
-    assert violation.problem == "2 x 3 x 2 = 12, but the job has 4 ranks"
-
-
-def test_another_rank_in_the_environment_is_refused_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_and_another_rank_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     with pytest.raises(ConfigError) as caught:
-        check(InferenceParallelism(8), 4, rank=1)
+        check(InferenceParallelism(12, tensor=2, pipeline=3), 4, rank=1)
     size, rank = caught.value.findings
-    assert "1 x 1 x 8 = 8" in size.problem
-    assert str(rank) == "RANK: 7, but this is rank 1 of 4 in the process group. Launch with torchrun, or set it to 1"
+    assert size.key == "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
+    assert size.problem == "2 x 3 x 2 = 12, but the job has 4 ranks"
+    assert rank.key == "RANK"
 
 
 IMPORTING = """
@@ -69,3 +78,90 @@ def test_errors_that_vllm_keeps_of_its_imports_let_go_of_whoever_imported_it(nam
     forget_import_frames()
     is_vllm = name.startswith("vllm.")
     assert (trainer() is None) == (module["kept"].__traceback__ is None) == is_vllm, "others are left alone"
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.engines
+def test_each_ranks_addresses_are_at_its_place_in_the_group(engines: Ranks) -> None:
+    expected = ([[10 * rank] for rank in ORDER], [[10 * rank + 1, rank] for rank in ORDER])
+    assert engines.launch(registered, 4) == [expected] * 4
+
+
+def registered() -> tuple[list[list[int]], list[list[int]]]:
+    """Handles and offsets that the kernel is given on this rank."""
+    dist.init_process_group("gloo")
+    group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)
+    rank, given = dist.get_rank(), []
+    ops = internals.CUSTOM_OPS.load()
+    ops.get_graph_buffer_ipc_meta = lambda pointer: ([10 * rank], [10 * rank + 1, rank])
+    ops.register_graph_buffers = lambda pointer, handles, offsets: given.append((handles, offsets))
+    with internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers):
+        as_vllm_calls_it = internals.REGISTER_GRAPH_BUFFERS.load()
+        as_vllm_calls_it(SimpleNamespace(group=group, rank=dist.get_rank(group), _ptr=0))
+    dist.destroy_process_group()
+    (once,) = given
+    return once
+
+
+@pytest.mark.ranks
+@pytest.mark.engines
+def test_vllm_takes_the_device_of_the_job(engines: Ranks) -> None:
+    assert engines.launch(local_ranks, 1) == [("5", "0")]
+
+
+def local_ranks() -> tuple[str, str]:
+    """LOCAL_RANK while vLLM is built for a job on GPU 5, and afterwards."""
+    job = Job.join(60, device=torch.device("cuda", 5))
+    with building_groups(InferenceSettings("model"), job):
+        inside = os.environ["LOCAL_RANK"]
+    job.close()
+    return inside, os.environ["LOCAL_RANK"]
+
+
+# -- settings of the process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OF_TRAINING", "0")
+    monkeypatch.setenv("OF_BOTH", "0")
+    settings = ProcessSettings.now()
+    yield
+    settings.enter()
+
+
+def change() -> ProcessSettings:
+    """As vLLM does."""
+    torch.set_float32_matmul_precision("high" if torch.get_float32_matmul_precision() == "highest" else "highest")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.backends.cuda.enable_cudnn_sdp(not torch.backends.cuda.cudnn_sdp_enabled())
+    os.environ.pop("OF_TRAINING", None)
+    os.environ["OF_VLLM"] = os.environ["OF_BOTH"] = "1"
+    return ProcessSettings.now()
+
+
+@pytest.mark.usefixtures("restored")
+def test_what_is_changed_inside_is_as_before_afterwards() -> None:
+    before = ProcessSettings.now()
+    with process_settings_kept():
+        changed = change()
+        assert changed == ProcessSettings.now() != before
+    assert ProcessSettings.now() == before
+    with pytest.raises(KeyboardInterrupt), process_settings_kept(changed):
+        assert ProcessSettings.now() == changed
+        raise KeyboardInterrupt
+    assert ProcessSettings.now() == before
+
+
+def test_the_current_stream_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda is replaced: streams are only handed around."""
+    current = ["training's"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    with process_settings_kept(replace(ProcessSettings.now(), stream="vLLM's")):
+        assert current == ["vLLM's"]
+    assert current == ["training's"]

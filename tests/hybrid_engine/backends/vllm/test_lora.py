@@ -1,75 +1,163 @@
 """LoRA from memory on a real vLLM: what it computes is what transformers computes with it merged.
 
-Cut over two ranks; whole ones are in the matrix.
+Cut over two ranks; whole ones are in the matrix. LoRAs beside each other, over new versions, switches and releases. The
+ranks assert.
 """
 
 from __future__ import annotations
 
-import pytest
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm import InferenceEngine, LoraSettings, Sampling, internals
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.vllm.scenarios import lora
-from tests.hybrid_engine.backends.vllm.scenarios.lora import Loras
+from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import build, gap, job, refusal_of, sizes
+from tests.zoo.checkpoint_shapes import checkpoint_shapes
+from tests.zoo.families import served_config
+
+pytestmark = [pytest.mark.slow]
 
 ATOL = 5e-5  # float32; log-probabilities are around -5
+CONFIG = {**support.QWEN3, "torch_dtype": "float32"}
+PROMPTS = [[2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
+EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WIDE, NARROW = LoraSettings(8, 16.0, EVERYWHERE), LoraSettings(4, 2.0, ("q_proj", "down_proj"))
+
+Tensors = Mapping[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def by_rank(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Loras]:
-    return engines.launch(lora.run, 2, str(tmp_path_factory.mktemp("lora")), 2)
+def test_it_computes_what_merged_weights_do(engines: Ranks, tmp_path: Path) -> None:
+    engines.launch(run, 2, str(tmp_path), 2)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "base",
-        "policy",
-        "judge",
-        "policy again",
-        "new version",
-        "without one",
-        "switched base",
-        "after a release",
-    ],
-)
-def test_it_computes_what_merged_weights_do(by_rank: list[Loras], moment: str) -> None:
-    assert all(result.gaps[moment] < ATOL for result in by_rank)
+def run(directory: str, num_tp: int) -> None:
+    """One slot on the device and two LoRAs, so that each drives out the other."""
+    job()
+    weights = [support.random_weights(CONFIG, seed, torch.float32) for seed in range(2)]
+    path = support.write_checkpoint(Path(directory) / "weights", CONFIG, weights[1])
+    engine = _build(path, num_tp, max_loras=1, max_lora_rank=8)
+    support.fill_by_records(engine.adaptor, weights[0])
+    engine.reset_caches()
+    first, second, other = _random_lora(0, WIDE), _random_lora(2, WIDE), _random_lora(1, NARROW)
+    engine.set_lora("policy", WIDE, first)
+    engine.set_lora("judge", NARROW, other)
+    merged = _merged(weights[0], first, WIDE)
+    for name, expected in (
+        *((None, weights[0]), ("policy", merged)),
+        *(("judge", _merged(weights[0], other, NARROW)), ("policy", merged)),
+    ):
+        assert _gap(engine, expected, name) < ATOL, name
+    engine.set_lora("policy", WIDE, second)  # a new version
+    assert _gap(engine, _merged(weights[0], second, WIDE), "policy") < ATOL
+    assert _gap(engine, weights[0], None) < ATOL
+    filled = support.fill_by_records(engine.adaptor, weights[1])
+    engine.reset_caches()
+    assert support.differences(filled, support.native_parameters(engine, path)) == []
+    assert _gap(engine, _merged(weights[1], second, WIDE), "policy") < ATOL
+    engine.release()
+    runner = internals.model_runner_of(engine.llm)
+    support.fill_by_records(engine.adaptor, weights[0])
+    with mock.patch.object(runner, "reset_lora_state", side_effect=runner.reset_lora_state) as reset:
+        engine.wake_kv_cache()
+    assert reset.call_count == 1, "vLLM's own state is written anew when its memory is back"
+    engine.reset_caches()
+    assert _gap(engine, _merged(weights[0], other, NARROW), "judge") < ATOL
+    assert _gap(engine, weights[0], "policy") > 0.1, "it changes something"
+    engine.remove_lora("judge")
+    parts = {"llm": engine.llm, "runner": runner, "manager": runner.lora_manager, "model": runner.model}
+    living = {name: weakref.ref(part) for name, part in parts.items()}
+    del runner, parts, reset
+    _refuse_what_cannot_be(engine, first, Path(directory), num_tp)
+    assert [name for name, part in living.items() if part() is not None] == [], "these outlive the shutdown"
 
 
-def test_it_changes_something(by_rank: list[Loras]) -> None:
-    assert all(result.far_from_base > 0.1 for result in by_rank)
+def _build(path: str, num_tp: int, **settings: int) -> InferenceEngine:
+    return build(path, CONFIG, dtype="float32", sizes=sizes(tensor=num_tp), **settings)
 
 
-def test_weights_below_it_are_bitwise_those_of_a_native_load(by_rank: list[Loras]) -> None:
-    assert all(result.differences == [] for result in by_rank)
+def _refuse_what_cannot_be(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp: int) -> None:
+    """Names that are gone, tensors that do not fit, engines that take none."""
+
+    def refuse(call: Callable[[], Any], kind: str, message: str) -> None:
+        refusal = refusal_of(call)
+        assert refusal.kind == kind, refusal
+        assert message in refusal.message, refusal
+
+    name = next(iter(tensors))
+    misnamed = {"model.layers.0.down_proj.lora_A.weight": tensors[name]}
+    refuse(
+        lambda: engine.generate(PROMPTS, Sampling(), lora="judge"), "StateError", "no LoRA 'judge'; there are: policy"
+    )
+    refuse(lambda: engine.remove_lora("judge"), "StateError", "no LoRA 'judge'")
+    for settings, wrong, message in (
+        (WIDE, {}, "it has no tensors"),
+        (WIDE, {name: tensors[name]}, "down_proj.lora_B.weight is missing"),
+        (WIDE, misnamed, "not a base_model.model."),
+        (LoraSettings(4, 8.0, EVERYWHERE), tensors, "is not of rank 4"),
+        (LoraSettings(64, 8.0, EVERYWHERE), tensors, "64 is more than max_lora_rank 8"),
+        (LoraSettings(8, 8.0, ("q_proj",)), tensors, "down_proj is not in target_modules q_proj"),
+    ):
+        refuse(functools.partial(engine.set_lora, "x", settings, wrong), "ConfigError", message)
+    engine.shutdown()
+    plain = _build(support.write_config(base / "plain", CONFIG), num_tp)
+    refuse(lambda: plain.set_lora("x", WIDE, tensors), "StateError", "vLLM was built without LoRA: set max_loras")
+    plain.shutdown()
+    for family, message in (("qwen3_moe", "do not run on CPU"), ("gpt2", "GPT2LMHeadModel takes no LoRA")):
+        path = support.write_config(base / family, served_config(family))
+        refuse(functools.partial(_build, path, num_tp, max_loras=1), "ConfigError", message)
 
 
-def test_vllms_own_state_is_written_anew_when_its_memory_is_back(by_rank: list[Loras]) -> None:
-    assert [result.num_resets for result in by_rank] == [1] * len(by_rank)
+def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
+    """Under PEFT's names, on the modules of layer 1 and, of layer 0, on the last one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in checkpoint_shapes(CONFIG).items():
+        module, chosen = name.removesuffix(".weight"), settings.target_modules
+        if module.endswith(chosen if ".layers.1." in name else chosen[-1]):
+            for kind, size in (("lora_A", (settings.rank, shape[1])), ("lora_B", (shape[0], settings.rank))):
+                values = torch.randn(size, generator=generator) * 0.3
+                tensors[f"base_model.model.{module}.{kind}.weight"] = values
+    return tensors
 
 
-def test_nothing_of_the_engine_outlives_its_shutdown(by_rank: list[Loras]) -> None:
-    assert [result.left for result in by_rank] == [[]] * len(by_rank)
+def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> dict[str, torch.Tensor]:
+    merged = dict(weights)
+    for name, down in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up = tensors[name.replace("lora_A", "lora_B")]
+            merged[f"{module}.weight"] = weights[f"{module}.weight"] + settings.alpha / settings.rank * (up @ down)
+    return merged
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        ("off", "StateError", "vLLM was built without LoRA: set max_loras"),
-        ("removed", "StateError", "no LoRA 'judge'; there are: policy"),
-        ("removed_twice", "StateError", "no LoRA 'judge'"),
-        ("empty", "ConfigError", "it has no tensors"),
-        ("lonely", "ConfigError", "down_proj.lora_B.weight is missing"),
-        ("misnamed", "ConfigError", "not a base_model.model."),
-        ("size", "ConfigError", "is not of rank 4"),
-        ("rank", "ConfigError", "64 is more than max_lora_rank 8"),
-        ("module", "ConfigError", "down_proj is not in target_modules q_proj"),
-        ("experts", "ConfigError", "do not run on CPU"),
-        ("gpt2", "ConfigError", "GPT2LMHeadModel takes no LoRA"),
-    ],
-)
-def test_what_cannot_be_is_refused(by_rank: list[Loras], call: str, kind: str, message: str) -> None:
-    for result in by_rank:
-        refusal = getattr(result.refused, call)
-        assert refusal.kind == kind
-        assert message in refusal.message
+def _expected(weights: Tensors, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probability of each token after the tokens before it, by transformers."""
+    import transformers
+
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).float().eval()
+    model.load_state_dict(dict(weights), strict=True)
+    with torch.no_grad():
+        logits = [model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in sequences]
+    return [
+        row.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0] for row, tokens in zip(logits, sequences, strict=True)
+    ]
+
+
+def _gap(engine: InferenceEngine, weights: Tensors, lora: str | None) -> float:
+    """Greatest difference from transformers, of prompts and of what the engine then draws."""
+    greedy = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+    drawn = [row[0] for row in engine.generate(PROMPTS, greedy, lora=lora)]
+    sequences = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, drawn, strict=True)]
+    expected = _expected(weights, sequences)
+    scored = engine.prompt_logprobs(sequences, lora=lora)
+    pairs = [*zip(scored, expected, strict=True)]
+    pairs += [(torch.tensor(answer.logprobs), row[-4:]) for answer, row in zip(drawn, expected, strict=True)]
+    return max(gap(one, other) for one, other in pairs)

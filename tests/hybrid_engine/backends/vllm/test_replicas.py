@@ -1,115 +1,167 @@
-"""Two replicas are independent, and no rank waits for one that failed."""
+"""Two replicas are independent, and no rank waits for one that failed; other orders of ranks. The ranks assert."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.vllm.scenarios import replicas
-from tests.hybrid_engine.backends.vllm.scenarios.replicas import Ordered, Replica
+from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import (
+    GREEDY,
+    PROMPTS,
+    Answers,
+    Drawn,
+    Refusal,
+    answers_of,
+    build,
+    error_of,
+    failing,
+    job,
+    refusal_of,
+    sizes,
+)
+from tests.zoo.checkpoint_shapes import checkpoint_shapes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-
-class Pair(NamedTuple):
-    """What the ranks of the two replicas brought back."""
-
-    first: Replica
-    second: Replica
+FOUR = Sampling(n=4, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def pair(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(*engines.launch(replicas.run, 2, str(tmp_path_factory.mktemp("replicas")), timeout=600))
+@dataclass(frozen=True)
+class Replica:
+    """What one rank brought back to be compared: the refusal where tensors of one rank are wrong, samples
+    of one prompt, and the same with a seed of the request."""
+
+    one_rank: Refusal
+    drawn: list[tuple[int, ...]]
+    seeded: tuple[int, ...]
 
 
-@pytest.fixture(scope="module")
-def orders(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[list[Ordered]]:
+@dataclass(frozen=True)
+class Ordered:
+    """Who is where in an order, and greedy answers: of all prompts, of one's own, and of all by way of all replicas."""
+
+    dp_rank: int
+    tp_rank: int
+    answers: Answers
+    local: Drawn
+    over_replicas: Drawn
+
+
+def test_replicas_are_independent(engines: Ranks, tmp_path: Path) -> None:
+    first, second = engines.launch(run, 2, str(tmp_path), timeout=600)
+    assert second.one_rank.kind in ("ModelError", "ParameterMismatchError")
+    assert first.one_rank.kind == "RemoteError"
+    assert "rank 1" in first.one_rank.message
+    assert first.drawn != second.drawn
+    assert first.seeded == second.seeded
+
+
+def test_answers_do_not_depend_on_the_order_of_ranks(engines: Ranks, tmp_path: Path) -> None:
     """Of four ranks: in order, and with the middle ones exchanged."""
-    directory = str(tmp_path_factory.mktemp("orders"))
-    return engines.launch(replicas.orders, 4, directory, [None, (0, 2, 1, 3)], timeout=600)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "kind", "message"),
-    [
-        ("world", "ConfigError", "1 x 1 x 3 = 3, but the job has 2 ranks"),
-        ("no_experts", "ConfigError", "Number of experts"),
-        ("unknown", "UnknownModelError", "NoSuchModel"),
-        ("lacking", "ParameterMismatchError", "layers.1.self_attn.qkv_proj.weight: a vLLM parameter without a source"),
-        ("lacking", "ParameterMismatchError", "fill 12288 "),
-        ("lacking", "ParameterMismatchError", "of its 16384 elements"),
-    ],
-)
-def test_engines_that_cannot_be_are_refused_on_every_rank(pair: Pair, attempt: str, kind: str, message: str) -> None:
-    for result in pair:
-        refusal = getattr(result.not_built, attempt)
-        assert refusal.kind == kind
-        assert message in refusal.message
-
-
-def test_a_fault_of_one_rank_reaches_the_other(pair: Pair) -> None:
-    assert pair.second.not_built.one_rank.kind in ("ModelError", "ParameterMismatchError")
-    assert pair.first.not_built.one_rank.kind == "RemoteError"
-    assert "rank 1" in pair.first.not_built.one_rank.message
-
-
-def test_places_count_replicas(pair: Pair) -> None:
-    assert [result.place for result in pair] == [(0, 0, 0), (1, 0, 0)]
-
-
-def test_replicas_may_have_unequal_numbers_of_prompts(pair: Pair) -> None:
-    assert [result.num_completed for result in pair] == [[1, 1], [3, 3]]
-
-
-def test_a_replica_may_have_no_prompts(pair: Pair) -> None:
-    assert [result.num_completed_alone for result in pair] == [3, 0]
-
-
-def test_replicas_draw_differently(pair: Pair) -> None:
-    assert pair.first.drawn != pair.second.drawn
-    assert all(len(tokens) == 6 for result in pair for tokens in result.drawn)
-
-
-def test_a_request_with_a_seed_draws_the_same_in_every_replica(pair: Pair) -> None:
-    assert pair.first.seeded == pair.second.seeded
-
-
-def test_a_failure_of_one_replica_ends_the_call_of_all(pair: Pair) -> None:
-    assert [result.raised for result in pair] == ["RemoteError", "GenerationError"]
-
-
-def test_after_a_failure_of_one_replica_all_draw_as_if_there_had_been_none(pair: Pair) -> None:
-    assert all(result.draws_as_before for result in pair)
-
-
-def test_a_stop_token_ends_a_completion_which_keeps_it(pair: Pair) -> None:
-    for result in pair:
-        assert result.stopped.finish_reason == "stop"
-        assert len(result.stopped.token_ids) == len(result.stopped.logprobs) == 1
-
-
-def test_pipelines_and_experts_take_weights_but_do_not_generate_on_a_cpu(pair: Pair) -> None:
-    for result in pair:
-        assert all(one.took_weights for one in result.cannot_generate)
-        assert all("on CPU loads but cannot generate" in one.refusal.message for one in result.cannot_generate)
-
-
-def test_an_order_of_ranks_says_who_takes_which_place(orders: list[list[Ordered]]) -> None:
-    places = [[(result.dp_rank, result.tp_rank) for result in by_rank] for by_rank in zip(*orders, strict=True)]
+    by_rank: list[list[Ordered]] = engines.launch(orders, 4, str(tmp_path), [None, (0, 2, 1, 3)], timeout=600)
+    places = [[(each.dp_rank, each.tp_rank) for each in of_order] for of_order in zip(*by_rank, strict=True)]
     assert places == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 0), (0, 1), (1, 1)]]
-
-
-def test_answers_do_not_depend_on_the_order_of_ranks(orders: list[list[Ordered]]) -> None:
-    assert all(result.answers == orders[0][0].answers for results in orders for result in results)
-
-
-def test_all_ranks_of_a_replica_complete_the_prompts_of_each(orders: list[list[Ordered]]) -> None:
-    """The ranks have none, one, two and three prompts of their own; with global data all have the same three."""
-    for rank, results in enumerate(orders):
+    assert all(result.answers == by_rank[0][0].answers for results in by_rank for result in results)
+    for rank, results in enumerate(by_rank):  # the ranks have none, one, two and three prompts of their own
         for result in results:
             whole = [[one.token_ids] for one in result.answers.completions]
             assert result.local == whole[:rank]
             assert result.over_replicas == whole
+
+
+def run(directory: str) -> Replica:
+    """All of it, on two ranks."""
+    rank, config, base = job().rank, support.LLAMA, Path(directory)
+    path = support.write_config(base / "llama", config)
+    one_rank = _build_what_cannot_be(path, base)
+    engine = build(path, config, sizes=sizes())
+    assert (engine.dp_rank, engine.pp_rank, engine.tp_rank) == (rank, 0, 0)
+    support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+    num_prompts = 1 + 2 * rank  # unequal numbers; then one replica has none
+    assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [num_prompts] * 2
+    assert len(engine.generate(PROMPTS if rank == 0 else [], FOUR)) == (3 if rank == 0 else 0)
+    first = [completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]]
+    assert all(len(tokens) == 6 for tokens in first)
+    _fail_on_one(engine)
+    seeded = engine.generate(PROMPTS[:1], Sampling(max_tokens=6, ignore_eos=True, seed=3))[0][0].token_ids
+    stop_everywhere = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))
+    stopped = engine.generate(PROMPTS[:1], stop_everywhere)[0][0]
+    assert (stopped.finish_reason, len(stopped.token_ids), len(stopped.logprobs)) == ("stop", 1, 1)
+    engine.shutdown()
+    _fill_and_do_not_generate(base, support.LLAMA, pipeline=2)
+    _fill_and_do_not_generate(base, support.QWEN3_MOE, expert=2)
+    return Replica(one_rank, first, seeded)
+
+
+def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[Ordered]:
+    """Two replicas of two ranks each, in several orders."""
+    job()
+    config, results = support.LLAMA, []
+    path = support.write_config(Path(directory) / "llama", config)
+    for order in chosen:
+        engine = build(path, config, sizes=sizes(tensor=2, rank_order=order))
+        support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+        local = engine.generate_over_replicas(PROMPTS[: job().rank], GREEDY, data="local")
+        whole = engine.generate_over_replicas(PROMPTS, GREEDY)
+        drawn = [[[one.token_ids for one in of_prompt] for of_prompt in each] for each in (local, whole)]
+        results.append(Ordered(engine.dp_rank, engine.tp_rank, answers_of(engine), *drawn))
+        engine.shutdown()
+    return results
+
+
+def _build_what_cannot_be(path: str, base: Path) -> Refusal:
+    """Sizes, experts in a model without, architecture, and tensors on all ranks; returns the refusal of one rank's."""
+    shapes = checkpoint_shapes(support.LLAMA)
+    lacking = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj" not in name}
+    misshapen = {**shapes, "model.layers.0.mlp.up_proj.weight": (95, 64)}
+    unknown = support.write_config(base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]})
+    part = "layers.1.self_attn.qkv_proj.weight: a vLLM parameter without a source"
+
+    def attempt(where: str, tensors: Mapping[str, tuple[int, ...]], chosen: InferenceParallelism) -> Refusal:
+        return refusal_of(
+            lambda: InferenceEngine(InferenceSettings(where, chosen, GenerateConfig(max_model_len=64)), tensors, job())
+        )
+
+    for where, tensors, chosen, kind, message in (
+        (path, shapes, InferenceParallelism(3), "ConfigError", "1 x 1 x 3 = 3, but the job has 2 ranks"),
+        (path, shapes, sizes(expert=2), "ConfigError", "Number of experts"),
+        (unknown, shapes, sizes(), "UnknownModelError", "NoSuchModel"),
+        (path, lacking, sizes(), "ParameterMismatchError", part),
+    ):
+        refusal = attempt(where, tensors, chosen)
+        assert refusal.kind == kind, refusal
+        assert message in refusal.message, refusal
+    return attempt(path, misshapen if job().rank == 1 else shapes, sizes())
+
+
+def _fail_on_one(engine: InferenceEngine) -> None:
+    """One of two replicas fails half-way: that ends the call of both, and the next draws as if there had been none."""
+
+    def sample() -> list[Any]:
+        return [[completion.token_ids for completion in row] for row in engine.generate_over_replicas(PROMPTS, FOUR)]
+
+    engine.manual_seed(5)
+    expected = sample()
+    engine.manual_seed(5)
+    with failing(engine.llm.llm_engine, "step", MemoryError, after=2 if engine.dp_rank == 1 else 1000):
+        assert error_of(sample) == ("GenerationError" if engine.dp_rank == 1 else "RemoteError")
+    assert sample() == expected
+
+
+def _fill_and_do_not_generate(base: Path, config: dict[str, Any], **chosen: int) -> None:
+    """Pipelines and experts take weights and do not generate on a CPU."""
+    path = support.write_config(base / config["model_type"], config)
+    engine = build(path, config, sizes=sizes(**chosen))
+    support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+    assert support.is_ready(engine.adaptor)
+    assert "on CPU loads but cannot generate" in refusal_of(lambda: engine.generate(PROMPTS, Sampling())).message
+    engine.shutdown()

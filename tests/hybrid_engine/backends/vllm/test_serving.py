@@ -1,122 +1,247 @@
-"""What a real vLLM serves: quantised weights, memory over switches, the numbers of transformers."""
+"""What a real vLLM serves: quantised weights, memory over switches, the numbers of transformers. The ranks assert."""
 
 from __future__ import annotations
 
-import pytest
+import functools
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from tests.harness.launch import Call, Outcomes, Ranks
-from tests.hybrid_engine.backends.vllm.scenarios import serving
-from tests.hybrid_engine.backends.vllm.scenarios.serving import Memory, Quantised
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
+from hybrid_engine.backends.vllm.process_state import ProcessSettings
+from hybrid_engine.backends.vllm.requests import sampling_params
+from tests.harness.launch import Call, Ranks
+from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import (
+    PROMPTS,
+    Answers,
+    Scored,
+    answers_of,
+    build,
+    gap,
+    job,
+    plain_llm,
+    refusal_of,
+    sizes,
+)
+from tests.zoo.families import served_config
+
+# What vLLM's CPU kernels for latent attention compute: heads of 512 + 64, rotary scaling as in published configs.
+COMPUTABLE = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
 
 DECODED = ("gemma2", "deepseek_v2", "deepseek_v3")
 """Families whose attention vLLM computes with other kernels than the rest; all are in the matrix."""
 
 
-@pytest.fixture(scope="module")
-def alone(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """On one rank."""
-    directory = str(tmp_path_factory.mktemp("alone"))
-    calls: dict[str, Call] = {"samplings": (serving.samplings, ()), "memory": (serving.memory, (directory,))}
-    return engines.launch_in_turn(1, calls, timeout=600)
+def test_alone(engines: Ranks, tmp_path: Path) -> None:
+    calls: dict[str, Call] = {"samplings": (samplings, ()), "memory": (memory, (str(tmp_path),))}
+    found = engines.launch_in_turn(1, calls, timeout=600)
+    assert [found[name] for name in calls] == [[None], [None]]
 
 
-@pytest.fixture(scope="module")
-def together(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """On two. Gaps first, for vLLM changes the classes of models that it takes from transformers."""
-    directory = str(tmp_path_factory.mktemp("together"))
+def test_over_two_ranks(engines: Ranks, tmp_path: Path) -> None:
+    """Gaps first, for vLLM changes the classes of models that it takes from transformers."""
     calls: dict[str, Call] = {
-        "gaps": (serving.gaps_to_transformers, (directory, 2, DECODED)),
-        "quantised": (serving.quantised, (directory, 2)),
+        "gaps": (compare_with_transformers, (str(tmp_path), 2, DECODED)),
+        "quantised": (quantised, (str(tmp_path), 2)),
     }
-    return engines.launch_in_turn(2, calls, timeout=600)
+    found = engines.launch_in_turn(2, calls, timeout=600)
+    assert [found[name] for name in calls] == [[None, None], [None, None]]
 
 
-@pytest.fixture
-def quantised(together: Outcomes) -> list[Quantised]:
-    """By rank."""
-    return together["quantised"]
+def quantised(directory: str, num_tp: int) -> None:
+    """fp8 weights beside plain ones, and beside a vLLM that loads the same checkpoint by itself."""
+    job()
+    base = Path(directory)
+    # As a quantised checkpoint's config would say; the weights of training are not.
+    config = {**support.QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    weights = [support.random_weights(config, seed) for seed in range(2)]
+    path = support.write_checkpoint(base / "weights", support.QWEN3, weights[1])
+    native = _plain_answers(path, "fp8_per_channel")
+    engine_path = support.write_config(base / "config", config)
+    moe = support.write_config(base / "experts", support.QWEN3_MOE)
+
+    def build_with(quantization: str | None, where: str = engine_path, model: dict[str, Any] = config) -> Any:
+        return build(where, model, sizes=sizes(tensor=num_tp), quantization=quantization)
+
+    fp8 = _serve(build_with("fp8_per_channel"), weights, path, "torch.float8_e4m3fn")
+    plain = _serve(build_with(None), weights, path, "torch.bfloat16")
+    assert fp8.completions == native
+    assert fp8 != plain
+    for method, where, model, message in (
+        ("fp8", engine_path, support.QWEN3, "'fp8' on cpu"),
+        ("fp8", engine_path, support.QWEN3, "Use 'fp8_per_channel', or leave it out"),
+        ("no such", engine_path, support.QWEN3, "'no such' on cpu"),
+        ("fp8_per_channel", moe, support.QWEN3_MOE, "no kernels for such experts"),
+    ):
+        refusal = refusal_of(functools.partial(build_with, method, where, model))
+        assert refusal.kind == "ConfigError", refusal
+        assert message in refusal.message, refusal
 
 
-@pytest.fixture
-def memory(alone: Outcomes) -> Memory:
-    return alone["memory"][0]
+def memory(directory: str) -> None:
+    """Memory and torch's settings over three releases and switches; in the end a weight is NaN."""
+    job()
+    torch.set_float32_matmul_precision("high")  # vLLM wants the highest
+    torch.set_num_threads(2)
+    settings = [ProcessSettings.now()]
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
+    config = {**support.LLAMA, **sizes}
+    engine = build(support.write_config(Path(directory) / "large", config), config)
+    settings.append(ProcessSettings.now())
+    weights = support.random_weights(config, 0)
+    released, committed = [], []
+    for _ in range(3):
+        engine.release()
+        released.append(_resident())
+        support.write_by_records(engine.adaptor, weights)
+        committed.append(_resident())
+    engine.reset_caches()
+    engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
+    settings.append(ProcessSettings.now())
+    support.write_by_records(engine.adaptor, {**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan})
+    nan = refusal_of(lambda: engine.generate([[1, 2, 3]], Sampling(n=2, max_tokens=2)))
+    nan_prompt = refusal_of(lambda: engine.prompt_logprobs([[1, 2, 3]]))
+    for refusal in (nan, nan_prompt):
+        assert refusal.kind == "GenerationError"
+        assert "vLLM computed NaN" in refusal.message
+    assert settings[0] == settings[1] == settings[2], "torch's settings stay those of training"
+    nbytes = engine.adaptor.nbytes / 1e6
+    for before, after in zip(released, committed, strict=True):
+        assert after - before > 0.9 * nbytes, "released weights leave memory"
+    # On CPU vLLM keeps embedding and head twice; beyond that a module or two may linger in the allocator.
+    assert max(committed) - min(released) < 1.5 * nbytes, (committed, released)
+    assert committed[-1] - committed[0] < 0.2 * nbytes, committed
+    engine.shutdown()
 
 
-def test_quantised_answers_are_those_of_vllms_own_quantisation(quantised: list[Quantised]) -> None:
-    assert all(result.fp8.answers.completions == result.native for result in quantised)
+def compare_with_transformers(directory: str, num_tp: int, families: Sequence[str]) -> None:
+    """vLLM's float32 log-probabilities over two switches, of prompts and while decoding, are those of transformers.
+
+    Before each switch every block of every cache holds what a diverged policy leaves there.
+    """
+    job()
+    for name in families:
+        config = {**served_config(name), **(COMPUTABLE if "deepseek" in name else {}), "torch_dtype": "float32"}
+        weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
+        places = [Path(directory, f"{name} {seed}") for seed in range(2)]
+        paths = [support.write_checkpoint(*each) for each in zip(places, (config, config), weights, strict=True)]
+        # First, for vLLM changes the classes of models that it takes from transformers.
+        expected = [_reference_distributions(path) for path in paths]
+        engine = build(paths[0], config, dtype="float32", sizes=sizes(tensor=num_tp))
+        gaps = []
+        for values, theirs in zip(weights, expected, strict=True):
+            support.fill_by_records(engine.adaptor, values)
+            _spoil_caches(engine)
+            engine.reset_caches()
+            gaps += [gap(*pair) for pair in zip(engine.prompt_distributions(PROMPTS), theirs, strict=True)]
+            gaps.append(_gap_while_decoding(engine))
+        assert max(gaps) < 5e-5, name  # log-probabilities are around -5
+        engine.shutdown()
 
 
-def test_quantised_answers_differ_from_plain_ones(quantised: list[Quantised]) -> None:
-    assert all(result.fp8.answers != result.plain.answers for result in quantised)
+def samplings() -> None:
+    """vLLM takes the extremes that are documented of every field of `Sampling`."""
+    extremes: dict[str, Sequence[Any]] = {
+        "n": (1, 16384),
+        "temperature": (1e-5, 1, 2.0),
+        "top_p": (1e-9, 1),
+        "top_k": (0, 2**31 - 1),
+        "max_tokens": (1, 2**31 - 1),
+        "seed": (None, 0, 2**62),
+        "logprobs": (False, True),
+        "stop_token_ids": ((), (0, 2**31 - 1)),
+        "ignore_eos": (False, True),
+    }
+    tried = [
+        Sampling(temperature=0),
+        *(Sampling(min_p=value, repetition_penalty=penalty) for value in (0, 1.0) for penalty in (1e-9, 1, 1e9)),
+        *(Sampling(stop=stop, min_tokens=least) for stop in ((), ("x", " ")) for least in (0, 16)),
+        *(Sampling(**dict(zip(extremes, values, strict=True))) for values in itertools.product(*extremes.values())),
+    ]
+    assert all(sampling_params(each).n == each.n for each in tried)
+    with mock.patch.dict(os.environ, {"VLLM_MAX_N_SEQUENCES": "2"}):
+        assert "vLLM refuses it: n must be at most 2" in refusal_of(lambda: sampling_params(tried[-1])).message
 
 
-def test_answers_are_the_same_after_a_release_and_another_switch(quantised: list[Quantised]) -> None:
-    assert all(served.answers == served.answers_again for each in quantised for served in (each.fp8, each.plain))
+def _serve(
+    engine: InferenceEngine, weights: Sequence[dict[str, torch.Tensor]], last_checkpoint: str, dtype: str
+) -> Answers:
+    """Two switches and a release: before quantisation weights are those of a native load, and answers stay."""
+    for values in weights:
+        support.fill_by_records(engine.adaptor, values)
+        engine.reset_caches()
+    answers = answers_of(engine)
+    native = support.native_parameters(engine, last_checkpoint)
+    engine.release()
+    assert engine.adaptor.resident_nbytes() == 0
+    filled = support.fill_by_records(engine.adaptor, weights[-1])
+    engine.reset_caches()
+    assert support.differences(filled, native) == []
+    assert str(internals.model_runner_of(engine.llm).model.model.layers[0].mlp.down_proj.weight.dtype) == dtype
+    assert answers_of(engine) == answers
+    engine.shutdown()
+    return answers
 
 
-def test_weights_are_held_in_their_own_dtype(quantised: list[Quantised]) -> None:
-    assert all(result.fp8.dtype == "torch.float8_e4m3fn" for result in quantised)
-    assert all(result.plain.dtype == "torch.bfloat16" for result in quantised)
+def _plain_answers(checkpoint: str, quantization: str) -> list[Scored]:
+    """Greedy tokens and their log-probabilities from a vLLM that quantises what it loads."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
+    with plain_llm(checkpoint, quantization=quantization) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    choices = [output.outputs[0] for output in outputs]
+    return [
+        Scored(
+            tuple(choice.token_ids),
+            tuple(at[token].logprob for at, token in zip(choice.logprobs, choice.token_ids, strict=True)),
+        )
+        for choice in choices
+    ]
 
 
-def test_before_quantisation_weights_are_bitwise_those_of_a_native_load(quantised: list[Quantised]) -> None:
-    assert all(served.differences == [] for each in quantised for served in (each.fp8, each.plain))
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def test_quantised_weights_are_released_whole(quantised: list[Quantised]) -> None:
-    assert all(served.released_nbytes == 0 for each in quantised for served in (each.fp8, each.plain))
+def _reference_distributions(path: str) -> list[torch.Tensor]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return [model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("attempt", "kind", "message"),
-    [
-        ("not_fed", "ConfigError", "'fp8' on cpu"),
-        ("not_fed", "ConfigError", "Use 'fp8_per_channel', or leave it out"),
-        ("unknown", "ConfigError", "'no such' on cpu"),
-        ("experts", "ConfigError", "no kernels for such experts"),
-    ],
-)
-def test_what_cannot_be_fed_is_refused(quantised: list[Quantised], attempt: str, kind: str, message: str) -> None:
-    for result in quantised:
-        refusal = getattr(result, attempt)
-        assert refusal.kind == kind
-        assert message in refusal.message
+def _spoil_caches(engine: InferenceEngine) -> None:
+    for cache in internals.model_runner_of(engine.llm).kv_caches:
+        cache.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("family", DECODED)
-def test_what_is_computed_while_decoding_is_what_transformers_computes(together: Outcomes, family: str) -> None:
-    """Of prompts the matrix sees the same for all families."""
-    for gaps in together["gaps"]:
-        assert gaps[family] < 5e-5  # float32; log-probabilities are around -5
-
-
-def test_vllm_takes_whatever_a_sampling_can_be(alone: Outcomes) -> None:
-    assert alone["samplings"] == [1163]
-
-
-def test_released_weights_leave_memory(memory: Memory) -> None:
-    for released, committed in zip(memory.released, memory.committed, strict=True):
-        assert committed - released > 0.9 * memory.weights, memory
-
-
-def test_a_switch_takes_little_more_memory_than_the_weights(memory: Memory) -> None:
-    """On CPU vLLM keeps embedding and head twice; beyond that a module or two may linger in the allocator."""
-    assert max(memory.committed) - min(memory.released) < 1.5 * memory.weights, memory
-
-
-def test_memory_does_not_pile_up_over_switches(memory: Memory) -> None:
-    assert memory.committed[-1] - memory.committed[0] < 0.2 * memory.weights, memory
-
-
-def test_nan_is_no_answer(memory: Memory) -> None:
-    assert [each.kind for each in memory.nan] == ["GenerationError"] * 2
-    assert "vLLM computed NaN" in memory.nan[0].message
-
-
-def test_torchs_settings_stay_those_of_training(memory: Memory) -> None:
-    before, built, answered = memory.settings
-    assert before == built == answered
-    assert (before.matmul_precision, before.num_threads) == ("high", 2)
+def _gap_while_decoding(engine: InferenceEngine) -> float:
+    """Between the log-probabilities of drawn tokens and those of the same tokens in a prompt: other kernels."""
+    row = engine.generate(PROMPTS[:1], Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))[0][0]
+    (whole,) = engine.prompt_logprobs([[*PROMPTS[0], *row.token_ids]])
+    return gap(torch.tensor(row.logprobs), whole[-6:])

@@ -1,133 +1,240 @@
-"""Switches on a real vLLM, alone and over two ranks: bitwise what vLLM loads itself, in a process not its own."""
+"""Switches on a real vLLM, alone and over two ranks: bitwise what vLLM loads itself, in a process not its own.
+
+Three switches with changing weights on one engine, after a native engine lived in the same process. The ranks assert;
+what all of them must have alike they bring back.
+"""
 
 from __future__ import annotations
 
-import pytest
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm import InferenceEngine, internals
+from hybrid_engine.backends.vllm.cpu.shm_cleanup import nbytes_needed
+from hybrid_engine.backends.vllm.requests import require_answers
+from hybrid_engine.backends.vllm.weights import loader
+from hybrid_engine.ports import NearEnd
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.vllm.scenarios import cycles
-from tests.hybrid_engine.backends.vllm.scenarios.cycles import Cycles
+from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import (
+    LONG,
+    PROMPTS,
+    SAMPLING,
+    SMALL_BLOCKS,
+    Answers,
+    Drawn,
+    answers_of,
+    build,
+    drawn,
+    error_of,
+    failing,
+    greedy,
+    job,
+    refusal_of,
+    sizes,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PLACES = ("adding", "step", "forward", "sampling", "bookkeeping", "Ctrl-C")
+SEED = 5
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def by_rank(engines: Ranks, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Cycles]:
-    """What each rank of one, and of two, brought back."""
-    return engines.launch(cycles.run, request.param, str(tmp_path_factory.mktemp("cycles")), request.param, timeout=600)
+@dataclass(frozen=True)
+class Cycles:
+    """What one rank brought back: the shard that it took, and samples from one seed."""
+
+    tp_rank: int
+    drawn: Drawn
 
 
-def test_weights_are_bitwise_those_of_a_native_load(by_rank: list[Cycles]) -> None:
-    assert all(result.differences == [] for result in by_rank)
-
-
-def test_answers_are_those_of_a_natively_loaded_engine(by_rank: list[Cycles]) -> None:
-    assert all(result.answers == result.native for result in by_rank)
-
-
-def test_answers_are_the_same_after_a_release_and_another_switch(by_rank: list[Cycles]) -> None:
-    assert all(result.answers_again == result.native for result in by_rank)
-
-
-def test_ranks_take_the_shards_that_the_order_gives_them(by_rank: list[Cycles]) -> None:
-    assert [result.tp_rank for result in by_rank] == list(reversed(range(len(by_rank))))
-
-
-def test_one_seed_draws_the_same_again_and_on_every_rank(by_rank: list[Cycles]) -> None:
-    assert all(result.drawn == result.drawn_again == by_rank[0].drawn for result in by_rank)
-
-
-def test_completions_of_one_prompt_differ(by_rank: list[Cycles]) -> None:
-    assert len(set(by_rank[0].drawn[0])) == 2
-
-
-def test_no_prompts_have_no_completions(by_rank: list[Cycles]) -> None:
-    assert all(result.empty == [] for result in by_rank)
-
-
-def test_all_weights_are_in_memory_after_a_switch_and_none_after_a_release(by_rank: list[Cycles]) -> None:
-    for result in by_rank:
-        assert result.memory.resident == result.memory.total > 0
-        assert result.memory.released == 0
-
-
-def test_ranks_do_not_wait_for_each_other_in_commits(by_rank: list[Cycles]) -> None:
-    """None of vLLM's processing on CPU communicates; see test_collective_processing.py."""
-    assert not any(result.is_collective for result in by_rank)
-
-
-def test_training_draws_as_if_there_were_no_vllm(by_rank: list[Cycles]) -> None:
-    assert all(result.random_state_kept for result in by_rank)
-
-
-def test_the_process_is_left_as_it_was(by_rank: list[Cycles]) -> None:
-    assert all(result.process_as_before for result in by_rank)
-
-
-def test_shared_memory_has_no_name(by_rank: list[Cycles]) -> None:
-    """It would stay in /dev/shm if all ranks were killed."""
-    assert all(result.shared.named == [] for result in by_rank)
-
-
-def test_shared_memory_is_as_large_as_was_computed(by_rank: list[Cycles]) -> None:
-    assert all(result.shared.nbytes == result.shared.computed for result in by_rank)
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        ("never_filled", "StateError", "hold no committed weights"),
-        ("partly_filled", "StateError", "hold no committed weights"),
-        ("released", "StateError", "are released"),
-        ("not_allocated", "StateError", "before they were allocated"),
-        ("shut_down", "StateError", "was shut down"),
-        ("other_thread", "StateError", "another thread is generating"),
-        *(("prompts", "ArgumentError", f"prompts[{index}]") for index in range(3)),
-    ],
-)
-def test_a_call_that_cannot_be_answered_says_why(by_rank: list[Cycles], call: str, kind: str, message: str) -> None:
-    for result in by_rank:
-        refusal = getattr(result.refused, call)
-        assert refusal.kind == kind
-        assert message in refusal.message
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_call_that_fails_half_way_raises_its_error(by_rank: list[Cycles], place: str) -> None:
-    expected = "KeyboardInterrupt" if place == "Ctrl-C" else "MemoryError"
-    assert [result.failed[place].raised for result in by_rank] == [expected] * len(by_rank)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_after_a_failure_the_same_call_draws_what_it_would_have_drawn(by_rank: list[Cycles], place: str) -> None:
-    assert all(result.failed[place].drawn == result.drawn for result in by_rank)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_after_a_failure_nothing_is_taken_from_blocks_that_were_to_be_computed(
-    by_rank: list[Cycles], place: str
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_switches_bring_what_vllm_loads_and_leave_the_process_as_it_was(
+    engines: Ranks, num_ranks: int, tmp_path: Path
 ) -> None:
-    assert all(result.failed[place].long == result.long for result in by_rank)
+    by_rank: list[Cycles] = engines.launch(run, num_ranks, str(tmp_path), num_ranks, timeout=600)
+    assert [rank.tp_rank for rank in by_rank] == list(reversed(range(num_ranks)))
+    assert all(rank.drawn == by_rank[0].drawn for rank in by_rank)
+    assert len(set(by_rank[0].drawn[0])) == 2, "completions of one prompt differ"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_after_a_failure_answers_are_the_native_ones(by_rank: list[Cycles], place: str) -> None:
-    assert all(result.failed[place].answers == result.native for result in by_rank)
+def refuse(call: Callable[[], Any], kind: str, *messages: str) -> None:
+    refusal = refusal_of(call)
+    assert refusal.kind == kind, refusal
+    assert all(message in refusal.message for message in messages), refusal
 
 
-@pytest.mark.parametrize("call", ["generate", "reset_caches", "release"])
-def test_nothing_goes_on_while_a_foreign_request_is_left(by_rank: list[Cycles], call: str) -> None:
-    for result in by_rank:
-        message = getattr(result.left_over, call).message
-        assert "1 unfinished requests (" in message
-        assert "abandon_requests()" in message
+def run(directory: str, num_tp: int) -> Cycles:
+    """All of it, on one rank."""
+    job()
+    world, set_num_threads = dist.group.WORLD, torch.set_num_threads
+    base, config = Path(directory), support.QWEN3
+    weights = [support.random_weights(config, seed) for seed in range(3)]
+    checkpoints = [support.write_checkpoint(base / f"weights{i}", config, each) for i, each in enumerate(weights)]
+    native = _native_answers(checkpoints[2], num_tp)
+    torch.manual_seed(7)
+    random_state = torch.get_rng_state()
+    before = shared_mappings()  # of the native engine: vLLM keeps them as long as the process lives
+    # Against the order of the native engine: where gathers must follow the positions, not the ranks.
+    order = tuple(reversed(range(num_tp)))
+    engine = build(checkpoints[0], config, sizes=sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS)
+    _check_shared_memory(engine, before, num_tp)
+    refuse(lambda: drawn(engine), "StateError", "hold no committed weights")
+
+    for values, checkpoint in zip(weights, checkpoints, strict=True):
+        filled = support.fill_by_records(engine.adaptor, values)
+        engine.reset_caches()
+        assert support.differences(filled, support.native_parameters(engine, checkpoint)) == []
+    assert answers_of(engine) == native
+    first, long = drawn(engine, SEED), greedy(engine, LONG)
+    assert _draw_in_two_threads(engine) == first
+    for name in PLACES:
+        _fail_at(engine, name, first, long, native)
+    _leave_something(engine)
+    assert engine.generate([], SAMPLING) == []
+    refuse(
+        lambda: engine.generate([[], [1] * 60, [500]], SAMPLING),
+        "ArgumentError",
+        *("prompts[0]", "prompts[1]", "prompts[2]"),
+    )
+
+    adaptor, tp_rank = engine.adaptor, engine.tp_rank
+    assert adaptor.resident_nbytes() == adaptor.nbytes > 0
+    assert not adaptor._processed.barrier.is_collective, "none of vLLM's processing on CPU communicates"
+    engine.release()
+    assert adaptor.resident_nbytes() == 0
+    refuse(lambda: drawn(engine), "StateError", "are released")
+    groups = sorted({buffer.group for buffer in adaptor.layout().buffers.values()})
+    refuse(lambda: adaptor.commit(groups[:1]), "StateError", "before they were allocated")
+    adaptor.allocate(groups)
+    adaptor.commit(groups[:-1])
+    refuse(lambda: drawn(engine), "StateError", "hold no committed weights")
+    support.fill_by_records(adaptor, weights[2])
+    engine.reset_caches()
+    assert answers_of(engine) == native
+    assert torch.equal(random_state, torch.get_rng_state()), "training draws as if there were no vLLM"
+
+    engine.shutdown()
+    engine.shutdown()
+    refuse(lambda: drawn(engine), "StateError", "was shut down")
+    assert dist.group.WORLD is world
+    assert torch.set_num_threads is set_num_threads
+    dist.barrier()  # before the next function makes an engine
+    return Cycles(tp_rank, first)
 
 
-def test_caches_that_vllm_does_not_reset_are_an_error(by_rank: list[Cycles]) -> None:
-    assert all("2 blocks of the KV cache are in use" in result.left_over.blocks.message for result in by_rank)
+def _check_shared_memory(engine: InferenceEngine, before: dict[str, int], num_tp: int) -> None:
+    """It has no name, for that would stay in /dev/shm if all ranks were killed, and the size that was computed."""
+    shared = {name: nbytes for name, nbytes in shared_mappings().items() if name not in before}
+    assert [name for name in shared if not name.endswith("(deleted)")] == []
+    nbytes = sorted(nbytes for name, nbytes in shared.items() if "cpushm" in name)
+    assert nbytes == ([nbytes_needed(engine.settings)] * num_tp if num_tp > 1 else [])
 
 
-def test_missing_results_are_an_error(by_rank: list[Cycles]) -> None:
-    assert all("0 results for 3 prompts" in result.left_over.no_results.message for result in by_rank)
+def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
+    """What a call draws; another thread's, that comes when it has begun, is refused."""
+
+    def call_in_thread() -> None:
+        thread = threading.Thread(target=lambda: refusals.append(refusal_of(lambda: drawn(engine))))
+        thread.start()
+        thread.join()
+
+    refusals: list[Any] = []
+    engine.near_end = NearEnd(1.0, call_in_thread)
+    try:
+        found = drawn(engine, SEED)
+    finally:
+        engine.near_end = None
+    assert "another thread is generating" in refusals[0].message
+    return found
+
+
+def _native_answers(checkpoint: str, num_tp: int) -> Answers:
+    """Of a vLLM in this process that loads the checkpoint itself, and then ends."""
+    engine = _native_engine(checkpoint, num_tp)
+    engine.adaptor.require_ready = lambda: None  # type: ignore[method-assign]
+    answers = answers_of(engine)
+    engine.shutdown()
+    return answers
+
+
+def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
+    """An InferenceEngine around vLLM's own loader: its weights come from the checkpoint."""
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+    make_loader = loader._loader_class
+
+    def native_loader(*arguments: Any) -> type:
+        capturing_loader: Any = make_loader(*arguments)
+
+        class NativeLoader(capturing_loader):
+            """Captures, then loads the checkpoint as vLLM does."""
+
+            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+                super().load_weights(model, model_config)
+                self.load_config.load_format = "safetensors"
+                DefaultModelLoader(self.load_config).load_weights(model, model_config)
+
+        return NativeLoader
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "_loader_class", native_loader)
+        return build(checkpoint, support.QWEN3, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
+
+
+PLACES: dict[str, tuple[Callable[[InferenceEngine], Any], str, type[BaseException]]] = {
+    "adding": (lambda engine: internals.core_of(engine.llm), "add_request", MemoryError),
+    "step": (lambda engine: engine.llm.llm_engine, "step", MemoryError),
+    "forward": (lambda engine: internals.model_runner_of(engine.llm).model, "forward", MemoryError),
+    "sampling": (lambda engine: internals.model_runner_of(engine.llm), "sample_tokens", MemoryError),
+    "bookkeeping": (lambda engine: internals.core_of(engine.llm).scheduler, "update_from_output", MemoryError),
+    "Ctrl-C": (lambda engine: internals.core_of(engine.llm).scheduler, "schedule", KeyboardInterrupt),
+}
+
+
+def _fail_at(engine: InferenceEngine, place: str, first: Drawn, long: Any, native: Answers) -> None:
+    """End a call half-way, at some depth of vLLM or by Ctrl-C; new calls answer as if it had not been.
+
+    Every rank fails at the same place; alone it would leave the others of its replica waiting.
+    """
+    owner, method, error = PLACES[place]
+    engine.manual_seed(SEED)
+    with failing(owner(engine), method, error, after=2 if place != "forward" else 0):
+        assert error_of(lambda: engine.generate(LONG, SAMPLING)) == error.__name__, place
+    assert drawn(engine) == first, place
+    assert greedy(engine, LONG) == long, f"{place}: from blocks that the failed call was to compute"
+    engine.reset_caches()
+    assert answers_of(engine) == native, place
+
+
+def _leave_something(engine: InferenceEngine) -> None:
+    """Leave a foreign request, then blocks of the KV cache; in the end nothing."""
+    from vllm import SamplingParams
+
+    engine.llm.llm_engine.add_request("foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False))
+    for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.reset_caches, engine.release):
+        refuse(call, "StateError", "1 unfinished requests (", "abandon_requests()")
+    engine.abandon_requests()
+    engine.reset_caches()
+    pool = internals.core_of(engine.llm).scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(2)
+    refuse(engine.reset_caches, "StateError", "2 blocks of the KV cache are in use")
+    pool.free_blocks(taken)
+    refuse(lambda: require_answers([], PROMPTS, 1), "StateError", "0 results for 3 prompts")
+
+
+def shared_mappings() -> dict[str, int]:
+    """What this process has mapped from /dev/shm: name -> bytes. The kernel adds "(deleted)" to a name taken away."""
+    mapped: dict[str, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        if name.startswith("/dev/shm/"):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            mapped[name] = mapped.get(name, 0) + end - start
+    return mapped

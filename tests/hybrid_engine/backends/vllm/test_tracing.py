@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.weights.storages import flat_view, take_inventory
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED, build_layout
-from hybrid_engine.backends.vllm.weights.tracing import Trace, trace_loader
+from hybrid_engine.backends.vllm.weights.tracing import Trace, flat_view, take_inventory, trace_loader
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.records.layout import Extent, Layout
 from tests.zoo.megatron_models import region_slices, view_of

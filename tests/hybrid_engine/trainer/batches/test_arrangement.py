@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hybrid_engine.errors import BatchError
-from hybrid_engine.trainer.batches.arrangement import MicroBatch, micro_batches
-from hybrid_engine.trainer.batches.sequences import positions_in, sequence_ids_of
+from hybrid_engine.trainer.batches.arrangement import MicroBatch, micro_batches, positions_in, sequence_ids_of
 
 CPU = torch.device("cpu")
 

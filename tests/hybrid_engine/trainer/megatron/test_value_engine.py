@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from hybrid_engine.backends.huggingface import load_hf_checkpoint
 from hybrid_engine.config import ActorConfig, load_config
 from hybrid_engine.models import table_for
-from hybrid_engine.models.value_table import HEAD, value_table
+from hybrid_engine.models.table import VALUE_HEAD, value_table
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo.families import read_config
@@ -73,7 +73,7 @@ class Seen:
 
 def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Seen:
     from hybrid_engine.trainer.megatron.build import build_actor, end_training
-    from hybrid_engine.trainer.megatron.value_engine import ValueEngine
+    from hybrid_engine.trainer.megatron.train_engine import ValueEngine
 
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3}})
     warnings: list[str] = []
@@ -134,7 +134,7 @@ def save_with_head(directory: Path, family: str, changes: dict[str, Any]) -> tup
     path = save_model(directory / "with", family, **changes)
     tensors = load_file(path / "model.safetensors")
     tensors.pop("lm_head.weight", None)
-    save_file({**tensors, HEAD: head_of(read_config(path)["hidden_size"])}, path / "model.safetensors")
+    save_file({**tensors, VALUE_HEAD: head_of(read_config(path)["hidden_size"])}, path / "model.safetensors")
     return path, without
 
 
@@ -196,4 +196,4 @@ def test_reading_a_critic_completes_the_step_before(launched: Outcomes) -> None:
 def test_a_new_head_is_zero_and_named(launched: Outcomes, layout: str) -> None:
     for rank, found in enumerate(launched[layout]):
         assert not found.new.any()
-        assert sum(f"no {HEAD}: new" in text for text in found.warnings) == (rank == 0)
+        assert sum(f"no {VALUE_HEAD}: new" in text for text in found.warnings) == (rank == 0)

@@ -1,0 +1,244 @@
+"""Prompts in the forms that transformers, TRL and verl use, and completions in the form of their prompts.
+
+texts               ["What is 2 + 3?", …]
+chats               [[{"role": "user", "content": "What is 2 + 3?"}], …], through the model's chat template
+lists of token ids  [[12, 7, 9], …]; also arrays and one-dimensional tensors
+a tensor [B, S]     token ids, and an attention mask of the same shape where they are padded
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.engine_settings import Completion
+from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
+
+Message = Mapping[str, Any]
+Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
+
+_REMEDY = "Pass texts, chats (lists of messages with role and content), lists of token ids, or a tensor [B, S]"
+_REMEDY_FOR_ONE = "Pass a list of prompts; of a tokenizer's output its input_ids, with attention_mask=attention_mask"
+
+_REMEDY_FOR_IDS = "Pass a list of token ids for each sequence: [[5, 6, 7]], not [5, 6, 7]"
+
+
+def token_ids_of(
+    prompts: Prompts, tokenizer: ModelTokenizer, attention_mask: torch.Tensor | None = None
+) -> list[list[int]]:
+    """Token ids of each prompt, without padding.
+
+    Args:
+        prompts: all in one of the forms above.
+        tokenizer: of texts and chats.
+        attention_mask: [B, S], for a tensor: 0 where a prompt is padded, on either side. None: no padding.
+
+    Raises ArgumentError naming every prompt of no such form or of another form than the first, a mask of another shape
+    or without a tensor, texts without a tokenizer, and chats without a template or that the template refuses.
+    """
+    if isinstance(prompts, torch.Tensor):
+        return _of_rows(prompts, attention_mask)
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
+        raise ArgumentError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_ONE)])
+    if attention_mask is not None:
+        remedy = "Leave it out: prompts in lists have no padding"
+        raise ArgumentError([Violation("attention_mask", "is for prompts in a tensor [B, S]", remedy)])
+    listed = list(prompts)
+    return _FORMS[_form_of_all(listed)](listed, tokenizer)
+
+
+def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_id: int) -> Any:
+    """Completions of a tensor as a tensor [B * n, S + longest], of texts and chats as n texts each.
+
+    Each row of the tensor is a prompt as it was passed and one of its completions, padded on the right with
+    `pad_token_id`. Completions of token ids stay as they are.
+    """
+    if isinstance(prompts, torch.Tensor):
+        rows = [
+            torch.cat([prompt, prompt.new_tensor(one.token_ids)])
+            for prompt, of_prompt in zip(prompts, completions, strict=True)
+            for one in of_prompt
+        ]
+        if not rows:
+            return prompts
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    if completions and _form_of(prompts[0]) != "token ids":
+        return [[one.text for one in of_prompt] for of_prompt in completions]
+    return completions
+
+
+def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int, vocabulary: int) -> None:
+    """Raise ArgumentError naming every prompt that is not token ids, is empty, too long or out of the vocabulary.
+
+    Args:
+        prompts: token ids, of each a list.
+        max_tokens: to be generated after each.
+        limit: longest prompt and completion.
+        vocabulary: number of tokens.
+    """
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
+        raise ArgumentError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_IDS)])
+    violations = []
+    for index, prompt in enumerate(prompts):
+        if (form := _form_of(prompt)) != "token ids":
+            violations.append(Violation(f"prompts[{index}]", form, _REMEDY_FOR_IDS))
+        elif not len(prompt):
+            violations.append(Violation(f"prompts[{index}]", "it has no tokens", "Leave it out"))
+        elif len(prompt) + max_tokens > limit:
+            problem = f"{len(prompt)} tokens and {max_tokens} to generate, but {limit} fit together"
+            violations.append(Violation(f"prompts[{index}]", problem, "Shorten it or raise max_model_len"))
+        elif min(prompt) < 0 or max(prompt) >= vocabulary:
+            problem = f"token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocabulary}"
+            violations.append(Violation(f"prompts[{index}]", problem, "Use the model's tokenizer"))
+    if violations:
+        raise ArgumentError(violations)
+
+
+def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    has_mask = isinstance(mask, torch.Tensor) and mask.shape == prompts.shape
+    if prompts.dim() != 2 or not _is_integer(prompts.dtype) or not (mask is None or has_mask):
+        masked = "" if mask is None else f" with a mask of shape {tuple(np.shape(mask))}"
+        problem = f"{prompts.dtype} of shape {tuple(prompts.shape)}{masked}"
+        raise ArgumentError([Violation("prompts", problem, "Pass token ids [B, S], and a mask of that shape")])
+    if mask is None:
+        rows: list[list[int]] = prompts.tolist()
+        return rows
+    return [row[keep].tolist() for row, keep in zip(prompts, mask.to(prompts.device).bool(), strict=True)]
+
+
+def _form_of_all(prompts: Sequence[Any]) -> str:
+    """The form that all prompts have; token ids where there are none."""
+    forms = [_form_of(prompt) for prompt in prompts] or ["token ids"]
+    first = forms[0]
+    violations = [
+        Violation(f"prompts[{index}]", f"{form}, but prompts[0] is {first}" if form in _FORMS else form, _REMEDY)
+        for index, form in enumerate(forms)
+        if form not in _FORMS or (form != first and first in _FORMS)
+    ]
+    if violations:
+        raise ArgumentError(violations)
+    return first
+
+
+def _form_of(prompt: Any) -> str:
+    """A key of `_FORMS`, or what is wrong."""
+    if isinstance(prompt, str):
+        return "a text"
+    if isinstance(prompt, Mapping):
+        if "role" in prompt:
+            return "a message outside of a chat, which is a list of messages"
+        return f"a dict of {', '.join(map(str, prompt)) or 'nothing'}; pass its text or its messages"
+    if isinstance(prompt, torch.Tensor | np.ndarray):
+        is_row = prompt.ndim == 1 and _is_integer(prompt.dtype)
+        return "token ids" if is_row else f"{prompt.dtype} of shape {tuple(prompt.shape)}"
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        return f"{shortened(prompt)}, outside of a list" if isinstance(prompt, int) else f"got {shortened(prompt)}"
+    if prompt and all(isinstance(part, Mapping) for part in prompt):
+        faulty = [part for part in prompt if not isinstance(part.get("role"), str) or len(part) < 2]
+        return f"a chat with a message without role or content, {shortened(faulty[0])}" if faulty else "a chat"
+    kinds = {kind for kind in set(map(type, prompt)) if kind is bool or not issubclass(kind, int | np.integer)}
+    return f"a list with {shortened(next(part for part in prompt if type(part) in kinds))}" if kinds else "token ids"
+
+
+def _is_integer(dtype: torch.dtype | np.dtype[Any]) -> bool:
+    if isinstance(dtype, torch.dtype):
+        return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return np.issubdtype(dtype, np.integer)
+
+
+def _encode_chats(chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer) -> list[list[int]]:
+    violations, encoded = [], []
+    for index, chat in enumerate(chats):
+        try:
+            encoded.append(tokenizer.encode_chat(chat))
+        except ValueError as error:
+            violations.append(Violation(f"prompts[{index}]", str(error), "Give it messages that the template takes"))
+    if violations:
+        raise ArgumentError(violations)
+    return encoded
+
+
+_FORMS: Mapping[str, Callable[[Sequence[Any], ModelTokenizer], list[list[int]]]] = {
+    "a text": lambda texts, tokenizer: tokenizer.encode(texts),
+    "a chat": _encode_chats,
+    "token ids": lambda prompts, tokenizer: [[int(token) for token in prompt] for prompt in prompts],
+}
+"""Form of a prompt, as messages name it -> how prompts of it become token ids."""
+
+
+class ModelTokenizer:
+    """The tokenizer in a model's directory, loaded at its first use. A copy by pickle loads its own.
+
+    Every use raises ConfigError where the directory has none.
+    """
+
+    def __init__(self, model_dir: str) -> None:
+        self.model_dir = model_dir
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"model_dir": self.model_dir}
+
+    @cached_property
+    def loaded(self) -> Any:
+        """Transformers' tokenizer."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model_dir, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any kind: tokenizers of all families read files of theirs
+            raise self._missing(f"has no tokenizer that can be read ({error})") from error
+        # Without files some classes still make one, of special tokens alone, which turns any text into nothing.
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise self._missing("has no tokenizer")
+        return tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, with the special tokens that the tokenizer adds."""
+        token_ids: list[list[int]] = self.loaded(list(texts))["input_ids"] if texts else []
+        return token_ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat up to where the assistant's answer begins.
+
+        Raises ValueError with the template's own complaint, ArgumentError where the tokenizer has no template.
+        """
+        if not self.loaded.chat_template:
+            problem = f"chats, but the tokenizer of {self.model_dir} has no chat template"
+            remedy = "Save it there with `tokenizer.chat_template` set, or pass texts"
+            raise ArgumentError([Violation("prompts", problem, remedy)])
+        try:
+            encoded = self.loaded.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program
+            raise ValueError(f"the model's chat template refuses it: {error}") from error
+        token_ids: list[int] = encoded["input_ids"]
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = self.loaded.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    @contextlib.contextmanager
+    def attached_to(self, llm: Any) -> Iterator[None]:
+        """Within this context a vLLM that was built without a tokenizer has this one, in all its parts."""
+        tokenizer = internals.CACHED_TOKENIZER.load()(self.loaded)
+        parts = (llm.llm_engine.renderer, llm.llm_engine.output_processor)
+        manager = internals.core_of(llm).structured_output_manager
+        manager.tokenizer = tokenizer  # its grammars keep it, and it is read for nothing else
+        for part in parts:
+            part.tokenizer = tokenizer
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.tokenizer = None
+
+    def _missing(self, problem: str) -> ConfigError:
+        remedy = "Name a directory that has the model's tokenizer, or pass token ids"
+        return ConfigError([Violation("model", f"{self.model_dir} {problem}", remedy)])

@@ -1,0 +1,171 @@
+"""Who completes which prompts, and how completions reach the ranks that asked.
+
+    data="global"   all ranks pass the same prompts; replica d completes every D-th, and the ranks with the same place
+                    in their replicas tell each other what those completed
+    data="local"    each rank passes prompts of its own; a replica completes those of its ranks, all of which have the
+                    answers then, and each keeps its own
+
+A replica of one rank has nobody to tell in the second, and a single replica nobody in the first: nothing is sent then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm.engine_settings import Completion
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.messages import decode, encode
+from hybrid_engine.ports import Data
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.groups import gathered
+from hybrid_engine.ranks.job import Job
+
+T = TypeVar("T")
+TokenIds = Sequence[Sequence[int]]
+Completions = list[list[Completion]]
+_Sent = tuple[tuple[int, ...], tuple[float, ...], str, int | str | None, tuple[dict[int, float], ...], str | None]
+"""A completion without what all ranks have: see the attributes of `Completion`."""
+Share = tuple[TokenIds, Callable[[Completions], Completions]]
+"""What a replica completes, and what makes a rank's answers of that."""
+
+
+def check_data(data: str) -> None:
+    """Raise ArgumentError unless `data` is "global" or "local"."""
+    if data not in ("global", "local"):
+        remedy = 'Use "global" where all ranks pass the same, "local" where each rank passes its own'
+        raise ArgumentError([Violation("data", f"{shortened(data)} is unknown", remedy)])
+
+
+class ReplicaExchange:
+    """Connects the ranks of a replica, and those with one place in all replicas; the groups are made at first use.
+
+    Args:
+        sizes: who is where.
+        job: of all ranks.
+        tokenizer: of completions that other replicas made.
+    """
+
+    def __init__(self, sizes: InferenceParallelism, job: Job, tokenizer: ModelTokenizer) -> None:
+        self._sizes, self._job, self._tokenizer = sizes, job, tokenizer
+        self._dp_rank = sizes.place_of(job.rank).dp_rank
+        self._groups = ExitStack()
+
+    def complete(
+        self, prompts: TokenIds, data: Data, settings: object, generate: Callable[[TokenIds], Completions]
+    ) -> Completions:
+        """The completions of this rank's prompts, or of all ranks'. Collective over the job.
+
+        Args:
+            prompts: token ids.
+            data: whose they are.
+            settings: everything else that all ranks must give alike, and that says so in its `repr`.
+            generate: completes prompts by this replica; all its ranks call it with the same.
+
+        Raises, on all ranks, ArgumentError where they differ in what they must give alike, and GenerationError.
+        """
+        self._require_same(settings, prompts if data == "global" else (), data)
+        share = self._global_share if data == "global" else self._local_share
+        requests, answers_of = share(prompts)
+        agreement = self._job.agreement
+        waiting = self._sizes.ranks_in_step(self._job.rank)
+        with agreement.phase("generate", SHORT_PATIENCE, waiting, GenerationError):
+            completed = generate(requests)
+        with agreement.call("exchange of completions"):
+            return answers_of(completed)
+
+    def _require_same(self, settings: object, prompts: TokenIds, data: Data) -> None:
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=7)  # a number of 56 bits and its negative fit
+        for prompt in prompts:
+            digest.update(np.array([len(prompt), *prompt], dtype=np.int64).tobytes())
+        if self._job.agreement.is_same([int.from_bytes(digest.digest(), "big")], "comparing prompts"):
+            return
+        problem, remedy = "the ranks differ in sampling or in `data`", "Pass the same on all ranks"
+        if data == "global":
+            problem = "the ranks differ in prompts, in sampling or in `data`"
+            remedy = 'Pass the same on all ranks, or data="local" where each rank has prompts of its own'
+        raise ArgumentError([Violation("data", problem, remedy)])
+
+    def _local_share(self, prompts: TokenIds) -> Share:
+        """What the ranks of this replica pass together, and how this rank finds its own completions."""
+        group = self._replica
+        with self._job.agreement.call("exchange of prompts"):
+            by_rank = _gathered(group, self._job.rank, [list(prompt) for prompt in prompts], list[list[int]])
+        requests = [prompt for rank in sorted(by_rank) for prompt in by_rank[rank]]
+        start = sum(len(by_rank[rank]) for rank in by_rank if rank < self._job.rank)
+        return requests, lambda completed: completed[start : start + len(prompts)]
+
+    def _global_share(self, prompts: TokenIds) -> Share:
+        """Every D-th prompt for each of D replicas, and how each rank gets what the others completed."""
+        num, own, group = self._sizes.data, self._dp_rank, self._column
+
+        def answers_of(completed: Completions) -> Completions:
+            told = _gathered(group, own, [[_sent(one) for one in each] for each in completed], list[list[_Sent]])
+            by_replica = {
+                replica: completed if replica == own else [[self._whole(one) for one in each] for each in of_replica]
+                for replica, of_replica in told.items()
+            }
+            return [
+                [replace(one, prompt_token_ids=tuple(prompt)) for one in by_replica[index % num][index // num]]
+                for index, prompt in enumerate(prompts)
+            ]
+
+        return prompts[own::num], answers_of if group is not None else lambda completed: completed
+
+    def close(self) -> None:
+        """End the groups; idempotent."""
+        self._groups.close()
+
+    def _whole(self, sent: _Sent) -> Completion:
+        """Return another replica's completion; its prompt, which all ranks have, was not sent."""
+        token_ids, logprobs, finish_reason, stop_reason, top_logprobs, drawn_text = sent
+        return Completion(
+            token_ids, logprobs, finish_reason, stop_reason, (), top_logprobs, drawn_text, self._tokenizer
+        )
+
+    @cached_property
+    def _replica(self) -> dist.ProcessGroup | None:
+        """Of the ranks of a replica; None where it is one rank. Collective over the job at its first use."""
+        return self._group(self._sizes.ranks.reshape(self._sizes.data, -1).tolist())
+
+    @cached_property
+    def _column(self) -> dist.ProcessGroup | None:
+        """Of the ranks with one shard and stage; None where there is one replica. Collective at its first use."""
+        return self._group(self._sizes.ranks.reshape(self._sizes.data, -1).T.tolist())
+
+    def _group(self, parts: list[list[int]]) -> dist.ProcessGroup | None:
+        return self._job.new_group("gloo", self._groups, parts) if len(parts[0]) > 1 else None
+
+
+def _sent(one: Completion) -> _Sent:
+    return (
+        one.token_ids,
+        one.logprobs,
+        one.finish_reason,
+        one.stop_reason,
+        tuple(map(dict, one.top_logprobs)),
+        one.drawn_text,
+    )
+
+
+def _gathered(group: dist.ProcessGroup | None, key: int, value: T, kind: Any) -> dict[int, T]:
+    """Return what every rank of a group gives, of type `kind`, by its key; as much as users ask for."""
+    if group is None:
+        return {key: value}
+    told = gathered(
+        encode((key, value), sys.maxsize),
+        group.size(),
+        lambda rows, row: dist.all_gather(rows, row, group=group),
+        limit=sys.maxsize,
+    )
+    return dict(decode(each, tuple[int, kind], sys.maxsize) for each in told)

@@ -1,0 +1,225 @@
+"""Hosts, and process groups: which processes can see each other, groups of ranks by host, and the end of groups.
+
+gloo's all-reduce goes around a ring, twice the number of ranks messages one after the other: 0.1 s among 2,048
+(estimated), for a single number. So what all ranks must know goes by way of the hosts' first ranks (`HostLeaders`), and
+what only the ranks of a host need stays there (`HostGroup`). torch keeps every group until it is told to end it
+(`end_groups`), or until the job ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.messages import LIMIT, require_size
+from hybrid_engine.ranks.process import own_groups
+from hybrid_engine.ranks.torch_internals import is_alive, job_store
+
+logger = logging.getLogger("hybrid_engine")
+
+
+def host_id() -> str:
+    """Equal for two processes exactly when they can see each other under /proc: boot id and process namespace.
+
+    Where /proc does not say, the host's name, by which processes of two containers look alike.
+    """
+    return process_space() or socket.gethostname()
+
+
+def process_space() -> str | None:
+    """`host_id`, or None where process ids of others cannot be relied on."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def state_of(pid: int) -> str | None:
+    """Say what keeps a process of this host from going on: it has ended or is stopped. None: nothing seen."""
+    if has_ended(pid):
+        return f"has ended (process {pid})"
+    return f"is stopped (process {pid})" if _letter(pid) in _STOPPED else None
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or only waits for its parent to take note."""
+    return _letter(pid) in _ENDED
+
+
+_ENDED, _STOPPED = ("Z", "X"), ("T", "t")  # states of proc(5)
+
+
+def _letter(pid: int) -> str:
+    """The state of /proc/<pid>/stat: X where there is no such process, "" where that cannot be read."""
+    try:
+        # the name before it is in brackets and may hold spaces and brackets
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+    except (OSError, IndexError):  # no descriptor left, for instance: that says nothing about the other process
+        return ""
+
+
+_SECONDS_TO_FINISH = 10.0
+"""For what is queued on the device when its groups end: a collective whose peer was lost never finishes."""
+_SOURCE = re.compile(r"^\[[^\]]*\]\s*")
+_ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether torch says of a group that a member ended or did not come; gloo raises plain RuntimeErrors for that."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and "third_party/gloo/" in str(error)
+
+
+def plain_text(error: BaseException) -> str:
+    """Text of gloo's error for a broken connection, without its source file and its advice to look for other errors."""
+    return _ADVICE.sub("", _SOURCE.sub("", str(error)))
+
+
+def end_groups(*groups: dist.ProcessGroup | None) -> None:
+    """End groups; None is no group, and those of a job that has ended are gone already. On all ranks of a group.
+
+    Their connections and threads, of which gloo has three for each, go once nothing refers to them. Never run on NCCL.
+    """
+    alive = [group for group in groups if is_alive(group)]
+    if any("nccl" in dist.get_backend_config(group) for group in alive):
+        let_device_finish()
+    for group in alive:
+        if is_alive(group):  # a group is given twice where two parallel sizes have the same ranks
+            dist.destroy_process_group(group)
+
+
+def let_device_finish() -> None:
+    """Wait a while for what this thread has queued on the current stream: NCCL aborts what is under way in a group that
+    ends. A device that has failed is not waited for."""
+    if not torch.cuda.is_initialized():
+        return
+    deadline = time.monotonic() + _SECONDS_TO_FINISH
+    try:
+        queued = torch.cuda.Event()
+        queued.record()
+        while not queued.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    except RuntimeError as error:  # groups must end all the same, and why the device failed is told elsewhere
+        logger.warning("the device cannot be asked whether it has finished: %s", error)
+
+
+class HostGroup:
+    """The ranks of this one's host, over gloo.
+
+    Not one of torch's own groups: every rank of the job has to call for each of those, hundreds where there are
+    hundreds of hosts. A rank that is not in one returns at once, unless the default group is bound to a device: then
+    each call splits NCCL's communicator, on all ranks.
+
+    Attributes:
+        ranks: of this host, in order.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
+        """`hosts`: of all ranks, by rank. Collective: all ranks make their groups in the same order."""
+        self.ranks = [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
+        self._gloo: dist.ProcessGroupGloo | None = _connected(
+            f"{next(_numbers)}/{self.ranks[0]}", self.ranks, rank, timeout_seconds
+        )
+
+    def begin_maximum(self, values: torch.Tensor) -> dist.Work:
+        """Let every element be the largest of all ranks', in place, once what is returned has been waited for."""
+        return _begin_maximum(self._open(), values)
+
+    def gather(self, message: bytes) -> dict[int, bytes]:
+        """By rank of this host, its message. Raises MessageError for more than a message may have."""
+        return dict(zip(self.ranks, gathered(message, len(self.ranks), self._all_gather), strict=True))
+
+    def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor) -> None:
+        self._open().allgather([rows], [row]).wait()  # type: ignore[attr-defined]  # not in torch's stubs
+
+    def _open(self) -> dist.ProcessGroupGloo:
+        assert self._gloo is not None, "the group is closed"
+        return self._gloo
+
+    def close(self) -> None:
+        """End the connections; idempotent."""
+        self._gloo = None
+
+
+class HostLeaders:
+    """A maximum over all ranks: over each host's, over the hosts' first, and over each host's again."""
+
+    def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
+        """See `HostGroup`."""
+        first = {host: number for number, host in reversed(list(enumerate(hosts)))}
+        leaders = sorted(first.values())
+        number = next(_numbers)  # first: where a connection fails on one host alone, all ranks still count the same
+        self._host = HostGroup(rank, hosts, timeout_seconds)
+        self._leaders = _connected(f"{number}/leaders", leaders, rank, timeout_seconds) if rank in leaders else None
+
+    def maximum(self, values: torch.Tensor) -> None:
+        """Let every element be the largest of all ranks', in place. Raises RuntimeError as torch.distributed does."""
+        # what is waited for is in no variable: an error's traceback would keep its connections open
+        self._host.begin_maximum(values).wait()
+        if self._leaders is not None:
+            _begin_maximum(self._leaders, values).wait()
+        self._host.begin_maximum(values).wait()
+
+    def close(self) -> None:
+        """End the connections; idempotent."""
+        self._host.close()
+        self._leaders = None
+
+
+def gathered(
+    message: bytes,
+    num_ranks: int,
+    all_gather: Callable[[list[torch.Tensor], torch.Tensor], None],
+    limit: int = LIMIT,
+) -> list[bytes]:
+    """The messages of all ranks of a group, by rank.
+
+    `all_gather(rows, row)`: puts every rank's `row` into its of `rows`. Raises MessageError, on all of them, where they
+    are longer than `limit` together.
+    """
+    sizes = torch.empty(num_ranks, 1, dtype=torch.int64)
+    all_gather(list(sizes), torch.tensor([len(message)]))
+    width = int(sizes.max())
+    require_size(width * num_ranks, limit)
+    rows = torch.empty(num_ranks, max(width, 1), dtype=torch.uint8)
+    all_gather(list(rows), torch.frombuffer(bytearray(message.ljust(rows.shape[1], b"\0")), dtype=torch.uint8))
+    return [row.numpy().tobytes()[:size] for row, size in zip(rows, sizes.flatten().tolist(), strict=True)]
+
+
+def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> bytes:
+    """The `message` of one rank of a group, which all of them get; `source` is its global rank. Collective."""
+    size = torch.tensor([len(message)], device=device)
+    dist.broadcast(size, src=source, group=group)
+    require_size(int(size))
+    told = torch.frombuffer(bytearray(message.ljust(int(size), b"\0")[: int(size)]), dtype=torch.uint8).to(device)
+    dist.broadcast(told, src=source, group=group)
+    return told.cpu().numpy().tobytes()
+
+
+def _connected(name: str, ranks: Sequence[int], rank: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
+    store = dist.PrefixStore(f"hybrid_engine/hosts/{name}", job_store())
+    group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_seconds))
+    own_groups.add(group)
+    return group
+
+
+def _begin_maximum(gloo: dist.ProcessGroupGloo, values: torch.Tensor) -> dist.Work:
+    work: dist.Work = gloo.allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]  # not in torch's stubs
+    return work
+
+
+_numbers = itertools.count()

@@ -1,0 +1,53 @@
+"""Code that is shown to readers runs as it stands, and learns: README.md's, and the page-long example."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.ranks.launching import run_ranks
+from tests.harness.launch import REPO_ROOT, Ranks
+
+CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "README.md").read_text(), re.DOTALL)[1]
+EXAMPLE = REPO_ROOT / "examples" / "fsdp_engine.py"
+
+
+def run() -> tuple[list[float], int]:
+    """On a rank, in the root of the checkout: the rewards, by step, and how many completions of the last one differ."""
+    rewards: list[float] = []
+    names: dict[str, Any] = {"print": lambda line: rewards.append(float(line.split()[-1]))}
+    exec(compile(CODE, "README.md", "exec"), names)
+    return rewards, len({one.token_ids for group in names["groups"] for one in group})
+
+
+@pytest.mark.slow
+def test_rewards_of_the_readme_grow(engines: Ranks) -> None:
+    (rewards, num_distinct), others = engines.launch(run, 2)
+    assert (rewards, num_distinct) == others
+    assert rewards[-1] > rewards[0] + 0.3
+    assert num_distinct > 48  # of 64: equal ones would teach nothing
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_rewards_of_the_page_grow_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("megatron", "megatron_patches"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"raise ImportError({package!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    ended = run_ranks([str(EXAMPLE)], 2, timeout=300)
+    assert ended.status == 0, ended.output
+    rewards = [float(found) for found in re.findall(r"rank 0: step \d, reward (\d\.\d+)", ended.output)]
+    assert len(rewards) == 5
+    assert rewards[-1] > rewards[0] + 0.05
+    assert re.search(r"rank 1: train->infer, [1-9]\d* bytes", ended.output)
+    assert "[Reshard] direction=train->infer version=4" in ended.output
+
+
+def test_they_are_short() -> None:
+    assert len([line for line in CODE.splitlines() if line.strip()]) <= 25
+    assert len(EXAMPLE.read_text().splitlines()) <= 60

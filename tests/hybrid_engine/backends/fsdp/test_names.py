@@ -1,0 +1,242 @@
+"""Names inside PEFT's and torch's wrappers, what of PEFT is refused, and where each family's checkpoint tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hybrid_engine.backends.fsdp.adaptor import LoraDelivery, ModelReading, read_model_weights
+from hybrid_engine.backends.fsdp.names import canonical_views
+from hybrid_engine.errors import ConfigError, HybridEngineError, ModelError, ParameterMismatchError
+from hybrid_engine.models import table_for
+from hybrid_engine.models.lora_tensors import a_name, b_name
+from tests.zoo import sharded_models
+from tests.zoo.families import SERVED_VARIANTS, read_config, served_config, write_config
+from tests.zoo.tiny_models import read_canonical
+
+ALL_LINEAR = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_config(tmp_path, served_config("llama", torch_dtype="float32", num_hidden_layers=2))
+    return tmp_path
+
+
+def read(path: Path, model: torch.nn.Module, delivery: LoraDelivery = "merge") -> ModelReading:
+    return read_model_weights(model, model.state_dict(keep_vars=True), table_for(read_config(path)), delivery)
+
+
+def with_lora(model: torch.nn.Module, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    return peft.get_peft_model(model, peft.LoraConfig(**{**ALL_LINEAR, **settings}))
+
+
+def compiled(model: torch.nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_layers(model: torch.nn.Module) -> torch.nn.Module:
+    layers = sharded_models.decoder_layers(model)
+    for index, layer in enumerate(layers):
+        layers[index] = torch.compile(checkpoint_wrapper(layer), backend="eager")  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("wrap", [compiled, compiled_layers, lambda model: compiled(compiled_layers(model))])
+def test_names_are_found_below_torch_s_wrappers(path: Path, wrap: Callable[[torch.nn.Module], Any]) -> None:
+    plain = sharded_models.from_config(path)
+    expected = read(path, plain).packed
+    wrapped = wrap(plain)
+    found = read(path, wrapped).packed
+    assert found.keys() == expected.keys()
+    state = wrapped.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in plain.state_dict(keep_vars=True).items()}
+    if wrap is compiled:
+        assert {name: names[id(state[place.parameter])] for name, place in found.items()} == {
+            name: place.parameter for name, place in expected.items()
+        }
+
+
+def test_weights_are_found_below_peft_s_wrappers(path: Path) -> None:
+    plain = sharded_models.from_config(path)
+    expected = read(path, plain).packed
+    model = with_lora(compiled_layers(plain), modules_to_save=["lm_head"])
+    state = model.state_dict(keep_vars=True)
+    found = read(path, model)
+    assert found.packed.keys() == expected.keys()
+    assert found.packed["lm_head.weight"].parameter.endswith("lm_head.modules_to_save.default.weight")
+    assert all(state[place.parameter].shape == place.view.shape for place in found.packed.values())
+    assert len(found.names.loras) == 14
+    with model.disable_adapter():
+        without = read(path, model)
+    assert without.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
+    assert without.names.loras == ()
+
+
+def test_an_adapter_apart_says_what_its_tensors_mean(path: Path) -> None:
+    model = with_lora(sharded_models.from_config(path), r=4, lora_alpha=6, rank_pattern={"o_proj": 2}, use_rslora=True)
+    lora = read(path, model, "adapter").lora
+    assert lora is not None
+    modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
+    settings = lora.settings
+    assert (settings.rank, settings.alpha, settings.largest_rank) == (4, 6 / 4**0.5 * 4, 4)
+    assert settings.ranks == dict.fromkeys(modules, 2)
+    assert settings.alphas == pytest.approx(dict.fromkeys(modules, 6 / 2**0.5 * 2))
+    assert settings.target_modules == tuple(
+        sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    )
+    assert lora.shapes[a_name("model.layers.1.self_attn.o_proj.weight")] == (2, 128)
+    assert lora.shapes[b_name("model.layers.1.self_attn.q_proj.weight")] == (128, 4)
+
+
+def lora_on(**settings: Any) -> Callable[[torch.nn.Module], Any]:
+    return lambda model: with_lora(model, **settings)
+
+
+def merged(model: torch.nn.Module) -> Any:
+    model = with_lora(model)
+    model.merge_adapter()
+    return model
+
+
+def two_adapters(model: torch.nn.Module) -> Any:
+    from peft import LoraConfig
+
+    model = with_lora(model)
+    model.add_adapter("other", LoraConfig(**{**ALL_LINEAR, "target_modules": ["q_proj"]}))
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+def ia3(model: torch.nn.Module) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    return peft.get_peft_model(model, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+
+
+def adalora(model: torch.nn.Module) -> Any:
+    """Its layers are LoRA's by class, and A and B have LoRA's names, but W + B diag(E) A is computed."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    return peft.get_peft_model(model, peft.AdaLoraConfig(total_step=9, init_r=2, target_modules=["q_proj"]))
+
+
+def one_more_tensor(model: torch.nn.Module) -> Any:
+    """As a later PEFT might have it: plain LoRA, and a buffer that no state dict shows."""
+    model = with_lora(model, target_modules=["q_proj"])
+    layer = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    layer.register_buffer("lora_gate", torch.ones(2), persistent=False)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[torch.nn.Module], Any], LoraDelivery, type[HybridEngineError], str]] = {
+    "dora": (lora_on(use_dora=True), "merge", ModelError, "Dora"),
+    "bias of B": (lora_on(lora_bias=True, target_modules=["q_proj"]), "merge", ModelError, "set lora_bias=False"),
+    "merged": (merged, "merge", ModelError, "default is merged into its weight; call unmerge_adapter"),
+    "another method": (ia3, "merge", ModelError, "model.layers.0.self_attn.k_proj: Linear; of PEFT's methods use LoRA"),
+    "adaptive ranks": (
+        adalora,
+        "merge",
+        ModelError,
+        "model.layers.0.self_attn.q_proj: SVDLinear also computes with lora_A.default, lora_B.default, lora_E.default",
+    ),
+    "one more tensor": (
+        one_more_tensor,
+        "adapter",
+        ModelError,
+        "model.layers.1.self_attn.q_proj: Linear also computes with lora_gate, which a switch does not know",
+    ),
+    "tokens": (lora_on(trainable_token_indices=[1, 2]), "merge", ModelError, "TrainableTokensWrapper; of PEFT's"),
+    "a parameter": (
+        lora_on(target_modules=[], target_parameters=["q_proj.weight"]),
+        "merge",
+        ModelError,
+        "use target_modules in place of target_parameters",
+    ),
+    "an embedding apart": (
+        lora_on(target_modules=["embed_tokens", "q_proj"]),
+        "adapter",
+        ConfigError,
+        "generate_config.lora_delivery: adapter, but",
+    ),
+    "two apart": (two_adapters, "adapter", ConfigError, "2 weights have several active adapters"),
+    "none apart": (lambda model: model, "adapter", ConfigError, "the model has no active LoRA"),
+    "a rank apart": (lora_on(r=600, target_modules=["q_proj"]), "adapter", ConfigError, "rank 600 is above vLLM's 512"),
+}
+
+
+def test_adapters_that_do_not_compute_are_let_be(path: Path) -> None:
+    model = two_adapters(sharded_models.from_config(path))
+    model.base_model.set_adapter("other")
+    assert len(read(path, model, "adapter").names.loras) == 2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_peft_adds_and_a_switch_cannot_bring_is_refused(path: Path, name: str) -> None:
+    change, delivery, kind, message = REFUSED[name]
+    model = change(sharded_models.from_config(path))
+    with pytest.raises(kind) as caught:
+        read(path, model, delivery)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight: no tensor of a checkpoint of this config"),
+        ({"target_modules": ["embed_tokens"]}, r"model\.embed_tokens, adapter default: its weight is also .*lm_head"),
+    ],
+)
+def test_a_head_that_would_no_longer_be_the_embedding_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    write_config(tmp_path, served_config("llama tied", torch_dtype="float32"))
+    model = with_lora(sharded_models.from_config(tmp_path), **settings)
+    with pytest.raises(HybridEngineError, match=message):
+        read(tmp_path, model)
+
+
+def model_of(path: Path, variant: str, **changes: object) -> torch.nn.Module:
+    write_config(path, served_config(variant, torch_dtype="float32", **changes))
+    return sharded_models.from_config(path)
+
+
+@pytest.mark.parametrize("variant", SERVED_VARIANTS)
+def test_every_tensor_of_a_checkpoint_is_found(variant: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path, variant)
+    state = model.state_dict(keep_vars=True)
+    views = canonical_views(model, state, table_for(read_config(tmp_path)))
+    model.save_pretrained(tmp_path)
+    saved = read_canonical(tmp_path)
+    assert views.keys() == saved.keys()
+    for name, packed in views.items():
+        whole = state[packed.parameter].detach().contiguous()
+        found = whole.as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
+        assert torch.equal(found, saved[name]), name
+
+
+def test_a_model_of_another_config_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "one", "llama", num_hidden_layers=1)
+    write_config(tmp_path / "other", served_config("qwen2", hidden_size=128))
+    table = table_for(read_config(tmp_path / "other"))
+    with pytest.raises(ParameterMismatchError) as caught:
+        canonical_views(model, model.state_dict(keep_vars=True), table)
+    findings = "\n".join(caught.value.findings)
+    assert "model.embed_tokens.weight: shape (130, 64) in the model, (130, 128) in a checkpoint" in findings
+    assert "model.layers.0.self_attn.q_proj.bias: the model has no such tensor" in findings
+
+
+def test_a_tensor_computed_from_several_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that adds two tensors stands in for one that transformers may have some day."""
+    model = model_of(tmp_path, "llama")
+
+    def convert(_model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**state, "model.norm.weight": state["model.norm.weight"] + 1}
+
+    monkeypatch.setattr("hybrid_engine.backends.fsdp.names.revert_weight_conversion", convert)
+    with pytest.raises(ParameterMismatchError, match=r"model\.norm\.weight: transformers computes it"):
+        canonical_views(model, model.state_dict(keep_vars=True), table_for(read_config(tmp_path)))

@@ -1,0 +1,261 @@
+"""Saves of Hugging Face checkpoints by one rank: killed at every step, on a full disk, beside files of others."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.errors import ConfigError, FileError
+from hybrid_engine.files.checksums import CHECKSUMS
+from hybrid_engine.files.model_files import INDEX, SINGLE
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region, contiguous_strides
+from tests.harness.kills import kill_at_every_step
+from tests.harness.small_disks import file_size_limit
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (30,), "b": (2, 3), "c": ()}
+ONE_FILE, SEVERAL_FILES = 10**9, 30
+AGREEMENT = SimpleNamespace(
+    phase=lambda name, patience=None: nullcontext(),
+    gather=lambda value, kind, phase, limit=0: [value],
+    share=lambda messages, phase: ([range(len(messages))], messages),
+    rounds=lambda name, steps: list(steps),
+)
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, new_group=lambda backend, owner: None)
+TABLE: Any = SimpleNamespace(
+    shapes=SHAPES,
+    copies={"d": "a"},
+    dtypes={},
+    architecture="AForCausalLM",
+    dims=SimpleNamespace(tied_embeddings=False),
+    match=lambda name: None,
+    is_served=SHAPES.__contains__,
+    may_be_new=frozenset(),
+    left_out=frozenset(),
+)
+
+
+class Weights:
+    """Training weights of one rank, all of one value."""
+
+    def __init__(self, value: float) -> None:
+        self.tensors = {name: torch.full(shape, value).view(-1) for name, shape in SHAPES.items()}
+
+    def prepare(self) -> None:
+        """Nothing is pending."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def layout(self) -> Layout:
+        ids = {name: BufferId(0, name) for name in SHAPES}
+        shards = [
+            Shard(Region(name, (0,) * len(shape), shape), Place(ids[name], 0, contiguous_strides(shape)))
+            for name, shape in SHAPES.items()
+        ]
+        buffers = {ids[name]: Buffer(flat.numel(), "float32", group=name) for name, flat in self.tensors.items()}
+        return Layout(SHAPES, buffers, tuple(shards))
+
+    zero_padding = zero_adapters = prepare
+
+
+def save(directory: Path, value: float = 1, file_nbytes: int = ONE_FILE, **settings: Any) -> None:
+    weights: Any = Weights(value)
+    save_hf_checkpoint(directory, weights, TABLE, ALONE, file_nbytes=file_nbytes, **settings)
+
+
+def contents_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """In memory where there is such a place: hundreds of saves wait for no disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("file_nbytes", [ONE_FILE, SEVERAL_FILES], ids=["one file", "several files"])
+def test_what_is_saved_is_what_the_index_says(tmp_path: Path, file_nbytes: int) -> None:
+    save(tmp_path / "hf", 2, file_nbytes, dtype="bfloat16")
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    loaded = {name: load_file(tmp_path / "hf" / name) for name in files}
+    tensors = {name: tensor for each in loaded.values() for name, tensor in each.items()}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**SHAPES, "d": SHAPES["a"]}
+    assert all(tensor.dtype == torch.bfloat16 and (tensor == 2).all() for tensor in tensors.values())
+    assert json.loads((tmp_path / "hf" / CHECKSUMS).read_text()).keys() == set(files)
+    if file_nbytes == ONE_FILE:
+        assert files == [SINGLE]
+    else:
+        index = json.loads((tmp_path / "hf" / INDEX).read_text())
+        assert index["weight_map"] == {name: file for file, each in loaded.items() for name in each}
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("newer", [ONE_FILE, SEVERAL_FILES], ids=["to one file", "to several"])
+@pytest.mark.parametrize("older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"])
+def test_a_killed_save_leaves_the_old_directory_or_the_new(quick_path: Path, older: int | None, newer: int) -> None:
+    """Killed before every call that changes a file. Between two renames the old one is beside its place."""
+    model, directory, replaced = (quick_path / name for name in ("model", "hf", "hf.replaced"))
+    model.mkdir()
+    (model / "config.json").write_text('{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}')
+    (model / "tokenizer.json").write_text("{}")
+    expected: list[dict[str, bytes] | None] = [None, None]
+    for number, file_nbytes in enumerate((older, newer)):
+        if file_nbytes is not None:
+            save(quick_path / f"expected-{number}", number, file_nbytes, model_dir=model)
+            expected[number] = contents_of(quick_path / f"expected-{number}")
+    seen = []
+
+    def prepare() -> None:
+        for path in (directory, replaced):
+            shutil.rmtree(path, ignore_errors=True)
+        if older is not None:
+            shutil.copytree(quick_path / "expected-0", directory)
+
+    for _ in kill_at_every_step(lambda: save(directory, 1, newer, model_dir=model), prepare):
+        if directory.exists():
+            seen.append(contents_of(directory))
+        else:
+            assert older is None or contents_of(replaced) == expected[0]
+            seen.append(expected[0])
+    assert seen == [expected[0]] * seen.count(expected[0]) + [expected[1]] * seen.count(expected[1])
+    assert (seen[0], seen[-1]) == tuple(expected)
+    config = json.loads(expected[1]["config.json"] if expected[1] else b"")
+    assert config == {"dtype": "float32", "hidden_size": 8}
+    assert sorted(path.name for path in quick_path.glob("hf*")) == ["hf"]  # each save removed what one before had left
+
+
+# name -> (where, what is there that a save would remove)
+FOREIGN: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a file": ("hf", lambda path: (path / "notes.txt").touch()),
+    "other weights": ("hf", lambda path: (path / "adapter.safetensors").touch()),
+    "a folder": ("hf", lambda path: (path / "tokenizer.json").mkdir()),
+    "what is being written": ("hf.incomplete", lambda path: (path / "notes.txt").touch()),
+    "what was replaced": ("hf.replaced", lambda path: (path / "notes.txt").touch()),
+    "another model": ("hf", lambda path: save_file({"z": torch.ones(3)}, path / SINGLE)),
+    "a shape": ("hf", lambda path: save_file({"a": torch.ones(3)}, path / SINGLE)),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_a_models_is_never_replaced(tmp_path: Path, name: str) -> None:
+    place, make = FOREIGN[name]
+    save(tmp_path / "hf")
+    (tmp_path / place).mkdir(exist_ok=True)
+    make(tmp_path / place)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(ConfigError) as caught:
+        save(tmp_path / "hf")
+    assert [found.key for found in caught.value.findings] == ["path"]
+    assert str(tmp_path / place) in str(caught.value)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_the_working_directory_stays_and_so_does_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path / "disk")
+    for place in (".", "..", "/proc"):
+        with pytest.raises(ConfigError):
+            save(Path(place))
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
+    for value in (1, 2):
+        save(tmp_path / "link", value)
+        assert load_file(tmp_path / "disk" / "hf" / SINGLE)["c"] == value
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["hf"]
+
+
+def test_the_configuration_that_is_there_is_kept(tmp_path: Path) -> None:
+    """Without another to copy; and a directory may be saved over itself."""
+    for model_dir in (None, tmp_path):
+        (tmp_path / "config.json").write_text('{"torch_dtype": "float16", "a": 1}')
+        save(tmp_path, model_dir=model_dir)
+        assert json.loads((tmp_path / "config.json").read_text()) == {"torch_dtype": "float32", "a": 1}
+
+
+def test_a_full_disk_is_an_error_and_the_old_set_stays(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(small_disk / "hf")
+    before = contents_of(small_disk / "hf")
+    monkeypatch.setitem(SHAPES, "a", (1 << 20,))
+    with pytest.raises(ConfigError):
+        save(small_disk / "hf")  # of another model, by its shape
+    with pytest.raises(FileError, match=r"new\.incomplete/model\.safetensors: no space left on device \(.*MB free"):
+        save(small_disk / "new")
+    assert contents_of(small_disk / "hf") == before
+    assert [path.name for path in small_disk.iterdir()] == ["hf"]
+
+
+def test_a_limit_on_file_sizes_is_an_error_and_the_old_set_stays(tmp_path: Path) -> None:
+    save(tmp_path / "hf")
+    before = contents_of(tmp_path / "hf")
+    with file_size_limit(200), pytest.raises(FileError, match=r"hf\.incomplete/model\.safetensors: file too large"):
+        save(tmp_path / "hf", 2)
+    assert contents_of(tmp_path / "hf") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def load(directory: Path) -> list[float]:
+    weights: Any = Weights(0.0)
+    load_hf_checkpoint(directory, weights, TABLE, ALONE)
+    return [float(flat.mean()) for flat in weights.tensors.values()]
+
+
+def test_contents_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / SINGLE
+    written = path.read_bytes()
+    for position in (20, 100, -1):  # of the header, and of the data
+        contents = bytearray(written)
+        contents[position] ^= 1
+        path.write_bytes(contents)
+        with pytest.raises(FileError) as caught:
+            load(tmp_path)
+        assert str(path) in str(caught.value)
+    (tmp_path / "elsewhere").write_bytes(written)
+    path.unlink()
+    path.symlink_to("elsewhere")  # as in the Hub's cache
+    assert load(tmp_path) == [1.0] * len(SHAPES)
+    path.unlink()
+    save_file({name: torch.full(shape, 5.0) for name, shape in SHAPES.items()}, path)  # by another program
+    with pytest.raises(FileError, match=f"remove {CHECKSUMS}"):
+        load(tmp_path)
+    (tmp_path / CHECKSUMS).unlink()
+    assert load(tmp_path) == [5.0] * len(SHAPES)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_how_far_reading_has_come_is_in_the_log_or_on_the_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    with caplog.at_level(logging.INFO, "hybrid_engine"):
+        load(tmp_path)
+        assert f"reading {tmp_path}: 0.0 GB on this rank" in caplog.messages
+        caplog.clear()
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "200")  # room for the path and a bar
+        load(tmp_path)
+    assert "━" in terminal.getvalue()
+    assert not [message for message in caplog.messages if "on this rank" in message]

@@ -1,1 +1,0 @@
-"""vLLM's compiled allocator over a libcuda of host memory."""

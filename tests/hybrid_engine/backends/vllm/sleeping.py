@@ -1,0 +1,213 @@
+"""vLLM's sleep mode over CUDA's driver in host memory: its allocator and backend, its executor's and worker's methods.
+
+Only the extension that calls the driver comes in two ways: `compiled`, where vLLM's wheel for CUDA is, and `Ported`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.errors import DeviceMemoryError
+from hybrid_engine.memory.cuda_driver import CudaDriver
+from hybrid_engine.memory.host_pages import tensor_over
+from tests.harness.launch import REPO_ROOT
+from tests.harness.libcuda import GRANULE, LibCuda, load_compiled
+
+EXTENSION = "cumem_allocator.abi3.so"
+
+
+@functools.cache
+def compiled() -> SimpleNamespace:
+    """vLLM's extension, of the installed vLLM or of a wheel that `make offline-bundle` downloaded."""
+    for name in ("libtorch_cuda.so", "libc10_cuda.so", "libnvrtc.so.13"):  # it is linked with, and calls nothing of
+        load_compiled(name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / EXTENSION
+        path.write_bytes(_extension())
+        spec = importlib.util.spec_from_file_location("cumem_allocator", path)
+        assert spec is not None
+        module, functions = importlib.util.module_from_spec(spec), ctypes.CDLL(str(path))
+    functions.my_malloc.restype = ctypes.c_void_p
+    functions.my_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    functions.my_free.restype = None
+    functions.my_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    return SimpleNamespace(**vars(module), my_malloc=functions.my_malloc, my_free=functions.my_free)
+
+
+def _extension() -> bytes:
+    spec = importlib.util.find_spec("vllm.cumem_allocator")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).read_bytes()
+    for wheel in sorted(REPO_ROOT.glob("build/offline-wheels/vllm-*.whl")):
+        return zipfile.ZipFile(wheel).read(f"vllm/{EXTENSION}")
+    pytest.skip(f"{EXTENSION} is neither installed nor in a wheel of build/offline-wheels")
+
+
+class Ported:
+    """The extension in Python, call by call: after an error it does nothing until Python has been told."""
+
+    def __init__(self, cuda: LibCuda) -> None:
+        self._driver = CudaDriver(cuda.api, torch.device("cpu"))
+        self._memory: dict[int, Any] = {}
+        self._error: DeviceMemoryError | None = None
+
+    def init_module(self, malloc: Callable[[tuple[int, ...]], None], free: Callable[[int], tuple[int, ...]]) -> None:
+        self._on_malloc, self._on_free = malloc, free
+
+    def my_malloc(self, nbytes: int, device: int, stream: None) -> int | None:
+        if self._error:
+            return None
+        address = self._driver.reserve(nbytes)
+        self._on_malloc((device, nbytes, address, address))
+        self._create_and_map(nbytes, address)
+        if self._error:
+            self._driver.unreserve(address, nbytes)
+        return None if self._error else address
+
+    def my_free(self, address: int, nbytes: int, device: int, stream: None) -> None:
+        self._on_free(address)
+        self._unmap_and_release(nbytes, address)
+        self._driver.unreserve(address, nbytes)
+
+    def python_create_and_map(self, device: int, nbytes: int, address: int, slot: int) -> None:
+        self._create_and_map(nbytes, address)
+        self._raise()
+
+    def python_unmap_and_release(self, device: int, nbytes: int, address: int, slot: int) -> None:
+        self._unmap_and_release(nbytes, address)
+        self._raise()
+
+    def _create_and_map(self, nbytes: int, address: int) -> None:
+        self._call(lambda: self._memory.update({address: self._driver.create(nbytes)}))
+        self._call(lambda: self._driver.map(address, nbytes, self._memory[address]))
+
+    def _unmap_and_release(self, nbytes: int, address: int) -> None:
+        # As in C, where the first call is made whatever was before, and the second is not.
+        before, self._error = self._error, None
+        self._call(lambda: self._driver.unmap(address, nbytes))
+        self._error = self._error or before
+        self._call(lambda: self._driver.release(self._memory[address]))
+
+    def _call(self, call: Callable[[], object]) -> None:
+        if not self._error:
+            try:
+                call()
+            except DeviceMemoryError as error:
+                self._error = error
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error:
+            raise RuntimeError(f"CUDA Error: {error}")
+
+
+class SleepingVllm:
+    """An `LLM` in vLLM's sleep mode, with a worker of one model.
+
+    Segment "first" holds a weight and the model's buffer, "second" two weights, "third" one.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, cuda: LibCuda, extension: Any) -> None:
+        from vllm.device_allocator import cumem
+        from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+        from vllm.v1.executor import UniProcExecutor
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self.cuda, self._extension = cuda, extension
+        self.allocator = cumem.CuMemAllocator()
+        patch.setattr(cumem.CuMemAllocator, "instance", self.allocator)
+        patch.setattr("vllm.device_allocator.get_mem_allocator_instance", lambda: self.allocator)
+        for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
+            patch.setattr(cumem, name, getattr(extension, name))
+        patch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=ctypes.memmove))
+        for name, result in {"empty_cache": None, "synchronize": None, "get_memory_info": (0, 0)}.items():
+            patch.setattr(torch.accelerator, name, lambda *_, result=result: result)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        extension.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
+
+        self.segments: dict[str, int] = {}
+        tags = {"workspace": "runtime", "kv": "kv_cache"}
+        for name in ("first", "workspace", "second", "third", "kv"):
+            self.add(name, tags.get(name, "weights"))
+        self.requested = {"first": 128, "second": 128, "third": 64}
+        self.allocator.allocator_and_pools["weights"] = [[SimpleNamespace(snapshot=self._snapshot), None]]
+        self.model = torch.nn.Module()
+        self.model.register_buffer("rotary", self.over("first", 0).fill_(7))
+        self.workspace = self.over("workspace", 0).fill_(5)
+        weights = {"a": ("first", 64), "b": ("second", 0), "c": ("second", 64), "d": ("third", 0)}
+        self.live = {name: self.over(segment, start) for name, (segment, start) in weights.items()}
+
+        self.worker = Worker.__new__(Worker)
+        self.worker._sleep_mode_backend = CuMemBackend()
+        self.worker.model_runner = SimpleNamespace(model=self.model)
+        self.worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=(), enable_nccl_comm_suspend=False)
+        self.worker.vllm_config = SimpleNamespace(model_config=self.worker.model_config)
+        self.worker._sleep_saved_parameters, self.worker._sleep_saved_draft_buffers = {}, {}
+        self.worker.get_draft_model = self.worker.synchronize_device = lambda: None
+        self._executor = UniProcExecutor.__new__(UniProcExecutor)
+        self._executor.sleeping_tags = set()
+        self._executor.collective_rpc = self._call_worker
+        patch.setattr(internals, "worker_of", lambda _: self.worker)
+        patch.setattr(internals, "core_of", lambda _: SimpleNamespace(model_executor=self._executor))
+
+    def sleep(self, level: int) -> None:
+        if level:  # else only requests are paused
+            self._executor.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._executor.wake_up(tags)
+
+    def malloc(self, tag: str = "weights") -> int | None:
+        """One granule, as a pool of torch's allocator takes a segment."""
+        self.allocator.current_tag = tag
+        found: int | None = self._extension.my_malloc(GRANULE, 0, None)
+        return found
+
+    def add(self, name: str, tag: str) -> None:
+        address = self.malloc(tag)
+        assert address is not None, "vLLM's allocator gave no memory"
+        self.segments[name] = address
+
+    def end(self, *names: str) -> None:
+        """End of the pools of these segments; default: of all."""
+        for name in names or list(self.segments):
+            self._extension.my_free(self.segments.pop(name), GRANULE, 0, None)
+
+    def over(self, segment: str, start: int) -> torch.Tensor:
+        return tensor_over(self.segments[segment] + start, 64, torch.device("cpu"), None).view(torch.float32)
+
+    def asleep(self) -> list[str]:
+        """By what is mapped, as vLLM says too."""
+        mapped = {address for address, _ in self.cuda.mapped()}
+        found = [name for name, address in self.segments.items() if address not in mapped]
+        data = self.allocator.pointer_to_data
+        assert found == [name for name, address in self.segments.items() if data[address].is_asleep]
+        assert self.cuda.taken_nbytes() == (len(self.segments) - len(found)) * GRANULE
+        return found
+
+    def leave(self) -> None:
+        """Give everything back."""
+        self.cuda.limit(None)
+        self.allocator.wake_up()
+        self.end()
+        assert self.cuda.leaks() == {"handles": 0, "mappings": 0, "ranges": 0}
+
+    def _snapshot(self) -> list[dict[str, int]]:
+        """As torch's memory pools give it, of which this much is used."""
+        used = self.requested.items()
+        return [{"address": self.segments[name], "requested_size": nbytes} for name, nbytes in used]
+
+    def _call_worker(self, method: str, kwargs: dict[str, Any] | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(self.worker, method)(*args, **(kwargs or {}))]

@@ -1,0 +1,326 @@
+"""Before and after a call of vLLM: settings and prompts that cannot be, forms of prompts, its end, and its caches."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, in_form_of, token_ids_of
+from hybrid_engine.backends.vllm.requests import calling_near_end, sampling_params, zero_caches
+from hybrid_engine.errors import ArgumentError, ConfigError, StateError
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.ports import NearEnd
+from tests.zoo.tokenizers import save_numbers
+
+CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2 3"}]
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        (InferenceParallelism(0), "world_size"),
+        (InferenceParallelism(4, tensor=3), "tensor"),
+        (InferenceParallelism(4, expert=3), "expert"),
+        (InferenceParallelism(2, rank_order=(1, 1)), "rank_order"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: InferenceParallelism, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        InferenceSettings("model", sizes)
+    assert [finding.key for finding in caught.value.findings] == [key]
+
+
+WRONG_SAMPLING: list[dict[str, Any]] = [
+    *({"n": value} for value in ("n", 1.5, True, None, 0, -1, 10**6)),
+    *({"temperature": value} for value in (float("nan"), float("inf"), "hot", None, True, -1, 2.5)),
+    *({"top_p": value} for value in (float("nan"), "x", None, 0, 7)),
+    *({"top_k": value} for value in (-1, 1.5, 2**40, "x")),
+    *({"max_tokens": value} for value in ("abc", -5, 2**40, 1.0, 0)),
+    *({"seed": value} for value in ("x", -1, 2**70, 1.5, False)),
+    *({"stop_token_ids": value} for value in (5, "12", [-1], ["x"], [1.5], None, {1: 2}, [2**40])),
+    *({key: value} for key in ("logprobs", "ignore_eos") for value in (1, None, "yes")),
+    *({"stop": value} for value in (5, [1], [""], None, b"x", ["a", None])),
+    *({"min_p": value} for value in ("x", None, True, -0.1, 1.5)),
+    *({"repetition_penalty": value} for value in (float("inf"), float("nan"), None, 0, -1)),
+    *({"min_tokens": value} for value in (-1, 1.5, None)),
+]
+
+
+@pytest.mark.parametrize("values", WRONG_SAMPLING, ids=str)
+def test_sampling_that_cannot_be_is_refused_where_it_is_made(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling(**values)
+    (finding,) = caught.value.findings
+    assert finding.key == f"sampling.{next(iter(values))}"
+    assert finding.remedy
+
+
+TOGETHER: list[dict[str, Any]] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.0}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", TOGETHER, ids=str)
+def test_what_values_mean_together_vllm_checks(values: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"sampling: vLLM refuses it: .*{next(iter(values))}"):
+        sampling_params(Sampling(**values))
+
+
+def test_everything_wrong_with_sampling_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling(n="n", temperature="hot", top_p=None, top_k="k", max_tokens=-1, seed=-1, logprobs=2, stop_token_ids=5)
+    assert len(caught.value.findings) == 8
+    assert "sampling.max_tokens: Input should be greater than or equal to 1, found -1. Correct" in str(caught.value)
+
+
+def test_an_unknown_name_is_answered_with_ours() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Sampling(max_new_tokens=5, temprature=1, do_sample=True)
+    assert [(found.key, found.remedy) for found in caught.value.findings][:2] == [
+        ("sampling.max_new_tokens", "Use max_tokens"),
+        ("sampling.temprature", "Use temperature"),
+    ]
+    assert "Use one of n, temperature" in caught.value.findings[2].remedy
+    assert pickle.loads(pickle.dumps(Sampling(n=2))) == replace(Sampling(), n=2) == Sampling(2)
+
+
+def test_stop_tokens_may_be_a_list_and_a_stop_string_alone() -> None:
+    assert Sampling(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+    assert Sampling(stop="x").stop == Sampling(stop=["x"]).stop == ("x",)
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    path = tmp_path_factory.mktemp("model")
+    save_numbers(path)
+    return ModelTokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "token_ids"),
+    [
+        (["1 2", "3"], [[1, 2], [3]]),
+        ([CHAT, CHAT[1:]], [[7, 1, 7, 2, 3, 8], [7, 2, 3, 8]]),
+        ([[1, 2], (3,), range(4, 6), np.array([6, 7]), torch.tensor([8])], [[1, 2], [3], [4, 5], [6, 7], [8]]),
+        ([[np.int64(1)]], [[1]]),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([], []),
+        (np.array(["1 2", "3"], dtype=object), [[1, 2], [3]]),
+    ],
+    ids=["texts", "chats", "lists", "a list of numpy's", "a tensor", "nothing", "verl's arrays"],
+)
+def test_every_form_becomes_token_ids(tokenizer: ModelTokenizer, prompts: Any, token_ids: list[list[int]]) -> None:
+    found = token_ids_of(prompts, tokenizer)
+    assert found == token_ids
+    assert all(type(token) is int for each in found for token in each), "vLLM's requests hold no others"
+
+
+def test_a_mask_takes_padding_away_on_both_sides(tokenizer: ModelTokenizer) -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
+    assert token_ids_of(torch.tensor([[0, 1, 2], [3, 4, 0]]), tokenizer, mask) == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("1 2", "prompts: got '1 2'. Pass a list of prompts"),
+        ({"input_ids": [[1]]}, "with attention_mask=attention_mask"),
+        (None, "prompts: got None"),
+        ([{"prompt": "1"}], "prompts[0]: a dict of prompt; pass its text or its messages. Pass texts, chats"),
+        (CHAT, "prompts[1]: a message outside of a chat"),
+        ([1, 2], "prompts[0]: 1, outside of a list"),
+        ([["1", 2]], "prompts[0]: a list with '1'"),
+        ([[True]], "prompts[0]: a list with True"),
+        ([b"ab"], "prompts[0]: got b'ab'"),
+        ([[1.5]], "prompts[0]: a list with 1.5"),
+        ([CHAT, "1"], "prompts[1]: a text, but prompts[0] is a chat"),
+        ([np.array([1.0])], "prompts[0]: float64 of shape (1,)"),
+        ([torch.zeros(2, 2, dtype=torch.int64)], "prompts[0]: torch.int64 of shape (2, 2)"),
+        ([[{"content": "1"}]], "prompts[0]: a chat with a message without role or content"),
+        ([CHAT, [{"role": "tool", "content": "1"}]], "prompts[1]: the model's chat template refuses it: no tools here"),
+        (torch.ones(2, 2, dtype=torch.bool), "prompts: torch.bool of shape (2, 2)"),
+        (torch.ones(2, dtype=torch.int64), "prompts: torch.int64 of shape (2,)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_named_with_its_place(tokenizer: ModelTokenizer, prompts: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        token_ids_of(prompts, tokenizer)
+    assert message in str(caught.value)
+
+
+def test_every_token_list_that_cannot_be_completed_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_token_ids([[], [1] * 60, [500], [1]], max_tokens=8, limit=64, vocabulary=130)
+    assert [finding.key for finding in caught.value.findings] == ["prompts[0]", "prompts[1]", "prompts[2]"]
+    assert "it has no tokens" in str(caught.value)
+    assert "60 tokens and 8 to generate, but 64 fit together" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "key"),
+    [
+        ([5, 6, 7], "prompts[0]"),
+        ([[True, False]], "prompts[0]"),
+        ([bytearray(b"ab")], "prompts[0]"),
+        ("text", "prompts"),
+        (5, "prompts"),
+    ],
+)
+def test_only_lists_of_token_ids_are_scored(prompts: Any, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_token_ids(prompts, max_tokens=1, limit=64, vocabulary=130)
+    assert caught.value.findings[0].key == key
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_a_directory_without_a_tokenizer_is_named(model_type: str, tmp_path: Path) -> None:
+    """For Qwen2 transformers makes an empty tokenizer, in which every text has no tokens."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    with pytest.raises(ConfigError) as caught:
+        token_ids_of(["1"], ModelTokenizer(str(tmp_path)))
+    assert f"{tmp_path} has no tokenizer" in str(caught.value)
+
+
+def test_a_tokenizer_without_a_template_takes_no_chats(tmp_path: Path) -> None:
+    save_numbers(tmp_path, template=None)
+    tokenizer = ModelTokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        token_ids_of([CHAT], tokenizer)
+    assert token_ids_of(["1"], tokenizer) == [[1]]
+
+
+def test_text_is_made_when_it_is_asked_for(tokenizer: ModelTokenizer) -> None:
+    fresh = ModelTokenizer(tokenizer.model_dir)
+    ended = Completion((1, 9, 2, 3), (), "stop", stop_reason=3, tokenizer=fresh)
+    assert "loaded" not in vars(fresh)
+    assert ended.text == "1 2", "neither special tokens nor the one that ended it"
+    assert Completion((1, 2), (), "length", tokenizer=fresh).text == "1 2"
+    assert Completion((1, 2), (), "stop", "2", drawn_text="1 ", tokenizer=fresh).text == "1 "
+    assert "loaded" not in vars(pickle.loads(pickle.dumps(fresh))), "a copy reads the files again"
+    with pytest.raises(StateError):
+        _ = Completion((1,), (), "stop").text
+
+
+def test_completions_take_the_form_of_their_prompts(tokenizer: ModelTokenizer) -> None:
+    completions = [[Completion((3,), (), "length", tokenizer=tokenizer)], [Completion((4, 5), (), "length")]]
+    rows = in_form_of(torch.tensor([[1, 2], [6, 7]]), completions, pad_token_id=0)
+    assert rows.tolist() == [[1, 2, 3, 0], [6, 7, 4, 5]]
+    assert in_form_of([CHAT], completions[:1], 0) == [["3"]]
+    assert in_form_of([[1, 2], [6, 7]], completions, 0) is completions
+    assert in_form_of(torch.ones(0, 2, dtype=torch.int64), [], 0).shape == (0, 2)
+
+
+# -- the end of a rollout ---------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Every step ends as many requests as the next number says."""
+
+    def __init__(self, *ending: int) -> None:
+        self._ending = list(ending)
+        self.log: list[str] = []
+
+    def get_num_unfinished_requests(self) -> int:
+        return sum(self._ending)
+
+    def step(self) -> int:
+        self.log.append("step")
+        return self._ending.pop(0)
+
+    def generate(self, near_end: NearEnd | None) -> list[str]:
+        """As `InferenceEngine._run` does."""
+        with calling_near_end(SimpleNamespace(llm_engine=self), near_end):
+            while self._ending:
+                self.step()
+        return self.log
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.0, ["step", "step", "step", "call"]),
+        (0.1, ["step", "step", "call", "step"]),
+        (0.5, ["step", "call", "step", "step"]),
+        (1.0, ["call", "step", "step", "step"]),
+    ],
+)
+def test_it_calls_once_when_few_enough_are_left(share: float, expected: list[str]) -> None:
+    engine = Engine(5, 4, 1)
+    assert engine.generate(NearEnd(share, lambda: engine.log.append("call"))) == expected
+    assert "step" not in vars(engine)
+
+
+def test_a_replica_without_prompts_calls_at_once() -> None:
+    engine = Engine()
+    assert engine.generate(NearEnd(0.1, lambda: engine.log.append("call"))) == ["call"]
+
+
+def test_what_it_raises_ends_the_rollout() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    engine = Engine(2, 1)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(NearEnd(0.5, fail))
+    assert engine.log == ["step"]
+    assert "step" not in vars(engine)
+
+
+# -- caches -----------------------------------------------------------------------------------------------------------
+
+
+def nan_views(numel: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Views of one allocation, one after another; the end of it belongs to none."""
+    raw, views, offset = torch.full((numel,), torch.nan), [], 0
+    for shape in shapes:
+        size = torch.Size(shape).numel()
+        views.append(raw[offset : offset + size].view(shape))
+        offset += size
+    return views
+
+
+def engine_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
+    """As far as `zero_caches` looks; a layer has what is given for it as its cache."""
+    context = {name: SimpleNamespace(kv_cache=cache) for name, cache in layers.items()}
+    context["without"] = SimpleNamespace()
+    compilation_config = SimpleNamespace(static_forward_context=context)
+    runner = SimpleNamespace(
+        kv_caches=runner_caches, vllm_config=SimpleNamespace(compilation_config=compilation_config)
+    )
+    for name in ("model_runner", "worker", "driver_worker", "model_executor", "engine_core", "engine_core"):
+        runner = SimpleNamespace(**{name: runner})
+    return SimpleNamespace(llm_engine=runner)
+
+
+def test_every_kind_of_cache_is_zero_to_its_last_byte() -> None:
+    """Also what only the runner holds."""
+    attention, latent = nan_views(64, (2, 3, 4), (5, 6))
+    convolution, state = nan_views(40, (2, 5), (3, 8))
+    draft = nan_views(8, (8,))[0].view(torch.int32)
+    unused = torch.tensor([])
+    (held,) = nan_views(6, (6,))
+    llm = engine_with(
+        [attention, held], layer=attention, mla=latent, mamba=(convolution, [state]), draft=draft, none=unused
+    )
+    zero_caches(llm)
+    for cache in (attention, convolution, draft):
+        storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+        assert storage.numel() in (256, 160, 32)
+        assert not storage.any()
+    assert not latent.any()
+    assert not held.any()
+    assert not state.any()

@@ -1,0 +1,104 @@
+"""Patterns of a HybridModel: how they are dealt out, and that the weights are those of a GPTModel.
+
+Layers of a GPTModel are compared with megatron-core in test_training.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.stages import (
+    checkpoint_layers,
+    has_experts,
+    hybrid_shares,
+    pattern_violations,
+)
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
+from tests.hybrid_engine.layouts.cases import regions_by_tensor
+from tests.zoo.families import served_config
+
+
+def table_of(family: str, num_layers: int) -> ModelTable:
+    return table_for({**served_config(family), "num_hidden_layers": num_layers})
+
+
+@given(st.lists(st.tuples(st.sampled_from("*+"), st.sampled_from("-E")), min_size=1, max_size=12), st.data())
+def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.DataObject) -> None:
+    symbols = "".join(attention + mlp for attention, mlp in layers)
+    pipeline = data.draw(st.integers(1, 4))
+    num_segments = pipeline * data.draw(st.integers(1, 2))
+    at, num_ends = st.integers(0, len(symbols)), num_segments - 1
+    ends = sorted(data.draw(st.lists(at, min_size=num_ends, max_size=num_ends)))
+    pattern = "|".join(symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True))
+    if len(symbols) % pipeline == 0:  # without ends, stages are equally long
+        assert {len(chunk.positions) for chunk in hybrid_shares(symbols, pipeline)} == {len(symbols) // pipeline}
+    chunks = hybrid_shares(pattern, pipeline)
+    assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
+    assert [layer for chunk in chunks for layer in chunk.attention] == list(range(len(layers)))
+    assert [layer for chunk in chunks for layer in chunk.mlp] == list(range(len(layers)))
+    assert checkpoint_layers(pattern) == [number for number in range(len(layers)) for _ in "am"]
+    assert has_experts(pattern)[1::2] == [mlp == "E" for _, mlp in layers]
+
+
+PATTERN, VIRTUAL = "hybrid_layer_pattern", "virtual_pipeline"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pipeline", "virtual", "key"),
+    [
+        *((pattern, 1, None, PATTERN) for pattern in ("M*-", "GDM*-", "*-/*-", "*-x", "**--", "-*", "*-*", "")),
+        *((pattern, 1, None, PATTERN) for pattern in ("*-*-*-", "*-*E", "*-+-", "*-|*-")),
+        *(("*-*-", 3, None, PATTERN), ("*-|*-", 3, None, PATTERN)),
+        *(("*|-|*|-", 2, 4, VIRTUAL), ("*-*-", 2, 2, VIRTUAL)),
+    ],
+)
+def test_patterns_that_do_not_fit(pattern: str, pipeline: int, virtual: int | None, key: str) -> None:
+    """Two layers without experts."""
+    (found,) = pattern_violations(pattern, pipeline, virtual, [False, False], has_latent=False)
+    assert found.key == key
+    assert found.remedy
+
+
+@pytest.mark.parametrize("pattern", ["M*-", "*-x", "**--", "*-*"])
+def test_other_layers_have_no_number_in_a_checkpoint(pattern: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(pattern)):
+        checkpoint_layers(pattern)
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "as_gpt"),
+    [
+        ("llama", "*-*-*-*-", {}),
+        ("llama", "*-*-*-|*-", {"num_layers_in_first_pipeline_stage": 3}),
+        ("qwen3_moe", "*E|*E|*E|*E", {"virtual_pipeline": 2}),
+    ],
+)
+def test_stages_of_whole_layers_hold_what_those_of_a_gpt_model_hold(
+    family: str, pattern: str, as_gpt: dict[str, int]
+) -> None:
+    table = table_of(family, 4)
+    pipeline = 2 if "|" in pattern else 1
+    hybrid = training_side(table, TrainParallelism(4, pipeline=pipeline, hybrid_layer_pattern=pattern))
+    gpt = training_side(table, TrainParallelism(4, pipeline=pipeline, **as_gpt))
+    for rank in range(4):
+        assert regions_by_tensor(hybrid.layout_of(rank)) == regions_by_tensor(gpt.layout_of(rank))
+
+
+def test_a_stage_may_end_within_a_layer() -> None:
+    side = training_side(table_of("llama", 2), TrainParallelism(2, pipeline=2, hybrid_layer_pattern="*-*|-"))
+    first, second = (regions_by_tensor(side.layout_of(rank)) for rank in range(2))
+    assert {name.split(".")[3] for name in second if name.startswith("model.layers.1.")} == {
+        "mlp",
+        "post_attention_layernorm",
+    }
+    assert {name.split(".")[3] for name in first if name.startswith("model.layers.1.")} == {
+        "self_attn",
+        "input_layernorm",
+    }

@@ -1,0 +1,303 @@
+"""What a script's switches leave behind; and, on two real ranks with fakes of both engines, what fails on one rank."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
+from hybrid_engine.megatron_script import script_engine as engine
+from hybrid_engine.megatron_script.script_engine import TIMERS, Journal
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.report import ReshardReport
+from tests.harness.launch import Ranks
+from tests.harness.small_disks import file_size_limit
+from tests.hybrid_engine.ranks.test_agreement import outcome_of
+from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, Script
+
+
+class Timers:
+    """Megatron's, as far as they are used."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __call__(self, name: str, log_level: int) -> Any:
+        return SimpleNamespace(
+            start=lambda barrier=False: self.calls.append(f"start {name}"),
+            stop=lambda: self.calls.append(f"stop {name}"),
+        )
+
+    def write(self, names: list[str], writer: Any, iteration: int, reset: bool) -> None:
+        self.calls.append("write")
+
+    def log(self, names: list[str]) -> None:
+        self.calls.append("log")
+
+
+def report(direction: str) -> ReshardReport:
+    return ReshardReport(
+        direction=direction,
+        version=4,
+        seconds=0.5,
+        seconds_by_phase={},
+        bytes_received=10,
+        bytes_own=0,
+        bytes_least=10,
+        bytes_offloaded=0,
+        bytes_onloaded=0,
+        peak_bytes=3_000_000_000,
+    )
+
+
+class StandInForWandb:
+    """The module `wandb`, which Megatron uses as its writer, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, Any]] = {}
+
+    def Table(self, columns: list[str], data: list[list[str]]) -> list[list[str]]:
+        return [columns, *data]
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.setdefault(step, {}).update(values)
+
+
+def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tmp_path: Path) -> None:
+    scalars: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    wandb = StandInForWandb()
+    script = SimpleNamespace(
+        timers=Timers(),
+        tokenizer=SimpleNamespace(detokenize=lambda ids: " ".join(map(str, ids))),
+        tensorboard_writer=SimpleNamespace(
+            add_scalar=lambda name, value, at: scalars.update({name: value}),
+            add_text=lambda name, value, at: texts.update({name: value}),
+        ),
+        wandb_writer=wandb,
+    )
+    completions = [[Completion((4, 5), (-1.0, -3.0), "length")], [Completion((6,), (-2.0,), "stop")]]
+    reports = [report("train->infer"), report("infer->train")]
+    for is_writer in (True, False):
+        notes = Journal(script, tmp_path / str(is_writer), is_writer)
+        notes.note(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
+        notes.log_times(8)
+    written = tmp_path / "True"
+    first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
+    assert first == {
+        "iteration": 8,
+        "prompt": "7 8",
+        "text": "4 5",
+        "prompt_token_ids": [7, 8],
+        "token_ids": [4, 5],
+        "log_probs": [-1.0, -3.0],
+        "finish_reason": "length",
+    }
+    assert "text" not in second
+    assert second["token_ids"] == [6]
+    switches = [json.loads(line) for line in (written / "switches.jsonl").read_text().splitlines()]
+    assert [switch["direction"] for switch in switches] == ["train->infer", "infer->train"]
+    assert not (tmp_path / "False").exists()
+    assert scalars["resharding/train->infer seconds"] == 0.5
+    assert scalars["resharding/peak gigabytes"] == 3.0
+    assert scalars["resharding/mean log-probability"] == -2.0
+    assert scalars["resharding/completion tokens"] == 1.5
+    assert texts == {"resharding/samples": "    7 8\n    => 4 5\n\n    [1, 2]\n    => [6]"}
+    table = [["prompt", "completion", "finish reason"], ["7 8", "4 5", "length"], ["[1, 2]", "[6]", "stop"]]
+    assert wandb.logged == {8: {**scalars, "resharding/samples": table}}
+    assert script.timers.calls == ["write", "write", "log"] * 2
+
+
+def test_a_full_disk_drops_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole lines, counted; a line that was cut short is not appended to."""
+    script = SimpleNamespace(tensorboard_writer=None, wandb_writer=None)
+    notes = Journal(script, tmp_path, True)
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"iteration": 1}\n{"iterat')
+    one = {"iteration": 2, "token_ids": [1], "log_probs": [], "prompt_token_ids": [], "finish_reason": "stop"}
+    with file_size_limit(100):
+        notes.note(2, [report("train->infer")], [one, one])
+    assert notes.num_dropped == {"samples.jsonl": 2, "switches.jsonl": 1}
+    assert f"appending to {path}: file too large" in caplog.text
+    assert "2 lines dropped so far, training goes on" in caplog.text
+    assert path.read_text() == '{"iteration": 1}\n'
+    notes.note(3, [report("train->infer")], [one])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, one]
+
+
+def test_without_prompts_there_are_no_samples_to_show() -> None:
+    wandb = StandInForWandb()
+    script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
+    Journal(script, None, True).note(2, [report("train->infer")], [])
+    assert "resharding/samples" not in wandb.logged[2]
+    assert "resharding/completion tokens" not in wandb.logged[2]
+
+
+def test_megatrons_interval_time_pauses_also_when_a_switch_fails() -> None:
+    timers = Timers()
+    notes = Journal(SimpleNamespace(timers=timers), None, True)
+    with pytest.raises(ValueError, match="no switch"), notes.apart_from_training(), notes.timed(TIMERS[0]):
+        raise ValueError("no switch")
+    assert timers.calls == [
+        "stop interval-time",
+        "start resharding-to-inference",
+        "stop resharding-to-inference",
+        "start interval-time",
+    ]
+
+
+SILENCE_SECONDS = 2.0  # of the agreement whose peer has left
+PATIENCE_SECONDS = 60.0  # of all others
+
+
+class FakeVllm(FakeInference):
+    """Also what a script asks of an `InferenceEngine` beside its weights."""
+
+    settings = SimpleNamespace(sizes=SimpleNamespace(data=1))
+    tokenizer = None
+
+    def __init__(self, script: Script, job: Job) -> None:
+        super().__init__(script, job.rank)
+        self.job = job
+
+    @property
+    def adaptor(self) -> FakeVllm:
+        return self
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def generate_over_replicas(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        return [[Completion((4,), (-1.0,), "stop")] for _ in prompts]
+
+    def shutdown(self) -> None: ...
+
+
+class Engine(engine.ScriptEngine):
+    """The real one between the fakes; a failure is a function that raises at its point, on the ranks that have it."""
+
+    def __init__(self, output: Path, timeout: float = PATIENCE_SECONDS, **failures: Callable[..., Any]) -> None:
+        self.failures = failures
+        self.rig = Rig(build=False, timeout_seconds=timeout)
+        self.settings = SimpleNamespace(
+            config=SimpleNamespace(generate_config=self.rig.config),
+            table=None,
+            sampling=Sampling(max_tokens=1),
+            prompts=("text",),
+            output=output,
+            callback=lambda inference: self._at("callback"),
+        )
+        self._script = SimpleNamespace(
+            timers=Timers(),
+            tokenizer=SimpleNamespace(tokenize=lambda text: self._at("tokenize") or [1], detokenize=str),
+            tensorboard_writer=SimpleNamespace(add_scalar=lambda *_: self._at("write"), add_text=lambda *_: None),
+            wandb_writer=None,
+        )
+
+    def _at(self, point: str) -> Any:
+        return self.failures.get(point, lambda: None)()
+
+    def _live_model(self, *_: Any) -> FakeTraining:
+        self._at("model")
+        self.rig.training.chunks = ["chunk"]
+        return self.rig.training
+
+    def build(self) -> None:
+        def vllm(config: Any, table: Any, layouts: Any, job: Job, *_: Any) -> FakeVllm:
+            self._at("vllm")
+            return FakeVllm(self.rig.script, job)
+
+        with mock.patch("hybrid_engine.assembly.build_inference_engine", vllm):
+            self.attach(["chunk"], None, 0)
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def on(rank: int, **failures: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return failures if dist.get_rank() == rank else {}
+
+
+def fail_on_one_rank() -> dict[str, str]:
+    """Each way in which a rank fails, with an engine of its own; what became of it here."""
+    dist.init_process_group("gloo")
+    full = OSError("disk full")
+    callbacks = {
+        "callback": on(1, callback=raising(ValueError("no"))),
+        "callback exits": on(1, callback=raising(SystemExit(3))),
+        "callback's own function": on(0, callback=lambda: lambda chunks: raising(ValueError(f"{chunks}"))()),
+        "tensorboard": on(1, write=raising(full)),
+        "nothing": {},
+    }
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory)
+        for name, failures in callbacks.items():
+            one = Engine(output / name, **failures)
+            one.build()
+            found[name] = outcome_of(lambda one=one: one.switch(2))
+            one.detach()
+        one = Engine(output / "written")
+        one.build()
+        (output / "written" / "samples.jsonl").mkdir(parents=True)
+        found["samples"] = outcome_of(lambda: one.switch(2))
+        one.detach()
+        (output / "file").touch()
+        found["output"] = outcome_of(Engine(output / "file" / "below").build)
+        found["model"] = outcome_of(Engine(output, **on(1, model=raising(full))).build)
+        found["prompts"] = outcome_of(Engine(output, **on(1, tokenize=raising(KeyError("text")))).build)
+        started = time.monotonic()
+        found["vllm"] = outcome_of(Engine(output, SILENCE_SECONDS, **on(1, vllm=raising(full))).build)
+        found["vllm's end"] = "in time" if time.monotonic() - started < PATIENCE_SECONDS / 2 else "late"
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks) -> list[dict[str, str]]:
+    return engines.launch(fail_on_one_rank, 2, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "own"),
+    [
+        ("callback", 1, "ReshardError: callback: ValueError: no"),
+        ("callback exits", 1, "StateError: --resharding-callback asked to exit: 3"),
+        ("callback's own function", 0, "ReshardError: callback: ValueError: ['chunk']"),
+        ("tensorboard", 1, "ReshardError: journal: OSError: disk full"),
+        ("samples", 0, "FileError: appending to "),
+        ("output", 0, "FileError: creating "),
+        ("model", 1, "ReshardError: looking at the training model: OSError: disk full"),
+        ("prompts", 1, "ReshardError: prompts and output: KeyError: 'text'"),
+    ],
+)
+def test_the_other_rank_is_told(outcomes: list[dict[str, str]], case: str, rank: int, own: str) -> None:
+    here, there = outcomes[rank][case], outcomes[1 - rank][case]
+    assert here.startswith(own)
+    assert there.startswith("RemoteError: ")
+    assert f"rank {rank}: " in there
+    assert own.rpartition(": ")[2] in there
+
+
+def test_a_rank_that_left_between_two_agreements_ends_the_wait_of_the_other(outcomes: list[dict[str, str]]) -> None:
+    assert [one["vllm's end"] for one in outcomes] == ["in time", "in time"]
+    assert outcomes[1]["vllm"] == "OSError: disk full"
+    assert outcomes[0]["vllm"].startswith("LostRankError: delivering adapters: rank 1, building: OSError: disk full")
+
+
+def test_without_a_failure_there_is_no_error(outcomes: list[dict[str, str]]) -> None:
+    assert [one["nothing"] for one in outcomes] == ["returned None", "returned None"]

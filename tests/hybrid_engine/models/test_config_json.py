@@ -1,0 +1,139 @@
+"""config.json is data from outside: what is published is accepted, what cannot be is refused by its own keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.models import table_for
+from hybrid_engine.models.families import TABLES, read_model
+from tests.zoo import published_configs as published
+from tests.zoo.families import FAMILIES, served_config, tiny_config, write_config
+
+YARN = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}
+# As others than the configs of the zoo spell it.
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "null for nothing": published.LLAMA_2_7B | {"rope_scaling": None, "pad_token_id": -1},
+    "qwen2.5, windows": published.QWEN2_5_0_5B | {"use_sliding_window": True, "max_window_layers": 28},
+    "qwen3, dynamic": published.QWEN3_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2, "alpha": 1000.0}},
+    "qwen3-moe, more keys": published.QWEN3_30B_A3B | {"num_local_experts": 128, "x": {}},
+    "qwen1.5-moe": published.QWEN_1_5_MOE,
+    "mixtral, no head_dim": published.MIXTRAL_8X7B | {"head_dim": None, "sliding_window": 4096},
+    "deepseek-v2": published.DEEPSEEK_V2,
+    "deepseek-v3, YaRN and fp8": published.DEEPSEEK_V3
+    | {"rope_scaling": YARN, "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "file.Class"}},
+    "gpt-2, as on the Hub": published.GPT2 | {"n_inner": None, "task_specific_params": {"text-generation": {}}},
+}
+
+
+@pytest.mark.parametrize("name", [*published.PUBLISHED, *SPELLINGS])
+def test_published_configs_are_accepted(name: str) -> None:
+    config = (published.PUBLISHED | SPELLINGS)[name]
+    assert table_for(json.loads(json.dumps(config))).dims.vocab_size == config["vocab_size"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_key_means_what_it_means_to_transformers(family: str, tmp_path: Path) -> None:
+    """And so to vLLM, which reads config.json by transformers' classes; also in its spelling. Neither computes layers
+    for multi-token prediction: of these a model has what the file says."""
+    transformers = pytest.importorskip("transformers", reason="says what its classes take for a missing key")
+    config_class = getattr(transformers, f"{FAMILIES[family].transformers}Config")
+    for whole in (dict(FAMILIES[family].published), tiny_config(family)):
+        config_class.from_dict(dict(whole)).save_pretrained(tmp_path)
+        assert read_model(tmp_path)[0] == table_for(whole)
+        for key in whole.keys() - {"architectures", "num_nextn_predict_layers"}:
+            config = {name: value for name, value in whole.items() if name != key}
+            try:
+                table = table_for(config)
+            except ConfigError:
+                continue
+            filled = config_class.from_dict(dict(config)).to_dict()
+            assert table == table_for({**filled, "architectures": config["architectures"]}), f"without {key}"
+
+
+LLAMA3 = published.LLAMA_3_8B["rope_scaling"]
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+# family, what is changed, and the key that is named
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    *(("llama", {"hidden_size": value}, "hidden_size") for value in ("4", None, [], 0, -1, 1.5, True)),
+    *(("llama", {key: 2**80}, key) for key in ("vocab_size", "intermediate_size", "rope_theta", "num_hidden_layers")),
+    *(("llama", {"num_key_value_heads": heads}, "num_key_value_heads") for heads in (3, 64)),
+    ("llama", {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "num_attention_heads"),
+    ("llama", {"head_dim": 7}, "head_dim"),
+    ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),
+    *(("llama", {"rope_theta": value}, "rope_theta") for value in ("x", float("inf"))),
+    ("llama", {"max_position_embeddings": "x"}, "max_position_embeddings"),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+    ("llama", {"eos_token_id": [1, "2"]}, "eos_token_id"),
+    ("llama", {"hidden_act": "x" * 1000}, "hidden_act"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling"),
+    ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_scaling.rope_type"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
+    ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "rope_parameters"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("qwen3", {"layer_types": ["full_attention", "mamba"]}, "layer_types.1"),
+    ("qwen3", {"max_window_layers": -1}, "max_window_layers"),
+    ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"type": "linear"}}}, "rope_parameters.full_attention.factor"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+    ("gemma2", {"hidden_activation": []}, "hidden_activation"),
+    ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    *(("gpt2", {"n_head": heads}, "n_head") for heads in (0, 5)),
+    ("gpt2", {"n_inner": []}, "n_inner"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+    ("qwen3_moe", {"num_experts": None}, "num_experts"),
+    ("qwen3_moe", {"num_experts": 16384, "num_hidden_layers": 1000}, "num_experts"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+    ("deepseek_v3", {"moe_layer_freq": 0}, "moe_layer_freq"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers"),
+    ("deepseek_v3", {"n_group": 3}, "n_group"),
+    ("deepseek_v3", {"topk_group": 5}, "topk_group"),
+    ("deepseek_v3", {"topk_group": 1}, "num_experts_per_tok"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+    ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling.original_max_position_embeddings"),
+    ("deepseek_v2", {**GROUPS, "n_group": None}, "n_group"),
+    ("deepseek_v2", {**GROUPS, "topk_group": None}, "topk_group"),
+    ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank"),
+    *(("llama", {"architectures": value}, "architectures") for value in ("Llama", 5, {"a": 1}, [[]], [None])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes", "key"), WRONG)
+def test_what_cannot_be_is_refused(family: str, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        table_for(tiny_config(family, **changes))
+    assert [found.key for found in caught.value.findings] == [key]
+
+
+@pytest.mark.parametrize("architecture", sorted(TABLES))
+def test_each_required_key_is_named_where_it_is_missing(architecture: str) -> None:
+    required = {name for name, each in TABLES[architecture].schema.model_fields.items() if each.is_required()}
+    with pytest.raises(ConfigError) as caught:
+        table_for({"architectures": [architecture]})
+    assert {found.key for found in caught.value.findings} == required
+
+
+def test_everything_wrong_is_said_at_once_with_the_file(tmp_path: Path) -> None:
+    changes = {"hidden_size": "4", "vocab_size": 0, "rope_scaling": {"factor": None, "rope_type": 5}, "hidden_act": 1}
+    write_config(tmp_path, tiny_config("llama", **changes))
+    with pytest.raises(ConfigError) as caught:
+        read_model(tmp_path)
+    keys = {"hidden_size", "vocab_size", "rope_scaling.rope_type", "hidden_act"}
+    assert {found.key for found in caught.value.findings} == keys
+    assert all(f"in {tmp_path / 'config.json'}" in found.problem and found.remedy for found in caught.value.findings)
+
+
+def test_what_no_table_reads_is_let_through() -> None:
+    odd = {"num_labels": -1, "id2label": [[[]]], "hidden_activation": [], "layer_types": 5, "n_head": "x"}
+    assert table_for(served_config("llama") | odd) == table_for(served_config("llama"))

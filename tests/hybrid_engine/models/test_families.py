@@ -1,0 +1,317 @@
+"""Tables of the families against what transformers writes: checkpoints, configs of both its ages, published sizes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.errors import UnknownModelError
+from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import TABLES, ModelTable, table_for
+from hybrid_engine.models.blocks import POST_NORM_NAMES
+from hybrid_engine.models.packing import Over
+from hybrid_engine.models.table import VALUE_HEAD, RotaryScaling, value_table
+from tests.harness.launch import REPO_ROOT
+from tests.zoo import published_configs
+from tests.zoo.families import FAMILIES, SIZES, YARN, read_config, tiny_config
+from tests.zoo.tiny_models import read_canonical, save_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+TIED, UNTIED, BIASED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"attention_bias": True}
+# what is changed of each family's tiny model, beside nothing
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        *(TIED, BIASED, {"mlp_bias": True}, {"head_dim": None}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
+        {**BIASED, "mlp_bias": True, "num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "num_hidden_layers": 11},
+    ],
+    "qwen2": [TIED, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}],
+    "qwen3": [TIED, BIASED],
+    "glm": [{"attention_bias": False, **TIED}],
+    "glm4": [{"num_key_value_heads": 1}],
+    "gemma2": [UNTIED, BIASED],
+    "gemma3": [{"num_hidden_layers": 7, "layer_types": None}],
+    "gpt2": [UNTIED, {"n_inner": None}],
+    "qwen3_moe": [TIED, {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]}],
+    "qwen2_moe": [{"qkv_bias": False}],
+    "deepseek_v2": [
+        {"q_lora_rank": None, "first_k_dense_replace": 0},
+        {"first_k_dense_replace": 2, "n_shared_experts": 1},
+    ],
+    "deepseek_v3": [{"mtp_layers": 2}],
+}
+MODELS = [(family, changes) for family in FAMILIES for changes in ({}, *VARIANTS.get(family, ()))]
+
+
+@pytest.mark.parametrize(("family", "changes"), MODELS)
+def test_tables_are_those_of_the_checkpoints_that_transformers_writes(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read_config(save_model(tmp_path, family, **changes))
+    table, dims = table_for(config), table_for(config).dims
+    served = {name: shape for name, shape in table.shapes.items() if table.is_served(name)}
+    on_disk = {name: tuple(tensor.shape) for name, tensor in read_canonical(tmp_path).items()}
+    # without multi-token prediction, which transformers leaves out: see test_mbridge
+    assert served == {name: shape for name, shape in on_disk.items() if table.is_served(name)}
+    assert dims.tied_embeddings == config["tie_word_embeddings"]
+
+    # every tensor has a parameter, in the names of both layer specs; a rule may speak of what the model has not
+    packed = {pattern for rule in table.rules for pattern in rule.packing.tensors()}
+    layers, experts = range(dims.num_layers + dims.num_mtp_layers), range(max(1, dims.num_experts))
+    spoken_of = {pattern.format(layer=layer, expert=one) for pattern in packed for layer in layers for one in experts}
+    assert table.shapes.keys() <= spoken_of
+    names = [name for rule in table.rules for name in rule.names]
+    assert len(names) == len(set(names))
+    for rule in table.rules:
+        is_cut = ".experts." in rule.names[0] and not rule.names[0].endswith("linear_fc2.bias")
+        assert (rule.packing.over is Over.EXPERT_TENSOR) == is_cut, rule.names
+
+    in_attention = config.get("attention_bias", False) and family in ("llama", "qwen3", "gemma2")
+    assert len(table.not_built) == (in_attention != config.get("mlp_bias", False))
+
+
+@pytest.mark.parametrize(
+    ("family", "local", "transformer_engine"),
+    [
+        ("llama", "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("llama", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("gpt2", "input_layernorm.bias", "self_attention.linear_qkv.layer_norm_bias"),
+        ("gpt2", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        *(("glm4", names[0], name) for names in POST_NORM_NAMES for name in names),
+        *(("gemma3", names[0], name) for names in POST_NORM_NAMES for name in names),
+    ],
+)
+def test_all_layer_specs_give_the_same_rule(family: str, local: str, transformer_engine: str) -> None:
+    table = table_for(tiny_config(family))
+    match = table.match(f"decoder.layers.11.{local}")
+    assert match is not None
+    assert match.indices == {"layer": 11}
+    assert match == table.match(f"decoder.layers.11.{transformer_engine}")
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.x.weight", "decoder.layers.x.input_layernorm.weight", "input_layernorm.weight"]
+)
+def test_unknown_names_have_no_rule(name: str) -> None:
+    assert table_for(tiny_config("llama")).match(name) is None
+
+
+# (architecture, keys as transformers 4 wrote them, the same as transformers 5 writes them)
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+BOTH_AGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama 3.1": (
+        "LlamaForCausalLM",
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    ),
+    "llama, linear, by the old name of the type": (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "qwen2": ("Qwen2ForCausalLM", WINDOWS, {**WINDOWS, "layer_types": ["full_attention", "sliding_attention"]}),
+    "glm": (
+        "GlmForCausalLM",
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"rope_theta": 1e4},
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 2,
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+SAID: dict[str, dict[str, Any]] = {
+    "llama 3.1": {"rotary_scaling": RotaryScaling("llama3", 8.0, 1.0, 4.0, 16), "rotary_base": 5e5},
+    "llama, linear, by the old name of the type": {"rotary_scaling": RotaryScaling("linear", 2.0), "rotary_base": 1e4},
+    "qwen2": {"windows": (None, 4)},
+    "glm": {"rotary_percent": 0.25},
+    "gemma2": {"windows": (4096, None), "attention_softcap": 50.0, "activation_func": "gelu_tanh"},
+    "gemma3": {"rotary_base": 1e6, "window_rotary_base": 2e4, "rotary_scaling": RotaryScaling("linear", 8.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOTH_AGES)
+def test_configs_of_both_ages_give_one_table(name: str) -> None:
+    architecture, *ages = BOTH_AGES[name]
+    old, new = (table_for({"architectures": [architecture], **SIZES, **keys}) for keys in ages)
+    assert old == new
+    assert old.not_built == ()
+    extras = {each.name: getattr(old.extras, each.name) for each in fields(old.extras)}
+    assert {**old.transformer, **old.gpt, **extras}.items() >= SAID[name].items()
+
+
+def test_windows_that_are_off_do_not_matter() -> None:
+    for keys in ({**WINDOWS, "use_sliding_window": False}, {**WINDOWS, "max_window_layers": 2}):
+        table = table_for({"architectures": ["Qwen2ForCausalLM"], **SIZES, **keys})
+        assert (table.extras.windows, table.layer_spec, table.not_built) == ((), "default", ())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling of type 'yarn'"),
+        ("llama", {"rope_scaling": {"type": "lama3"}}, "rotary scaling of type 'lama3'"),
+        ("qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
+        ("llama", {"hidden_act": "silux"}, "activation 'silux'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("llama", {"attention_bias": True}, "biases in only one of attention and MLP"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "'yarn'"),
+        ("gpt2", {"activation_function": "tanh"}, "activation 'tanh'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "noaux_tc"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob true"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob false"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"attention_bias": True}, "biases"),
+        ("deepseek_v3", {"hidden_act": "gelu"}, "gelu"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0}}, "only one of mscale"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 1.1}}, "attention_factor"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("qwen3_moe", {"attention_bias": True}, "biases"),
+    ],
+)
+def test_what_would_not_be_computed_is_named(family: str, changes: dict[str, Any], what: str) -> None:
+    """And nothing else; Megatron's names do not depend on it."""
+    plain, table = table_for(tiny_config(family)), table_for(tiny_config(family, **changes))
+    assert plain.not_built == ()
+    (said,) = table.not_built
+    assert what in said
+    assert table.rules == plain.rules
+
+
+# Parameters in billions, from the model cards and arXiv:2401.04088, 2405.04434, 2412.19437.
+PUBLISHED = {
+    "QWEN3_30B_A3B": 30.5,
+    "MIXTRAL_8X7B": 46.7,
+    "DEEPSEEK_V2_LITE": 15.7,
+    "DEEPSEEK_V3": 671.0,
+    "QWEN_1_5_MOE": 14.3,
+    "DEEPSEEK_V2": 235.7,
+}
+
+
+def billions(table: ModelTable, served: bool = True) -> float:
+    return sum(math.prod(shape) for name, shape in table.shapes.items() if table.is_served(name) == served) / 1e9
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_sizes_are_the_published_ones(model: str) -> None:
+    table = table_for(getattr(published_configs, model))
+    assert billions(table) == pytest.approx(PUBLISHED[model], abs=0.1)
+    assert table.not_built == ()
+
+
+def test_multi_token_prediction_of_deepseek_v3() -> None:
+    """14 billion parameters with the embedding and the head that its checkpoint repeats."""
+    table = table_for(published_configs.DEEPSEEK_V3)
+    copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
+    assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
+    assert not table.is_served("model.layers.61.eh_proj.weight")
+    assert table.is_served("model.layers.6.mlp.gate.weight")
+    biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": "float32" for layer in range(3, 62)}
+    assert table.dtypes == biases
+    match = table.match("mtp.layers.61.transformer_layer.mlp.experts.local_experts.255.linear_fc2.weight")
+    assert match is not None
+    assert match.indices == {"layer": 61, "expert": 255}
+    assert match == table.match("mtp.layers.61.transformer_layer.mlp.experts.linear_fc2.weight255")
+
+
+def test_routing_is_that_of_the_models() -> None:
+    """Where megatron-core has the setting; groups of experts are ranked by our own rule."""
+    v3, v2 = table_for(published_configs.DEEPSEEK_V3), table_for(published_configs.DEEPSEEK_V2)
+    expected = {
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_layer_freq": [0, 0, 0] + [1] * 58,
+    }
+    assert {key: v3.transformer[key] for key in expected} == expected
+    lite = table_for(published_configs.DEEPSEEK_V2_LITE)
+    assert [table.extras.experts_per_group_score for table in (v3, v2, lite)] == [2, 1, None]
+    for normalized in (True, False):
+        qwen = table_for({**published_configs.QWEN3_30B_A3B, "norm_topk_prob": normalized})
+        assert qwen.transformer["moe_router_pre_softmax"] is not normalized
+
+
+@pytest.mark.parametrize("architectures", [[], None, ["OPTForCausalLM", "BertModel"]])
+def test_unknown_architectures(architectures: list[str] | None) -> None:
+    with pytest.raises(UnknownModelError) as caught:
+        table_for({"architectures": architectures, **SIZES})
+    assert all(name in str(caught.value) for name in (*TABLES, *(architectures or [])))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_model_has_a_head_of_one_row_and_nothing_else_changes(family: str) -> None:
+    changes = {"num_nextn_predict_layers": 1} if family == "deepseek_v3" else {}
+    table = table_for(tiny_config(family, **changes))
+    value = value_table(table)
+    served = {name for name in table.shapes if table.is_served(name)}
+    assert value.shapes.keys() - {VALUE_HEAD} == served - {"lm_head.weight"}
+    assert value.shapes[VALUE_HEAD] == (1, table.dims.hidden_size)
+    assert (value.head, value.extras.logit_softcap, value.dims.num_mtp_layers) == ("value", None, 0)
+    matched = value.match("output_layer.weight")
+    assert matched is not None
+    assert list(matched.packing.tensors()) == [VALUE_HEAD]
+    embedding = "embedding.word_embeddings.weight"
+    assert value.match(embedding) == table.match(embedding)
+    assert {*(table.shapes.keys() - served), *table.copies} <= value.left_out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_a_value_model_is_on_the_last_stage_alone(tied: bool) -> None:
+    table = value_table(table_for(tiny_config("qwen3", tie_word_embeddings=tied)))
+    side = training_side(table, TrainParallelism(4, tensor=2, pipeline=2, make_vocab_size_divisible_by=8), "float32")
+    owners = side.holdings.owners
+    assert [found.ranks.tolist() for found in owners[VALUE_HEAD]] == [[2, 3]]
+    assert sorted(rank for found in owners["model.embed_tokens.weight"] for rank in found.ranks.tolist()) == [0, 1]
+
+
+def test_the_page_about_models_is_up_to_date() -> None:
+    """It lists every architecture and every field, and what it quotes is in the sources."""
+    page = (REPO_ROOT / "docs" / "models.md").read_text()
+    listed = re.findall(r"^\| (\w+) \|.*\.py \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(TABLES)
+    of_fields = page.partition("`ModelTable` (")[2].partition("Names in rules")[0]
+    assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", of_fields, re.M)
+    sources = "".join(path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py"))
+    quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert quoted
+    assert all(code in sources for code in quoted)

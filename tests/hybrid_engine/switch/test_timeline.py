@@ -1,0 +1,84 @@
+"""The timeline of switches with fakes of both engines, one rank; real ones in end_to_end/test_verified_switches.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from hybrid_engine.errors import ConfigError, ReshardError
+from hybrid_engine.tracing import Recording, check_path, merged
+from tests.hybrid_engine.switch.fakes import FORWARD, INFER, TRAIN, Rig
+
+
+def slices(path: Path) -> list[dict]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def test_every_phase_of_the_report_is_a_slice(job: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    rig = Rig(trace=path, verify="full")
+    assert {each["name"] for each in slices(path)} == {"set-up", "layout", "plan", "start", "release", "onload", "wait"}
+    rig.manager.enter(FORWARD)  # its report has the seconds of the set-up
+    reports = [rig.manager.enter(INFER), rig.manager.enter(TRAIN)]
+    found = slices(path)
+    for report in reports:
+        (whole,) = (each for each in found if each["name"] == report.direction)
+        inside = [each for each in found if whole["ts"] <= each["ts"] <= whole["ts"] + whole["dur"]]
+        names = {each["name"] for each in inside}
+        assert set(report.seconds_by_phase) - {"write"} <= names  # nothing is unpacked here
+        for phase in ("fill", "offload", "release"):
+            seconds = sum(each["dur"] for each in inside if each["name"] == phase) / 1e6
+            assert seconds == pytest.approx(report.seconds_by_phase.get(phase, 0), abs=0.01)
+
+
+def test_a_switch_that_fails_is_there_with_its_error(job: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    rig = Rig(trace=path)
+    rig.script.arm("commit second", OSError("disk on fire"))
+    with pytest.raises(ReshardError):
+        rig.manager.enter(INFER)
+    rig.assert_is(TRAIN)
+    errors = {each["name"]: each["args"].get("error") for each in slices(path) if "error" in each["args"]}
+    assert {"train->infer", "fill", "bucket", "commit"} <= errors.keys()
+    rig.manager.enter(INFER)
+    assert [each["args"].get("error") for each in slices(path) if each["name"] == "train->infer"] == [
+        "ReshardError",
+        None,
+    ]
+
+
+def test_clocks_of_other_hosts_are_set_by_the_moment_at_which_all_met() -> None:
+    ranks = [Recording([{"name": "a", "ts": at}], met_at=met) for at, met in ((10, 30), (11, 32), (1007, 1029))]
+    ranks[2].num_dropped = 1
+    found = list(merged(ranks, ["one", "one", "two"], origin=5))
+    assert [(each["pid"], each["ts"]) for each in found] == [(0, 5), (1, 6), (2, 3), (2, 25)]
+    assert (found[-1]["name"], found[-1]["args"]) == ("recorded", {"dropped": 1})
+
+
+def test_spans_come_before_those_in_them() -> None:
+    events = [{"name": "inner", "ts": 1, "dur": 1}, {"name": "outer", "ts": 1, "dur": 2}]
+    assert [each["name"] for each in merged([Recording(events)], ["one"], 0)] == ["outer", "inner"]
+
+
+def test_a_file_that_is_lost_ends_the_trace_not_the_job(
+    job: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(trace=tmp_path / "trace.json")
+    (tmp_path / "trace.json").unlink()  # as good as a disk that fails
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        for target in (INFER, TRAIN):
+            rig.manager.enter(target)
+    assert caplog.text.count("the trace ends here") == 1
+    rig.assert_is(TRAIN)
+
+
+@pytest.mark.parametrize("path", ["", "missing/trace.json"])
+def test_a_path_that_cannot_be_written_is_refused(job: None, tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"generate_config\.trace: .*Name a file") as caught:
+        check_path(tmp_path / path)
+    assert len(caught.value.findings) == 1
+    with pytest.raises(ConfigError, match=r"generate_config\.trace"):
+        Rig(trace=tmp_path / path)

@@ -1,0 +1,139 @@
+"""Models that Megatron here does not compute are refused, those that only hold weights are built; a frozen stage;
+and how a HybridModel's layers are named. Live ones are among the cases of test_experts.py and of the matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import megatron.core
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from hybrid_engine.backends.megatron.megatron_config import train_sizes, transformer_config
+from hybrid_engine.backends.megatron.model_tensors import GlobalNames
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ConfigError, ModelError
+from hybrid_engine.models import table_for
+from tests.harness.core_versions import INSTALLED
+from tests.harness.launch import Outcomes, Ranks
+from tests.zoo.families import read_config, served_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.tiny_models import read_canonical, save_model
+
+TP2 = {"tensor_model_parallel_size": 2}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "experts without sequence parallel": ({**TP2, "sequence_parallel": False}, "sequence_parallel"),
+    "context": ({"context_parallel_size": 2}, "context_parallel_size: 2"),
+    "positions": ({"noop_layers": (1, 1)}, "noop_layers: [1, 1] names a position twice"),
+}
+"""actor_config of a model with experts on two ranks, and what is said of it."""
+if Version("0.19.0") > INSTALLED:
+    CUT_OTHERWISE = {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+    REFUSED["experts cut otherwise"] = CUT_OTHERWISE, "expert_tensor_parallel_size: 1 with TP 2"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is said, and the number of elements of the model that only holds weights; None where there is none."""
+
+    text: str
+    num_elements: int | None
+
+
+def refuse(path: Path, actor: dict[str, Any], holds_weights: bool) -> Refusal:
+    from hybrid_engine.trainer.megatron.build import build_model
+
+    config, model = ActorConfig(**{**DENSE_FLOAT32, **actor}), read_config(path)
+    with parallel_state_of(config):
+        with pytest.raises(ConfigError) as caught:
+            build_model(config, table_for(model), model, dist.get_world_size())
+        dist.barrier()  # gloo's connections are made in the background: groups end once both ranks have theirs
+        if not holds_weights:
+            return Refusal(str(caught.value), None)
+        chunks, _ = build_model(config, table_for(model), model, dist.get_world_size(), weights_only=True)
+        return Refusal(str(caught.value), sum(parameter.numel() for parameter in chunks[0].parameters()))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "deepseek_v2")
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, path: Path) -> Outcomes:
+    calls = {name: (refuse, (path, actor, name != "positions")) for name, (actor, _) in REFUSED.items()}
+    return engines.launch_in_turn(2, calls)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_computed_is_refused(outcomes: Outcomes, name: str) -> None:
+    assert all(REFUSED[name][1] in refusal.text for refusal in outcomes[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("experts without sequence parallel", 0.4, 1.0), ("context", 0.99, 1.02)]
+)
+def test_weights_are_held_all_the_same(outcomes: Outcomes, path: Path, name: str, least: float, most: float) -> None:
+    """Half of what tensor parallel ranks cut; all of it on context parallel ones."""
+    whole = sum(tensor.numel() for tensor in read_canonical(path).values())
+    for refusal in outcomes[name]:
+        assert least * whole < refusal.num_elements < most * whole
+
+
+def test_its_weights_have_the_version_of_the_others() -> None:
+    from hybrid_engine.backends.megatron.live_model import LiveModel
+    from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
+
+    class Stage(MagicMock):
+        version = LiveModel.version
+        learning_rate, scheduler = 0.1, None
+        optimizer = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
+
+        def _run(self, *_: Any, **__: Any) -> list[Any]:
+            return []
+
+        def _require_optimizer(self) -> Any:
+            return self.optimizer
+
+        def _average(self, _: Any) -> dict[str, float]:
+            return {}
+
+    stage = Stage(weights=SimpleNamespace(model=SimpleNamespace(ddp_chunks=[])))
+    for steps in (1, 2):
+        report = PipelineEngine.train_step(stage, {"tokens": torch.zeros(1, 1)}, lambda *_: None)
+        assert (report["skipped"], stage.version) == (0.0, steps)
+
+
+def stand_in(pattern: str, positions: range) -> Any:
+    """What is read of a chunk for its names, in place of a HybridModel."""
+    layers = [SimpleNamespace(layer_number=position + 1) for position in positions]
+    decoder = SimpleNamespace(layers=layers)
+    return SimpleNamespace(hybrid_layer_pattern=pattern, decoder=decoder, named_modules=lambda: iter(()))
+
+
+def test_attention_and_mlp_have_the_number_of_their_layer_in_the_checkpoint() -> None:
+    names = GlobalNames(stand_in("*-*|-*-", range(3, 6)), 3, frozenset())
+    assert names.of("decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.1.mlp.linear_fc1.weight"
+    assert names.of("decoder.layers.1.self_attention.linear_qkv.bias").startswith("decoder.layers.2.self_attention.")
+    assert names.of("decoder.layers.2.pre_mlp_layernorm.weight") == "decoder.layers.2.pre_mlp_layernorm.weight"
+    assert names.of("decoder.final_norm.weight") == "decoder.final_norm.weight"
+
+
+def test_a_live_model_of_other_layers_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=re.escape("a HybridModel with Mamba layers (M) in 'M*-'")):
+        GlobalNames(stand_in("M*-", range(3)), 1, frozenset())
+
+
+def test_before_it_came_it_is_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
+    actor = ActorConfig(**{**DENSE_FLOAT32, "hybrid_layer_pattern": "*-*-"})
+    with pytest.raises(ConfigError, match=r"pattern: megatron-core 0\.18\.2 has no HybridModel.*Install 0\.19"):
+        transformer_config(actor, train_sizes(actor, 1), table_for(served_config("llama")))
