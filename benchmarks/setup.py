@@ -43,8 +43,10 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.messages import content_digest, encode
 from hybrid_engine.models import table_for
+from hybrid_engine.ranks.agreement import first_to_have
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.ranks.rank_tree import TreeShape
 from hybrid_engine.records.holdings import SideLayout, first_members, rank_classes
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.sides import Side, layout_messages
@@ -113,10 +115,11 @@ def told_by_ranks(side: SideLayout, extra: Sequence[bytes] = ()) -> tuple[list[l
     return [said[kind] for kind in classes], list(numbers)
 
 
-def received_nbytes(told: Sequence[Sequence[int]], messages: Sequence[bytes]) -> int:
-    """As `Agreement.share` counts: digests and lengths of all ranks' messages, then twice the messages."""
-    own = encode([(content_digest(messages[number]), len(messages[number])) for number in told[0]])
-    return len(told) * len(own) + 2 * sum(map(len, messages))
+def received_nbytes(rank: int, shape: TreeShape, told: Sequence[Sequence[int]], messages: Sequence[bytes]) -> int:
+    """What `Agreement.share` brings a rank: digests and lengths of all messages (with their sizes), then these."""
+    digests = encode([(content_digest(messages[number]), len(messages[number])) for number in told[0]])
+    lent = [sum(len(messages[number]) for number in numbers) for numbers in first_to_have(told)]
+    return sum(shape.received_nbytes(rank, sizes) for sizes in ([8] * len(told), [len(digests)] * len(told), lent))
 
 
 def _feed(model: str, ranks: int, path: Path) -> list[str]:
@@ -162,7 +165,7 @@ def measure(model: str, ranks: int, path: Path, unserved: Sequence[str]) -> Row:
         model,
         ranks,
         seconds,
-        sum(received_nbytes(*each) for each in fed.values()),
+        sum(received_nbytes(rank, TreeShape(hosts), *each) for each in fed.values()),
         peak,
         (len(source.kinds), len(own.destination.kinds)),
         sum(1 for _ in own.plan.transfers()),

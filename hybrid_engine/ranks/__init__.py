@@ -3,7 +3,8 @@
     job.py              Job: rank, hosts, device, agreement; handed to all that ask who is who; how ranks meet
     agreement.py        all ranks leave a phase together: all succeeded, or all raise; hosts keep near each other in it
       failure_watch.py    what became of the others, known while this rank still waits for them
-      groups.py           hosts, and whether a process still lives; groups by host; the end of groups
+      rank_tree.py        what all must know goes from each host's ranks to its first, from these to the first of few
+      groups.py           hosts, and whether a process still lives; groups of some ranks; the end of groups
       process.py          a signal waits for the end of collectives; forked children end nothing of the rank's
     digests.py          8 bytes for a tensor of any size, computed where it lies
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
@@ -12,8 +13,8 @@
 
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines
     2    join_process_group           waits until all ranks have started
-    3    Agreement(rank, ...)         a gloo group of its own, and a thread that watches
-    4    gather(host), use_hosts      once; of many ranks, a host's first meet for the others
+    3    hosts of all                 by the job's store, once
+    4    Agreement(rank, hosts, ...)  connections of its own, and a thread that watches
     5  with agreement.building(): ... set-up, with longer waits; each step in `agreement.phase(name)`
     6  with agreement.phase(name): ... each phase of a switch
     7  job.close()                    after all that uses it

@@ -23,7 +23,6 @@ also hears here, at every step, of failures elsewhere, though no message comes t
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,7 +30,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.errors import (
     HybridEngineError,
@@ -47,14 +45,12 @@ from hybrid_engine.errors import (
 from hybrid_engine.messages import LIMIT, content_digest, decode, encode, require_size
 from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
 from hybrid_engine.ranks.failure_watch import FailureWatch
-from hybrid_engine.ranks.groups import HostLeaders, end_groups, gathered, is_lost_connection, plain_text
+from hybrid_engine.ranks.groups import is_lost_connection, plain_text
 from hybrid_engine.ranks.process import signals_held
+from hybrid_engine.ranks.rank_tree import RankTree, TreeShape
 
 SECONDS_TO_BUILD = 300.0
 """Floor of the longest wait while engines are built: ranks of a busy host import for a minute, and not at one speed."""
-
-LARGEST_RING = 8
-"""Ranks that meet in one ring: as many as a host usually has."""
 
 SECONDS_OF_A_ROUND = 5.0
 """Between two agreements of ranks that work for as long as it takes (`Agreement.rounds`)."""
@@ -69,9 +65,6 @@ MOST_SHARED = 2**31
 """Bytes of all messages that ranks share. FSDP2's ranks all hold something else: 2,048 of a dense 70B model say 195 MB,
 while DeepSeek-V3 in Megatron's layouts takes 17 MB for any number of ranks."""
 
-_PART = 2**28
-"""Bytes of one sum."""
-
 PATIENCE_AFTER_INTERRUPT = 1.0
 """In its place after Ctrl-C or SystemExit, which ends a job: torchrun kills after 30 s."""
 
@@ -81,39 +74,30 @@ _Said = tuple[tuple[str, bool] | None, str]
 
 
 class Agreement:
-    """Lets every rank know whether any rank failed. One small all-reduce when all is well; of many ranks on several
-    hosts, by way of each host's first (`use_hosts`).
+    """Lets every rank know whether any rank failed. One small maximum over all ranks when all is well.
 
     Args:
         rank: global rank of this process.
-        world_size: number of ranks.
+        hosts: by rank.
         timeout_seconds: longest wait for a peer, then LostRankError.
 
-    Creates a gloo group of its own, so that it works beside NCCL and never mixes with other traffic; `close` ends it.
+    Has connections of its own, so that it works beside NCCL and never mixes with other traffic; `close` ends them.
     Collective. After a LostRankError the ranks have no agreement any more: every call raises.
 
     Attributes:
-        world_size: as given.
+        world_size: number of ranks.
         lost: that error; None as long as the ranks are together.
-        nbytes_received: of what the ranks told each other, in all; without maxima and flags.
+        nbytes_received: of what the ranks told each other, in all; without maxima.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
-        self._rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
+        self._rank, self._shape, self.world_size = rank, TreeShape(hosts), len(hosts)
         self.timeout_seconds = timeout_seconds
-        self.group: dist.ProcessGroup | None = _new_group(timeout_seconds)
-        self._leaders: HostLeaders | None = None  # by which they meet; default: in the group
+        self._tree: RankTree | None = RankTree(rank, self._shape, timeout_seconds)
         self.lost: LostRankError | None = None
         self.nbytes_received = 0
         self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
-        self._watch = FailureWatch(rank, world_size, timeout_seconds)
-
-    def use_hosts(self, hosts: Sequence[str]) -> None:
-        """Meet by way of hosts, where there are many ranks; `hosts` by rank. Collective."""
-        if len(hosts) > LARGEST_RING and 1 < len(set(hosts)) < len(hosts):
-            with self.phase("connecting hosts"):
-                leaders = HostLeaders(self._rank, hosts, self.timeout_seconds)
-            self._leaders = leaders  # the phase itself ended without
+        self._watch = FailureWatch(rank, self.world_size, timeout_seconds)
 
     def pace(self, hosts: Sequence[str]) -> Pace:
         """Return what keeps hosts near each other within a phase of many steps; `hosts` by rank."""
@@ -121,23 +105,21 @@ class Agreement:
         return Pace(self._watch, len(set(hosts)), is_first=is_first, timeout_seconds=self.timeout_seconds)
 
     def close(self) -> None:
-        """End the group, when there is nothing more to agree on; idempotent."""
+        """End the connections, when there is nothing more to agree on; idempotent."""
         self._watch.close()
-        self._end_group()
+        self._disconnect()
 
-    def _end_group(self) -> None:
-        group, self.group = self.group, None
-        leaders, self._leaders = self._leaders, None
-        if leaders is not None:
-            leaders.close()
-        end_groups(group)
+    def _disconnect(self) -> None:
+        tree, self._tree = self._tree, None
+        if tree is not None:
+            tree.close()
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """Set-up: the longest wait is `SECONDS_TO_BUILD`, or the timeout if that is longer. Collective."""
-        group, leaders, seconds = self._open_group(), self._leaders, self.timeout_seconds
+        tree, seconds = self._connections(), self.timeout_seconds
         longer = max(seconds, SECONDS_TO_BUILD)
-        self.group, self._leaders = _new_group(longer), None  # who would wait no longer than the timeout
+        self._tree = RankTree(self._rank, self._shape, longer)
         self.timeout_seconds = longer
         self._watch.set_silence(longer)
         try:
@@ -148,12 +130,12 @@ class Agreement:
                 self._watch.tell("building", _described(error), _patience_after(error, SHORT_PATIENCE))
             raise
         finally:
-            self._end_group()
+            self._disconnect()
             self.timeout_seconds = seconds
             self._watch.set_silence(seconds)
-            self.group, self._leaders = group, leaders
+            self._tree = tree
             if self.lost is not None:
-                self._end_group()
+                self._disconnect()
 
     @contextmanager
     def phase(
@@ -172,7 +154,7 @@ class Agreement:
             waiting: those ranks; default: all. The others have the timeout.
             kind: what an error that is not this project's becomes.
         """
-        self._open_group()
+        self._connections()
         error, self._agreed = None, None
         try:
             with self._watch.inside(name):
@@ -209,7 +191,7 @@ class Agreement:
 
         Raises LostRankError where a library lost its connection to a rank that failed or ended.
         """
-        self._open_group()
+        self._connections()
         try:
             with self._watch.inside(name):
                 yield
@@ -232,7 +214,7 @@ class Agreement:
         Says nothing of what all ranks have raised, or of what this one heard from another.
         """
         is_known = error is self._agreed or (isinstance(error, Exception) and _is_secondhand(error))
-        if self.group is not None and not is_known:
+        if self._tree is not None and not is_known:
             with self._watch.inside("leaving"):
                 self._watch.tell("leaving", _described(error), self.timeout_seconds)
 
@@ -254,7 +236,7 @@ class Agreement:
         StateError, naming what each called, where no rank failed and ranks end different phases, or differ in
         `what_follows`: what must be the same of the collective that comes next, for gloo aborts where sizes differ.
         """
-        self._open_group()  # never kept in a variable: an error's traceback would keep its connections open
+        self._connections()  # never kept in a variable: an error's traceback would keep its connections open
         with self._watch.arrived(phase):
             if error is not None and not self._tell(phase, error, patience, waiting):
                 raise self._part(phase, error) from error
@@ -283,7 +265,7 @@ class Agreement:
             value: small: every rank receives that of all.
             kind: its type as `messages.decode` takes it, e.g. `list[str]`.
             phase: in messages.
-            limit: most bytes of all ranks' together, each as long as the longest.
+            limit: most bytes of all ranks' together.
 
         Raises RemoteError, and MessageError for what cannot be told, is not of this type, or is too long.
         """
@@ -311,22 +293,21 @@ class Agreement:
             [numbers.setdefault(each, len(numbers)) for each in of_rank]
             for of_rank in self.gather(own, list[tuple[bytes, int]], phase)
         ]
-        places = list(itertools.accumulate((nbytes for _, nbytes in numbers), initial=0))
+        nbytes = [size for _, size in numbers]
+        lent = first_to_have(told)
         with self.phase(phase):
-            require_size(places[-1], MOST_SHARED)
-            # The first rank that has a message lends it, all others have zeros there: their sum is the message.
-            joined = torch.zeros(places[-1], dtype=torch.uint8)
-            first_with = {number: rank for rank in reversed(range(self.world_size)) for number in told[rank]}
-            for message, number in zip(messages, told[self._rank], strict=True):
-                if first_with[number] == self._rank and message:
-                    lent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-                    joined[places[number] : places[number + 1]] = lent
-        for part in joined.split(_PART):
-            with self._connected(phase):
-                dist.all_reduce(part, group=self._open_group())
-        self.nbytes_received += 2 * len(joined)  # at most: around a ring, to be summed and then as the sum
+            require_size(sum(nbytes), MOST_SHARED)
+            by_number = dict(zip(told[self._rank], messages, strict=True))
+            joined = b"".join(by_number[number] for number in lent[self._rank])
+            room = torch.empty(sum(nbytes), dtype=torch.uint8)  # a rank that has no memory says so before it is told
+        with self._connected(phase):
+            said = self._tell_all(joined, [sum(nbytes[number] for number in of_rank) for of_rank in lent], room)
         with self.phase(phase):
-            found = [joined[start:stop].numpy().tobytes() for start, stop in itertools.pairwise(places)]
+            found = [b""] * len(nbytes)
+            for of_rank, text in zip(lent, said, strict=True):
+                ends = itertools.accumulate((nbytes[number] for number in of_rank), initial=0)
+                for number, (start, stop) in zip(of_rank, itertools.pairwise(ends), strict=True):
+                    found[number] = text[start:stop].tobytes()
             if any(content_digest(message) != digest for message, (digest, _) in zip(found, numbers, strict=True)):
                 raise MessageError(f"{phase}: a message is not what the rank that sent it says it is")
         return told, found
@@ -358,27 +339,26 @@ class Agreement:
 
     def _maximum(self, values: torch.Tensor) -> None:
         """Over all ranks, in place."""
-        if self._leaders is None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._open_group())
-        else:
-            self._leaders.maximum(values)
+        self._connections().maximum(values)
 
-    def _gather(self, data: bytes, phase: str, error: Exception | None = None, limit: int = LIMIT) -> list[bytes]:
+    def _gather(self, data: bytes, phase: str, error: Exception | None = None, limit: int = LIMIT) -> list[memoryview]:
         """The messages of all ranks, by rank. Raises MessageError on all of them where they are longer than `limit`."""
         with self._connected(phase, error):
-            messages = gathered(data, self.world_size, self._all_gather, limit)
-        self.nbytes_received += self.world_size * max(map(len, messages))
-        return messages
+            nbytes = self._tell_all(len(data).to_bytes(8, "little"), [8] * self.world_size)
+            sizes = [int.from_bytes(each, "little") for each in nbytes]
+            require_size(sum(sizes), limit)
+            return self._tell_all(data, sizes)
 
-    def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor) -> None:
-        dist.all_gather(rows, row, group=self._open_group())
+    def _tell_all(self, message: bytes, sizes: Sequence[int], room: torch.Tensor | None = None) -> list[memoryview]:
+        self.nbytes_received += self._shape.received_nbytes(self._rank, sizes)
+        return self._connections().gather(message, sizes, room)
 
-    def _open_group(self) -> dist.ProcessGroup:
+    def _connections(self) -> RankTree:
         if self.lost is not None:
             raise StateError(f"the ranks have parted, end the job: {self.lost}") from self.lost
-        if self.group is None:
+        if self._tree is None:
             raise StateError("there is nothing to agree on any more: what used this was shut down")
-        return self.group
+        return self._tree
 
     def _tell(self, phase: str, error: Exception, patience: float | None, waiting: Collection[int] | None) -> bool:
         """Let the others know; whether to go on and meet them."""
@@ -427,12 +407,22 @@ class Agreement:
                 unknown = f"a rank exited or did not respond within {self.timeout_seconds:g} s; see the other logs"
             error = LostRankError(_parted(phase, error, self._reasons() or [unknown]))
         self.lost = error
-        self._end_group()
+        self._disconnect()
         return error
 
     def _reasons(self) -> list[str]:
         """Return what is known of the others: what they said of themselves, or how they ended."""
         return list(map(str, self._watch.failures_of_others())) or self._watch.ended_ranks()
+
+
+def first_to_have(told: Sequence[Collection[int]]) -> list[list[int]]:
+    """By rank, those of its messages that no rank before it has; `told`: all numbers of each."""
+    had: set[int] = set()
+    first = []
+    for numbers in told:
+        first.append([number for number in dict.fromkeys(numbers) if number not in had])
+        had.update(numbers)
+    return first
 
 
 def _parted(phase: str, error: Exception | None, reasons: list[str]) -> str:
@@ -478,10 +468,6 @@ def _patience_after(error: BaseException, patience: float) -> float:
 def _is_secondhand(error: Exception) -> bool:
     """Whether this rank came to know of another's failure, and has none of its own."""
     return isinstance(error, (RemoteError, LostRankError))
-
-
-def _new_group(timeout_seconds: float) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 NUM_STEPS = 8

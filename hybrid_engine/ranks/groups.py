@@ -1,9 +1,7 @@
-"""Hosts, and process groups: which processes can see each other, groups of ranks by host, and the end of groups.
+"""Hosts, and process groups: which processes can see each other, groups of some ranks, and the end of groups.
 
-gloo's all-reduce goes around a ring, twice the number of ranks messages one after the other: 0.1 s among 2,048
-(estimated), for a single number. So what all ranks must know goes by way of the hosts' first ranks (`HostLeaders`), and
-what only the ranks of a host need stays there (`HostGroup`). torch keeps every group until it is told to end it
-(`end_groups`), or until the job ends.
+What only the ranks of a host need stays there (`HostGroup`); what all ranks must know goes by way of few
+(ranks/rank_tree.py). torch keeps every group until it is told to end it (`end_groups`), or until the job ends.
 """
 
 from __future__ import annotations
@@ -117,34 +115,51 @@ def let_device_finish() -> None:
         logger.warning("the device cannot be asked whether it has finished: %s", error)
 
 
-class HostGroup:
-    """The ranks of this one's host, over gloo.
+class RankGroup:
+    """Some ranks over gloo, each connected with each other.
 
     Not one of torch's own groups: every rank of the job has to call for each of those, hundreds where there are
     hundreds of hosts. A rank that is not in one returns at once, unless the default group is bound to a device: then
     each call splits NCCL's communicator, on all ranks.
 
     Attributes:
-        ranks: of this host, in order.
+        ranks: of the group; the first tells the others.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
-        """`hosts`: of all ranks, by rank. Collective: all ranks make their groups in the same order."""
-        self.ranks = [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
-        self._gloo: dist.ProcessGroupGloo | None = _connected(
-            f"{next(_numbers)}/{self.ranks[0]}", self.ranks, rank, timeout_seconds
-        )
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout_seconds: float) -> None:
+        """`name`: among all groups of the job. Collective, for its ranks."""
+        self.ranks = ranks
+        self._gloo: dist.ProcessGroupGloo | None = _connected(name, ranks, rank, timeout_seconds)
+
+    @staticmethod
+    def new_number() -> int:
+        """One that makes names differ, the same on all ranks: all make their groups in the same order."""
+        return next(_numbers)
 
     def begin_maximum(self, values: torch.Tensor) -> dist.Work:
         """Let every element be the largest of all ranks', in place, once what is returned has been waited for."""
-        return _begin_maximum(self._open(), values)
+        return self._open().allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]
 
     def gather(self, message: bytes) -> dict[int, bytes]:
-        """By rank of this host, its message. Raises MessageError for more than a message may have."""
+        """By rank of the group, its message. Raises MessageError for more than a message may have."""
         return dict(zip(self.ranks, gathered(message, len(self.ranks), self._all_gather), strict=True))
 
+    # what is waited for is in no variable: an error's traceback would keep its connections open
+
+    def tell(self, values: torch.Tensor) -> None:
+        """Let all have the first rank's, in place."""
+        self._open().broadcast(values, 0).wait()  # type: ignore[attr-defined]  # none of these is in torch's stubs
+
+    def send(self, values: torch.Tensor, rank: int) -> None:
+        """Give them to another rank, which calls `receive`."""
+        self._open().send([values], self.ranks.index(rank), 0).wait()  # type: ignore[attr-defined]
+
+    def receive(self, values: torch.Tensor, rank: int) -> None:
+        """Take what another rank sends, in place."""
+        self._open().recv([values], self.ranks.index(rank), 0).wait()  # type: ignore[attr-defined]
+
     def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor) -> None:
-        self._open().allgather([rows], [row]).wait()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._open().allgather([rows], [row]).wait()  # type: ignore[attr-defined]
 
     def _open(self) -> dist.ProcessGroupGloo:
         assert self._gloo is not None, "the group is closed"
@@ -155,29 +170,38 @@ class HostGroup:
         self._gloo = None
 
 
-class HostLeaders:
-    """A maximum over all ranks: over each host's, over the hosts' first, and over each host's again."""
+class HostGroup(RankGroup):
+    """The ranks of this one's host, in order."""
 
     def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
-        """See `HostGroup`."""
-        first = {host: number for number, host in reversed(list(enumerate(hosts)))}
-        leaders = sorted(first.values())
-        number = next(_numbers)  # first: where a connection fails on one host alone, all ranks still count the same
-        self._host = HostGroup(rank, hosts, timeout_seconds)
-        self._leaders = _connected(f"{number}/leaders", leaders, rank, timeout_seconds) if rank in leaders else None
+        """`hosts`: of all ranks, by rank. Collective: all ranks make their groups in the same order."""
+        (ranks,) = [mates for mates in ranks_by_host(hosts) if rank in mates]
+        super().__init__(f"{self.new_number()}/{ranks[0]}", ranks, rank, timeout_seconds)
 
-    def maximum(self, values: torch.Tensor) -> None:
-        """Let every element be the largest of all ranks', in place. Raises RuntimeError as torch.distributed does."""
-        # what is waited for is in no variable: an error's traceback would keep its connections open
-        self._host.begin_maximum(values).wait()
-        if self._leaders is not None:
-            _begin_maximum(self._leaders, values).wait()
-        self._host.begin_maximum(values).wait()
 
-    def close(self) -> None:
-        """End the connections; idempotent."""
-        self._host.close()
-        self._leaders = None
+def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host, given the hosts by rank."""
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    return list(by_host.values())
+
+
+def connected_parts(meets: Sequence[int]) -> list[list[int]]:
+    """All ranks, in parts that have nothing to do with each other.
+
+    `meets`: by rank, whom it meets, as bits by rank; of two that meet, both say so.
+    """
+    parts, left = [], (1 << len(meets)) - 1
+    while left:
+        found, part = left & -left, []
+        while new := found & left:
+            rank = new.bit_length() - 1
+            left &= ~(1 << rank)
+            found |= meets[rank]
+            part.append(rank)
+        parts.append(sorted(part))
+    return parts
 
 
 def gathered(
@@ -211,15 +235,10 @@ def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch
 
 
 def _connected(name: str, ranks: Sequence[int], rank: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
-    store = dist.PrefixStore(f"hybrid_engine/hosts/{name}", job_store())
+    store = dist.PrefixStore(f"hybrid_engine/groups/{name}", job_store())
     group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_seconds))
     own_groups.add(group)
     return group
-
-
-def _begin_maximum(gloo: dist.ProcessGroupGloo, values: torch.Tensor) -> dist.Work:
-    work: dist.Work = gloo.allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]  # not in torch's stubs
-    return work
 
 
 _numbers = itertools.count()

@@ -1,8 +1,8 @@
 """`Job`: what one rank knows of the job it belongs to, handed down to all that asks who is who.
 
     job = Job.join(timeout)      1. torchrun's ranks meet in one process group, unless there is one
-                                 2. an agreement of all ranks                              (ranks/agreement.py)
-                                 3. the ranks tell each other their hosts, once               (ranks/groups.py)
+                                 2. they tell each other their hosts, once, by way of its store
+                                 3. an agreement of all ranks                              (ranks/agreement.py)
     InferenceEngine(..., job), HybridEngine(...), save_checkpoint(..., job) ...
     job.close()                  ends the agreement, and the process group if it was made here
 
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -26,6 +27,7 @@ from hybrid_engine.errors import ConfigError, LostRankError, Violation
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD, Agreement
 from hybrid_engine.ranks.groups import HostGroup, end_groups, host_id, let_device_finish
 from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.torch_internals import job_store
 
 
 def join_process_group(timeout_seconds: float) -> bool:
@@ -42,7 +44,7 @@ def join_process_group(timeout_seconds: float) -> bool:
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=start_up)))
         # torchrun's store outlives a group: under its own keys a second one would find the first one's addresses
-        own_store = dist.PrefixStore(f"hybrid_engine/{next(_group_numbers)}", store)
+        own_store = dist.PrefixStore(f"hybrid_engine/{next(_numbers)}", store)
         _meet(own_store, rank, world_size, start_up)
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -77,24 +79,32 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    """Wait until every rank has started: they import for a minute on a busy host, and not at one speed.
+def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, said: str = "") -> list[str]:
+    """Wait until every rank is there, and hear what it says: they import for a minute on a busy host, and not at one
+    speed. Afterwards a wait for a peer takes no longer than the timeout.
 
-    Afterwards a wait for a peer takes no longer than the timeout. Raises LostRankError naming the missing ranks.
+    Raises LostRankError naming the missing ranks.
     """
     names = [f"started/{each}" for each in range(world_size)]
-    store.set(names[rank], "")
+    store.set(names[rank], said)
     try:
-        store.wait(names, datetime.timedelta(seconds=seconds))
-    except dist.DistStoreError as error:
-        missing = [str(each) for each, name in enumerate(names) if not store.check([name])]
+        if rank == 0:  # for all, who would each ask the store for as many answers
+            store.wait(names, datetime.timedelta(seconds=seconds))
+            store.set("all", json.dumps([store.get(name).decode() for name in names]))
+        store.wait(["all"], datetime.timedelta(seconds=seconds))
+    except dist.DistError as error:
+        missing = ["0"]  # which has the store, and ends the wait for all
+        with suppress(dist.DistError):
+            missing = [str(each) for each, name in enumerate(names) if not store.check([name])] or missing
         raise LostRankError(
             f"rank {', '.join(missing)} of {world_size} did not start within {seconds:g} s: see its log, or raise "
             "generate_config.timeout_seconds"
         ) from error
+    told: list[str] = json.loads(store.get("all"))
+    return told
 
 
-_group_numbers = itertools.count()
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,10 +142,11 @@ class Job:
             if join_process_group(timeout_seconds):
                 undo.callback(_end_process_group)
             rank = dist.get_rank()
-            agreement = Agreement(rank, dist.get_world_size(), timeout_seconds)
+            store = dist.PrefixStore(f"hybrid_engine/jobs/{next(_numbers)}", job_store())
+            seconds = max(timeout_seconds, SECONDS_TO_BUILD)
+            hosts = _meet(store, rank, dist.get_world_size(), seconds, host or host_id())
+            agreement = Agreement(rank, hosts, timeout_seconds)
             undo.callback(agreement.close)
-            hosts = agreement.gather(host or host_id(), str, "exchange of hosts")
-            agreement.use_hosts(hosts)
             return cls(rank, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
 
     @property
@@ -148,11 +159,14 @@ class Job:
     ) -> dist.ProcessGroup:
         """A group for one purpose only: after a timeout it is dead. It ends with `owner`. Collective.
 
-        Of all ranks, or of those in this rank's part; each rank is in one of the `parts`.
+        Of all ranks, or of those in this rank's part; each rank is in one of the `parts`. gloo connects each rank with
+        all others of its group, NCCL with those that it sends something.
         """
         with self.agreement.phase(f"connecting a {backend} group"):
             # NCCL's watchdog ends the process at a group's timeout: whoever waits for a peer is to say so before
             seconds = self.timeout_seconds * (2 if backend == "nccl" else 1)
+            # All ranks call for all parts: with use_local_synchronization torch would name a group by how many groups
+            # a rank has, which differs where Megatron's stages do.
             groups = [
                 (ranks, dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=seconds)))
                 for ranks in parts or [range(self.world_size)]
@@ -161,7 +175,8 @@ class Job:
             owner.callback(end_groups, group)
             # A group's connections are made at first use, NCCL's by all ranks together: they would wait for one that
             # has nothing to send in the first bucket.
-            dist.all_reduce(torch.zeros(1, device=self.device if backend == "nccl" else "cpu"), group=group)
+            if group.size() > 1:
+                dist.all_reduce(torch.zeros(1, device=self.device if backend == "nccl" else "cpu"), group=group)
         return group
 
     def new_host_group(self, owner: ExitStack) -> HostGroup:

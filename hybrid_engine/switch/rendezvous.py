@@ -36,7 +36,7 @@ from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.ranks.groups import HostGroup
+from hybrid_engine.ranks.groups import HostGroup, connected_parts, ranks_by_host
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.records.sides import Side, layout_messages
@@ -178,7 +178,7 @@ def connect(
             handles |= _gather_handles(job, of_relays, fence_group)
         # each for one purpose: a group that timed out is dead
         transfer_group = _transfer_group(job, made.plan, handles.keys(), config, owner)
-        notify_group = job.new_group("gloo", owner) if has_relays else None
+        notify_group = job.new_group("gloo", owner, ranks_by_host(job.hosts)) if has_relays else None
         with job.agreement.phase("plan"):
             context = TransportContext(
                 job.rank,
@@ -290,10 +290,19 @@ def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: HostGroup) 
 def _transfer_group(
     job: Job, made: ReshardPlan, exported: Set[BufferId], config: GenerateConfig, owner: ExitStack
 ) -> dist.ProcessGroup | None:
-    """For messages, if any rank has some: an NCCL communicator keeps hundreds of MB of each device. Collective."""
-    chosen = {choose_transport(transfer, exported, config.transport) for transfer in made.transfers()}
-    (is_needed,) = job.agreement.any_of([CollectiveTransport.name in chosen], "choice of transports")
-    return job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner) if is_needed else None
+    """For messages, if any rank has some: of those that meet, directly or by way of others. Collective.
+
+    An NCCL communicator keeps hundreds of MB of each device.
+    """
+    meets = 0  # bit by rank, so that what 2,048 ranks say is half a MB
+    for transfer in made.transfers():
+        if choose_transport(transfer, exported, config.transport) == CollectiveTransport.name:
+            meets |= 1 << transfer.src_rank | 1 << transfer.dst_rank
+    own = meets.to_bytes(-(-job.world_size // 8), "little")
+    told = [int.from_bytes(each, "little") for each in job.agreement.gather(own, bytes, "choice of transports")]
+    if not any(told):
+        return None
+    return job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner, connected_parts(told))
 
 
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -21,18 +21,18 @@ from hybrid_engine.records.layout import Buffer, BufferId
 
 @dataclass(frozen=True)
 class TransportContext:
-    """The same on all ranks but for `rank` and `relays`. Raises ValueError for a timeout that is not positive.
+    """Raises ValueError for a timeout that is not positive.
 
     Attributes:
         rank: global rank of this process; transfers name global ranks.
         source_buffers: of all ranks; on the wire is `plan.wire_dtype` of a transfer's two buffers.
-        handles: of the buffers of all ranks that others can map (`export_handles`), those of relay buffers too.
-        group: for transfers that memory cannot carry; None: there are none. It holds all ranks of the transfers.
-            Better one of its own: after a timeout it is dead.
+        handles: of buffers of this host's ranks, relay buffers among them, that the others can map (`export_handles`).
+        group: for transfers that memory cannot carry, with all whom this rank meets there; None: there are none. Better
+            one of its own: after a timeout it is dead.
         destination_buffers: of all ranks; one that is left out has the dtype of its source.
         relays: the relay buffers that this rank has to do with; None: none.
-        notify_group: for `Transport.notify`; default: `group`. Better gloo, since NCCL would deliver after all that is
-            in flight.
+        notify_group: for `Transport.notify`, with the ranks of the host; default: `group`. Better gloo, since NCCL
+            would deliver after all that is in flight.
         buckets: of the plan, in order: a transport may keep what a later one needs. Default: it keeps nothing.
         timeout: seconds that a bucket may wait for peers in all.
     """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker
 from hybrid_engine.planning.relays import staging_nbytes
-from hybrid_engine.ranks import agreement
+from hybrid_engine.ranks import rank_tree
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from tests.harness.launch import Outcomes, Ranks
@@ -53,7 +53,7 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> Switched:
     """A pipeline stage on two ranks each, whole models for generation; `hosts` says where each rank is."""
     config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "LARGEST_RING", 2)  # so that hosts' first ranks meet for the others
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # so that hosts' first ranks meet for the others
         job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
     worker = ActorHybridWorker(config, job=job)
     digests: list[dict[str, str]] = [{}, {}]

@@ -158,8 +158,15 @@ def _phase(agreement: Agreement, error: Exception | None) -> str:
 
 def _without_memory(agreement: Agreement, rank: int) -> object:
     """Rank 1 has none for what is shared."""
-    with mock.patch.object(torch, "zeros", side_effect=MemoryError("full")) if rank else nullcontext():
-        return agreement.share([b"told"])
+    empty, message = torch.empty, b"told"
+
+    def full(nbytes: int, **arguments: object) -> torch.Tensor:
+        if nbytes == len(message):
+            raise MemoryError("full")
+        return empty(nbytes, **arguments)
+
+    with mock.patch.object(torch, "empty", full) if rank else nullcontext():
+        return agreement.share([message])
 
 
 def _interrupted(agreement: Agreement) -> list[str]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import StateError, TransportError
-from hybrid_engine.ranks import agreement, groups
+from hybrid_engine.ranks import agreement, groups, rank_tree
 from hybrid_engine.ranks.agreement import Agreement
-from hybrid_engine.ranks.groups import HostGroup, HostLeaders, end_groups
+from hybrid_engine.ranks.groups import HostGroup, end_groups
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
@@ -26,12 +25,8 @@ LOST_SECONDS = 60.0  # a rank's end is noticed long before
 
 def joined(rank: int) -> Job:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "LARGEST_RING", 2)
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
         return Job.join(LOST_SECONDS, host=HOSTS[rank])
-
-
-def all_fail(*_: object, **__: object) -> NoReturn:
-    raise AssertionError("a ring of all ranks")
 
 
 def phase_of(agreed: Agreement, error: Exception | None) -> str:
@@ -49,22 +44,16 @@ def meet_on_two_hosts() -> dict[str, object]:
     values, group = torch.tensor([rank, -rank]), HostGroup(rank, HOSTS, LOST_SECONDS)
     group.begin_maximum(values).wait()
     group.close()
-    everywhere, leaders = torch.tensor([rank, -rank]), HostLeaders(rank, HOSTS, LOST_SECONDS)
-    leaders.maximum(everywhere)
-    leaders.close()
-    results: dict[str, object] = {"host": values.tolist(), "all": everywhere.tolist()}
+    results: dict[str, object] = {"host": values.tolist()}
     agreed = joined(rank).agreement
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", all_fail)
-        results["well"] = phase_of(agreed, None)
-        results["flags"] = agreed.any_of([rank == 3, rank == 1, False], "flags")
+    results["well"] = phase_of(agreed, None)
+    results["flags"] = agreed.any_of([rank == 3, rank == 1, False], "flags")
+    results["told"] = agreed.gather("x" * rank, str)
     for failing in (0, 3):
         results[f"rank {failing} fails"] = phase_of(agreed, StateError("not now") if rank == failing else None)
     with agreed.building():
         results["building"] = phase_of(agreed, StateError("not built") if rank == 3 else None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", all_fail)
-        results["well again"] = phase_of(agreed, None)
+    results["well again"] = phase_of(agreed, None)
     results.update(walk_apart(joined(rank), rank))
     results.update(lose_rank_3(joined(rank).agreement, rank))
     dist.destroy_process_group()
@@ -108,15 +97,15 @@ def found(ranks: Ranks) -> list[dict[str, object]]:
     return ranks.launch(meet_on_two_hosts, 4, timeout=200)
 
 
-def test_a_maximum_over_a_host_and_over_all(found: list[dict[str, object]]) -> None:
+def test_a_maximum_over_a_host(found: list[dict[str, object]]) -> None:
     assert [own["host"] for own in found] == [[2, 0], [3, -1]] * 2
-    assert [own["all"] for own in found] == [[3, 0]] * 4
 
 
-def test_no_ring_of_all_ranks_where_all_is_well(found: list[dict[str, object]]) -> None:
+def test_all_ranks_know_the_same(found: list[dict[str, object]]) -> None:
     for own in found:
         assert own["well"] == own["well again"] == "returned None"
         assert own["flags"] == [True, True, False]
+        assert own["told"] == ["", "x", "xx", "xxx"]
 
 
 def test_all_ranks_raise_when_one_fails(found: list[dict[str, object]]) -> None:
@@ -148,8 +137,8 @@ def test_ranks_of_other_hosts_hear_of_a_failure_on_their_way(found: list[dict[st
         assert found[rank]["walked"] < NUM_WALKED
 
 
-def names_of_leaders(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
-    """Under which names rank 0 of "ab" connects twice; the connection of this number fails."""
+def names_of_groups(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
+    """Under which names rank 0 connects twice; the connection of this number fails."""
     names: list[str] = []
 
     def connected(name: str, *_: object) -> None:
@@ -159,15 +148,17 @@ def names_of_leaders(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]
 
     monkeypatch.setattr(groups, "_connected", connected)
     monkeypatch.setattr(groups, "_numbers", itertools.count())
+    monkeypatch.setattr(rank_tree, "MOST_TOGETHER", 2)
+    shape = rank_tree.TreeShape(HOSTS)
     with contextlib.suppress(RuntimeError):
-        groups.HostLeaders(0, "ab", LOST_SECONDS)
-    groups.HostLeaders(0, "ab", LOST_SECONDS)
+        rank_tree.RankTree(0, shape, LOST_SECONDS)
+    rank_tree.RankTree(0, shape, LOST_SECONDS)
     return names[-2:]
 
 
 def test_a_connection_that_fails_here_alone_leaves_the_names_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    well, *failed = [names_of_leaders(monkeypatch, failing) for failing in (0, 1, 2)]
-    assert well == ["3/0", "2/leaders"]
+    well, *failed = [names_of_groups(monkeypatch, failing) for failing in (0, 1, 2)]
+    assert well == ["tree 1/0/0", "tree 1/1/0"]
     assert failed == [well, well]
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.ranks import agreement
+from hybrid_engine.ranks import agreement, rank_tree
 from hybrid_engine.ranks.failure_watch import FailureWatch
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
@@ -29,7 +29,7 @@ def fail_in_turn() -> tuple[dict[str, str], set[str]]:
     agreement.NUM_STEPS = 1  # in a process of its own
     FailureWatch.num_at = noted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "LARGEST_RING", 2)
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
         rig = Rig(host=HOSTS[rank], elastic=True)
     for call in CALLS:
         rig.training.step()
