@@ -8,7 +8,8 @@
     for every class of receivers:                     self, then same host, then network
         for every source box that is held there:      the one with the largest common part first
             take what it has of the part that is still missing
-        the ranks that hold a box equally near send it in a round robin of its receivers
+        the ranks that hold a box equally near send it in a round robin of its receivers; over the network in several, each
+    of some senders and some receivers, so that a rank does not meet more of the others the more there are
 
     on relaying hosts, whose ranks read each other's memory: what several places of a host need over the network is cut
     into common boxes; each comes once, to one of the ranks that need it (host ingress), these too in a round robin
@@ -20,6 +21,7 @@ nothing but a tensor's owners, the hosts, and its place in the model: one rank's
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -414,8 +416,12 @@ class Routes:
         return int(np.lcm.reduce(np.unique(counts)))
 
     def _network_senders(self, source: int, positions: np.ndarray, offset: RoundRobinOffset) -> np.ndarray:
-        ranks = self._sources[source].ranks
-        return ranks[(positions + offset.first + offset.index * self._network_rounds[source]) % len(ranks)]
+        """In as many round robins as divide senders and receivers evenly, so that each meets few of the others."""
+        ranks, num_receivers = self._sources[source].ranks, int(self._network_rounds[source])
+        num_parts = math.gcd(num_receivers, len(ranks))
+        of_part, senders = num_receivers // num_parts, len(ranks) // num_parts
+        part, position = np.divmod(positions, of_part)
+        return ranks[part * senders + (position + offset.first + offset.index * of_part) % senders]
 
     def _classes(self, index: int, destination: BoxOwners, near: Sequence[int]) -> Iterator[Receivers]:
         """The receivers of one box, by what they and their hosts hold of it and by how many places need it."""
