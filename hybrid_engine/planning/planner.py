@@ -15,7 +15,7 @@ import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
-from hybrid_engine.planning.coalescing import coalesce
+from hybrid_engine.planning.coalescing import by_place, coalesce
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of, wire_dtype
 from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
 from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes, TensorClass, holding_faults, tensor_classes
@@ -113,12 +113,8 @@ def box_transfers(
     planner = _Planner(*sides, Hosts(hosts), rank)
     for tensors in tensor_classes(sides[0].holdings, sides[1].holdings):
         planner.add(tensors)
-    in_order = (sorted(planner.transfers.get(tensor, ()), key=_by_place) for tensor in sides[1].holdings.owners)
+    in_order = (sorted(planner.transfers.get(tensor, ()), key=by_place) for tensor in sides[1].holdings.owners)
     return list(chain.from_iterable(in_order))
-
-
-def _by_place(transfer: Transfer) -> tuple[object, ...]:
-    return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset
 
 
 def _checked_sides(
