@@ -170,14 +170,6 @@ def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Missing:
-    """Elements of a tensor that ranks must receive: by rank, an object that its class shares; and bytes per element."""
-
-    numel: Mapping[int, int]
-    itemsize: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Moving:
     """One tensor of a class, as `_Planner` works on it.
 
@@ -214,7 +206,8 @@ class _Planner:
         self._sources, self._destinations = PlaceIndex(source), PlaceIndex(destination)
         self._hosts = hosts
         self._rank = rank
-        self._missing: dict[str, _Missing] = {}
+        # Elements of a tensor that ranks must receive, by rank, in an object that its class shares; bytes per element.
+        self._missing: dict[str, tuple[Mapping[int, int], int]] = {}
 
     def add(self, tensors: TensorClass) -> None:
         """Plan the tensors of a class, if the rank has to do with them."""
@@ -228,7 +221,7 @@ class _Planner:
         for index, name in enumerate(tensors.tensors):
             dtype = wire_dtype(*(dtypes[name] for dtypes in self._dtypes))
             moving = _Moving(name, tensors, routes, RoundRobinOffset(tensors.first, index), dtype)
-            self._missing[name] = _Missing(numel, int(tensors.itemsizes[index]))
+            self._missing[name] = numel, int(tensors.itemsizes[index])
             self.transfers[name] = [*self._straight(moving)]
             self._add_ingress(moving)
 
@@ -239,8 +232,8 @@ class _Planner:
         arriving, fan_out = relays.lay_out(index, relayed)
         transfers = tuple(coalesce(chain(straight, arriving)))
         least: Counter[int] = Counter()
-        for missing in (self._missing[tensor] for tensor in outline.tensors if tensor in self._missing):
-            least.update({rank: numel * missing.itemsize for rank, numel in missing.numel.items()})
+        for by_rank, itemsize in (self._missing[tensor] for tensor in outline.tensors if tensor in self._missing):
+            least.update({rank: numel * itemsize for rank, numel in by_rank.items()})
         return Bucket(
             index, outline.tensors, transfers, outline.groups, outline.nbytes, tuple(coalesce(fan_out)), dict(least)
         )
