@@ -75,7 +75,7 @@ def section() -> str:
         network=_gb(float(job.received_by_host.mean())),
         seconds=f"{job.seconds.max():.2f}",
         gather_seconds=f"{(model * 7 / 8 / 8) / 22e9:.2f}",
-        training=_gib(memory.training.max()),
+        training=_gib(memory.state.total.max()),
         params=_gib(memory.state.params.max()),
         inference=_gib(memory.inference.max()),
         switch=_gib(memory.switch.max()),

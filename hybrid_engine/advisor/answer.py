@@ -14,7 +14,7 @@ import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import JobPlan
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.memory import GIB, gib
+from hybrid_engine.layouts.memory import GIB, MIB, gib
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.planner import frozen_tensors
@@ -23,7 +23,7 @@ from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import Holdings, SideLayout, first_members, rank_classes
 
 GATHER = "gather of all weights, as verl and TRL"
-"""Their way: every rank receives all of each tensor that it does not hold (docs/comparison.md)."""
+"""Every rank receives all of each tensor that it does not hold (docs/comparison.md)."""
 
 
 MinMeanMax = Mapping[str, float]
@@ -62,12 +62,12 @@ class Answer:
 
 
 def range_of(values: np.ndarray) -> MinMeanMax:
-    """Of an array by rank or host."""
+    """Return smallest, mean and largest entry of an array by rank or host."""
     return {"min": values.min().item(), "mean": values.mean().item(), "max": values.max().item()}
 
 
 def moved_bytes(summary: ByteSummary) -> Ranges:
-    """Of a switch, by rank; `least`: no plan lets ranks receive less."""
+    """Return the bytes of a switch by rank; `least`: no plan lets ranks receive less."""
     return _ranges(
         received=summary.received,
         received_same_host=summary.host,
@@ -81,7 +81,7 @@ def moved_bytes(summary: ByteSummary) -> Ranges:
 
 
 def bytes_across_hosts(plan: JobPlan) -> Ranges:
-    """What comes to each host from others, and the least that must."""
+    """Return the bytes that come to each host from others, and the least that must."""
     return _ranges(received=plan.received_by_host, least=plan.bytes.network_lower_bound)
 
 
@@ -91,7 +91,7 @@ def facts_of_later(later: LaterSwitches) -> dict[str, Any]:
 
 
 def device_memory(plan: JobPlan) -> Ranges:
-    """By rank; see `memory_peaks.MemoryPeaks`."""
+    """Return bytes of device memory by rank; see `MemoryPeaks` and `TrainingMemory`."""
     memory, state = plan.memory, plan.memory.state
     late = {} if state.inelastic is None else {"inelastic": state.inelastic}
     return _ranges(
@@ -99,7 +99,7 @@ def device_memory(plan: JobPlan) -> Ranges:
         **late,
         grads=state.grads,
         optimizer=state.optimizer,
-        training=memory.training,
+        training=state.total,
         inference=memory.inference,
         switch=memory.switch,
         interleaved_switch=memory.interleaved_switch,
@@ -108,12 +108,12 @@ def device_memory(plan: JobPlan) -> Ranges:
 
 
 def host_memory(plan: JobPlan) -> Ranges:
-    """Of offloaded state."""
+    """Return bytes of host memory that offloaded state takes while vLLM generates."""
     return _ranges(per_rank=plan.on_host, per_host=plan.host_nbytes)
 
 
 def assumptions(plan: JobPlan) -> str:
-    """What the peaks of device memory depend on, beside sizes, in a sentence."""
+    """Name, in sentences, the settings other than sizes on which the peaks of device memory depend."""
     released = "leave the device while it trains (release_weights: true)"
     if plan.memory.keeps_inference:
         released = "stay on the device while it trains (release_weights: false)"
@@ -162,7 +162,7 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
 
 
 def facts_of_rank(plan: ReshardPlan, rank: int, planning_seconds: float) -> dict[str, Any]:
-    """What the plan of one rank says; bytes by link. `staging`: memory of its messages between hosts."""
+    """Return the numbers of one rank's plan; bytes by link. `staging`: memory of its messages between hosts."""
     transfers = list(plan.transfers())
     count = plan.bytes_by_rank.get(rank, ByteCount(0, 0, 0, 0))
     sent = dict.fromkeys((Link.HOST.value, Link.NETWORK.value), 0)
@@ -186,7 +186,7 @@ def _ranges(**values: np.ndarray) -> Ranges:
 
 
 def _sizes(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
-    """Those that are set, by attribute, and the data parallel size."""
+    """Return the sizes that differ from their defaults, by attribute, and the data parallel size."""
     defaults = asdict(type(sizes)(world_size=sizes.world_size))
     changed = {name: value for name, value in asdict(sizes).items() if value != defaults[name]}
     shards = {"num_shards": sizes.num_shards} if isinstance(sizes, ShardedParallelism) else {}
@@ -198,7 +198,7 @@ def _sizes(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class LaterSwitches:
-    """What each switch after the first costs where some weights are frozen, with `incremental: auto`.
+    """The cost of each switch after the first where some weights are frozen, with `incremental: auto`.
 
     Attributes:
         kept: bytes of inference weights that stay on each device while it trains, of which `incremental_mb` must be the
@@ -212,11 +212,11 @@ class LaterSwitches:
     @property
     def incremental_mb(self) -> int:
         """The smallest value of the key with which all of it stays."""
-        return -(-int(self.kept.max()) // 1024**2)
+        return -(-int(self.kept.max()) // MIB)
 
 
 def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
-    """Of a job whose canonical tensors with these names (`*`, `?`) are frozen.
+    """Count the later switches of a job whose canonical tensors with these names (`*`, `?`) are frozen.
 
     A frozen tensor that vLLM commits together with a trained one is sent with it. Raises ConfigError for a pattern that
     matches nothing.
@@ -242,7 +242,7 @@ def _without(holdings: Holdings, names: Collection[str]) -> Holdings:
 
 
 def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
-    """Of the buffers that these tensors lie in, padding included."""
+    """Return the bytes by rank of the buffers that these tensors lie in, padding included."""
     classes = rank_classes(side.holdings)
     nbytes = []
     for rank in first_members(classes).tolist():
@@ -255,14 +255,14 @@ def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
 
 
 LEFT_OUT = ("activations", "KV cache", "CUDA context", "workspaces of libraries")
-"""What takes device memory beside what is counted."""
+"""Uses of device memory that the peak does not count."""
 _PHASES = {"train": "training"}
 """Their names in `plan --json`, where they differ."""
 
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """What decides whether a job can run as planned; bytes of the rank that has most."""
+    """Decides whether a job can run as planned, by the bytes of the rank that has most."""
 
     job: JobPlan
 
@@ -369,7 +369,7 @@ UNITS = "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, or over
 
 @dataclass(frozen=True)
 class Unit:
-    """In which tables of a job are written."""
+    """The unit of a job's tables."""
 
     name: str
     nbytes: int
@@ -377,39 +377,29 @@ class Unit:
     @classmethod
     def of(cls, job: JobPlan) -> Unit:
         """MiB for a job of which a GiB would be little to see, as for a model for trials; else GiB."""
-        return cls("GiB", GIB) if float(job.memory.device.max()) >= GIB / 10 else cls("MiB", 2**20)
+        return cls("GiB", GIB) if float(job.memory.device.max()) >= GIB / 10 else cls("MiB", MIB)
 
     def number(self, nbytes: float) -> str:
         """Bytes in this unit."""
         size = nbytes / self.nbytes
         return f"{size:.3f}" if abs(size) >= 1e-3 or nbytes == 0 else f"{size:.3g}"
 
-
-@dataclass(frozen=True)
-class Row:
-    """Numbers under one name."""
-
-    label: str
-    numbers: MinMeanMax
-
-    def cells(self, unit: Unit) -> tuple[str, str, str, str]:
-        """The label, and numbers in a unit."""
-        low, mean, high = (unit.number(self.numbers[name]) for name in ("min", "mean", "max"))
-        return self.label, low, mean, high
+    def numbers(self, values: MinMeanMax) -> list[str]:
+        """Min, mean and max in this unit."""
+        return [self.number(values[name]) for name in ("min", "mean", "max")]
 
 
 @dataclass(frozen=True)
 class Section:
-    """Rows that belong together; `note` explains what is not plain."""
+    """A table: label of a row -> its numbers; `note` explains what is not plain."""
 
     title: str
-    unit: Unit
-    rows: tuple[Row, ...]
+    rows: Mapping[str, list[str]]
     note: str = ""
 
 
 def sections_of(answer: Answer) -> Iterator[Section]:
-    """In the order in which they are read."""
+    """Yield the tables of an answer in reading order."""
     job = answer.job
     yield _moved(job)
     yield _memory(job)
@@ -431,28 +421,27 @@ _MOVED: Mapping[str, str] = {
 _IS_PART = {"received_same_host", "received_across_hosts", "sent_same_host", "sent_across_hosts", "inelastic"}
 
 
-def _rows(numbers: Ranges, labels: Mapping[str, str]) -> Iterator[Row]:
-    for name, label in labels.items():
-        if name in numbers:
-            yield Row(_PART * (name in _IS_PART) + label, numbers[name])
+def _rows(numbers: Ranges, labels: Mapping[str, str], unit: Unit) -> dict[str, list[str]]:
+    return {
+        _PART * (name in _IS_PART) + label: unit.numbers(numbers[name])
+        for name, label in labels.items()
+        if name in numbers
+    }
 
 
 def _moved(job: JobPlan) -> Section:
     unit = Unit.of(job)
     hosts = len(set(job.cluster.hosts(job.world_size)))
     across = bytes_across_hosts(job)
-    rows = (
-        *_rows(moved_bytes(job.bytes), _MOVED),
-        Row("received by a host from other hosts", across["received"]),
-        Row("least that a host must receive", across["least"]),
-        Row("received, with infer_rank_order: sequential", range_of(job.sequential.received)),
-        Row(f"received by a {GATHER}", range_of(job.gathered)),
-    )
+    rows = _rows(moved_bytes(job.bytes), _MOVED, unit) | {
+        "received by a host from other hosts": unit.numbers(across["received"]),
+        "least that a host must receive": unit.numbers(across["least"]),
+        "received, with infer_rank_order: sequential": unit.numbers(range_of(job.sequential.received)),
+        f"received by a {GATHER}": unit.numbers(range_of(job.gathered)),
+    }
+    title = f"What a switch moves, {unit.name} by rank; {job.world_size:,} ranks, hosts: {hosts:,}"
     return Section(
-        f"What a switch moves, {unit.name} by rank; {job.world_size:,} ranks, hosts: {hosts:,}",
-        unit,
-        rows,
-        "Least: what is needed in generation and not held in training; no plan can receive less.",
+        title, rows, "Least: what is needed in generation and not held in training; no plan can receive less."
     )
 
 
@@ -468,21 +457,19 @@ def _memory(job: JobPlan) -> Section:
         "interleaved_switch": "a switch, as it is" + ": bucket by bucket" * (not job.memory.keeps_inference),
         "peak": "device peak",
     }
-    host = host_memory(job)
-    rows = (
-        *_rows(device_memory(job), labels),
-        Row("host memory while generating", host["per_rank"]),
-        Row("the same, by host", host["per_host"]),
-    )
+    unit, host = Unit.of(job), host_memory(job)
+    rows = _rows(device_memory(job), labels, unit) | {
+        "host memory while generating": unit.numbers(host["per_rank"]),
+        "the same, by host": unit.numbers(host["per_host"]),
+    }
     note = (
         "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two buckets. The peak is the "
         f"most of any phase ({', '.join(job.phases)}), with what the configuration leaves on the device."
     )
-    unit = Unit.of(job)
-    return Section(f"Memory, {unit.name} by rank", unit, rows, note)
+    return Section(f"Memory, {unit.name} by rank", rows, note)
 
 
 def _later(later: LaterSwitches, unit: Unit) -> Section:
     title = f"Later switches, {unit.name} by rank, with incremental: auto and incremental_mb: {later.incremental_mb}"
-    kept = Row("kept on the device", range_of(np.asarray(later.kept)))
-    return Section(title, unit, (*_rows(moved_bytes(later.bytes), _MOVED), kept))
+    kept = {"kept on the device": unit.numbers(range_of(later.kept))}
+    return Section(title, _rows(moved_bytes(later.bytes), _MOVED, unit) | kept)

@@ -56,7 +56,7 @@ DEVICE_GIB: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the job runs on.
+    """The hosts, devices and links that the job runs on.
 
     Attributes:
         ranks_per_host: consecutive ranks.
@@ -147,7 +147,7 @@ def token_nbytes(dims: ModelDims, infer: InferenceParallelism, dtype: str) -> in
 
 @dataclass(frozen=True, eq=False)
 class JobPlan:
-    """What was found out about a job. Arrays are by rank.
+    """A job's layouts, bytes and memory. Arrays are by rank.
 
     Attributes:
         config: of the job.

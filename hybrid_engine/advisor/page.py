@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """Who holds what.
+    """A table of which ranks hold which part of each row.
 
     Attributes:
         columns: the ranks of each. num_hidden: how many more columns there would be.
@@ -143,7 +143,7 @@ def _rows(table: ModelTable, source: Holdings, destination: Holdings) -> list[Ro
 
 
 def _parts(row: Row, source: Holdings, destination: Holdings) -> np.ndarray:
-    """Of a row's elements, [training, generation, there already; rank]."""
+    """Return the share of a row's elements on each rank: [training, generation, there already; rank], from 0 to 1."""
     found = np.zeros((3, source.num_ranks))
     alike: dict[tuple[int, int], list[str]] = {}
     for tensor in row.tensors:

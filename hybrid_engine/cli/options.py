@@ -1,4 +1,4 @@
-"""What the commands' options have in common: how they are read, and how invalid ones are refused, all at once."""
+"""Options that the commands share: reads them, and refuses all invalid ones at once."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from hybrid_engine.advisor.answer import (
     UNITS,
     Answer,
     JobVerdict,
-    Section,
     Unit,
     assumptions,
     facts_of_rank,
@@ -147,7 +146,7 @@ def _size_of_device(name: str | None, gib: float | None) -> float:
 
 
 def _has_elastic_buffers() -> bool:
-    """Of the job's GPUs, if this is its machine; elsewhere what requirements.txt installs is taken to be there."""
+    """Look for cuda-bindings on a machine with GPUs; elsewhere assume what requirements.txt installs."""
     if not any(_DEVICES.glob("nvidia[0-9]*")):
         return True
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -193,14 +192,20 @@ def _peak_memory() -> int:
 
 
 def _print_answer(answer: Answer) -> None:
-    """Print the answer to stdout."""
     console, job = Console(highlight=False), answer.job
-    _print_verdict(console, JobVerdict(job))
+    styles = {"Fits": "bold green", "Does not fit": "bold red"}
+    for head, sentence in JobVerdict(job).sentences().items():
+        console.print(Text.assemble((f"{head}: ", styles.get(head, "bold")), sentence))
     for remark in answer.remarks:
         console.print(remark, markup=False)
     console.print()
     for section in sections_of(answer):
-        _print_section(console, section)
+        table = new_table(section.title, "", "min", "mean", "max")
+        for label, numbers in section.rows.items():
+            table.add_row(label, *numbers)
+        console.print(table)
+        if section.note:
+            console.print(section.note, markup=False)
     console.print(assumptions(job), markup=False)
     console.print(NOT_COUNTED, markup=False)
     rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
@@ -210,21 +215,6 @@ def _print_answer(answer: Answer) -> None:
     console.print(UNITS)
     cost = answer.planning
     console.print(f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB.")
-
-
-def _print_verdict(console: Console, verdict: JobVerdict) -> None:
-    styles = {"Fits": "bold green", "Does not fit": "bold red"}
-    for head, sentence in verdict.sentences().items():
-        console.print(Text.assemble((f"{head}: ", styles.get(head, "bold")), sentence))
-
-
-def _print_section(console: Console, section: Section) -> None:
-    table = new_table(section.title, "", "min", "mean", "max")
-    for row in section.rows:
-        table.add_row(*row.cells(section.unit))
-    console.print(table)
-    if section.note:
-        console.print(section.note, markup=False)
 
 
 def _rank_table(facts: Mapping[str, Any], unit: Unit) -> Table:

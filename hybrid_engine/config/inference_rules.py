@@ -165,6 +165,11 @@ WEIGHTLESS_DRAFTS: Final = ("ngram", "ngram_gpu", "suffix")
 """vLLM's methods of speculative decoding that have no weights of their own."""
 
 
+@constraint(
+    INFERENCE,
+    "generate_config.vllm",
+    "vllm has no argument that another key decides, or that takes weights, ranks or KV cache from the switch.",
+)
 def _arguments(context: JobContext) -> Iterator[Violation]:
     for name in context.generate.vllm:
         key = f"generate_config.vllm.{name}"
@@ -175,6 +180,11 @@ def _arguments(context: JobContext) -> Iterator[Violation]:
             yield Violation(key, _REFUSED[name], "Leave it out")
 
 
+@constraint(
+    INFERENCE,
+    "generate_config.vllm",
+    "vllm has arguments whose values are numbers or words of vLLM's own; a program may give others as FromProgram.",
+)
 def _code(context: JobContext) -> Iterator[Violation]:
     arguments = context.generate.vllm
     if isinstance(arguments, FromProgram):
@@ -199,6 +209,11 @@ def _dotted(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
+@constraint(
+    INFERENCE,
+    "generate_config.vllm",
+    "Speculative decoding drafts without a model, to which a switch would bring no weights.",
+)
 def _speculation(context: JobContext) -> Iterator[Violation]:
     arguments = context.generate.vllm
     config = arguments.get("speculative_config")
@@ -212,22 +227,3 @@ def _speculation(context: JobContext) -> Iterator[Violation]:
             problem = f"{shortened(method)}: a switch brings no weights to what drafts tokens"
             remedy = f"Use method {', '.join(WEIGHTLESS_DRAFTS)}, or leave it out"
             yield Violation(f"generate_config.vllm.{name}", problem, remedy)
-
-
-INFERENCE += [
-    Constraint(
-        "generate_config.vllm",
-        "vllm has no argument that another key decides, or that takes weights, ranks or KV cache from the switch.",
-        _arguments,
-    ),
-    Constraint(
-        "generate_config.vllm",
-        "vllm has arguments whose values are numbers or words of vLLM's own; a program may give others as FromProgram.",
-        _code,
-    ),
-    Constraint(
-        "generate_config.vllm",
-        "Speculative decoding drafts without a model, to which a switch would bring no weights.",
-        _speculation,
-    ),
-]

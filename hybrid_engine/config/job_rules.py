@@ -20,7 +20,7 @@ from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.families import read_model
-from hybrid_engine.models.table import ModelTable, value_table
+from hybrid_engine.models.table import value_table
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
@@ -50,32 +50,6 @@ class CriticContext(TrainingContext):
     config: CriticConfig
     hf_config: Mapping[str, Any]
     job: JobContext
-
-    @classmethod
-    def of(
-        cls, config: CriticConfig, policy: ModelTable, hf_config: Mapping[str, Any], job: JobContext
-    ) -> CriticContext:
-        """The critic beside a job's actor; `policy`: the table of the critic's model."""
-        table = value_table(policy)
-        changes: dict[str, object] = {"optimizer": config.optimizer, "lora": None, "frozen_parameters": ()}
-        for key in ("params_dtype", "micro_batch_size", "seed"):
-            if (value := getattr(config, key)) is not None:
-                changes[key] = value
-        if config.model is not None:
-            changes |= {key: ActorConfig.model_fields[key].default for key in _OF_STAGES} | _own_stages(config, job)
-        elif job.actor.pipeline_model_parallel_layout is not None:
-            stages = parse_layout(job.actor.pipeline_model_parallel_layout)
-            changes["pipeline_model_parallel_layout"] = "|".join(stage.replace(MTP, "") for stage in stages)
-        if not table.dims.num_experts:
-            changes |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-        return cls(job.actor.model_copy(update=changes), table, job.world_size, config, hf_config, job)
-
-
-def _own_stages(config: CriticConfig, job: TrainingContext) -> dict[str, object]:
-    if config.pipeline_model_parallel_layout is not None:
-        return {"pipeline_model_parallel_layout": config.pipeline_model_parallel_layout}
-    num_chunks = _num_chunks(job)
-    return {"virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None}
 
 
 def _num_chunks(context: TrainingContext) -> int:
@@ -128,10 +102,29 @@ def critic_violations(context: CriticContext) -> list[Violation]:
 
 def critic_of(config: HybridConfig, world_size: int) -> CriticContext:
     """The critic of a configuration that has one and was checked."""
-    assert config.critic_config is not None, "no critic is configured"
-    own = config.critic_config.model
-    policy, hf_config = read_model(config.model) if own is None else read_model(own, "critic_config.model")
-    return CriticContext.of(config.critic_config, policy, hf_config, JobContext.of(config, world_size))
+    critic, job = config.critic_config, JobContext.of(config, world_size)
+    assert critic is not None, "no critic is configured"
+    if critic.model is None:
+        policy, hf_config = read_model(config.model)
+    else:
+        policy, hf_config = read_model(critic.model, "critic_config.model")
+    table = value_table(policy)
+    changes: dict[str, object] = {"optimizer": critic.optimizer, "lora": None, "frozen_parameters": ()}
+    for key in ("params_dtype", "micro_batch_size", "seed"):
+        if (value := getattr(critic, key)) is not None:
+            changes[key] = value
+    if critic.model is not None:
+        changes |= {key: ActorConfig.model_fields[key].default for key in _OF_STAGES}
+        if critic.pipeline_model_parallel_layout is not None:
+            changes["pipeline_model_parallel_layout"] = critic.pipeline_model_parallel_layout
+        elif (num_chunks := _num_chunks(job)) > 1:
+            changes["virtual_pipeline_model_parallel_size"] = num_chunks
+    elif job.actor.pipeline_model_parallel_layout is not None:
+        stages = parse_layout(job.actor.pipeline_model_parallel_layout)
+        changes["pipeline_model_parallel_layout"] = "|".join(stage.replace(MTP, "") for stage in stages)
+    if not table.dims.num_experts:
+        changes |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    return CriticContext(job.actor.model_copy(update=changes), table, world_size, critic, hf_config, job)
 
 
 def _key_of(key: str) -> str:

@@ -163,14 +163,8 @@ class OptimizerConfig(Section):
     @property
     def weight_decays(self) -> tuple[float, float]:
         """Weight decay of the first update and of the last."""
-        given = (
-            (None, None)
-            if self.schedule is None
-            else (
-                self.schedule.start_weight_decay,
-                self.schedule.end_weight_decay,
-            )
-        )
+        schedule = self.schedule or ScheduleConfig()
+        given = schedule.start_weight_decay, schedule.end_weight_decay
         start, end = (self.weight_decay if value is None else value for value in given)
         return start, end
 

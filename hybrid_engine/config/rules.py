@@ -59,7 +59,7 @@ Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
 Computing = Literal["", "here", "anywhere"]
 Finding = tuple[str, str]
-"""Problem and remedy."""
+"""Problem and remedy, under the key of the rule."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,13 @@ class Constraint(Generic[Context]):
 
 def constraint(
     table: list[Constraint[Context]], key: str, rule: str, *, computing: Computing = ""
-) -> Callable[[Callable[[Context], Iterator[Finding]]], None]:
-    """Decorator: the function yields what breaks a rule under its key; the rule joins `table`."""
+) -> Callable[[Callable[[Context], Iterator[Finding] | Iterator[Violation]]], None]:
+    """Decorator: the function yields what breaks a rule, under its key or another one; the rule joins `table`."""
 
-    def register(find: Callable[[Context], Iterator[Finding]]) -> None:
+    def register(find: Callable[[Context], Iterator[Finding] | Iterator[Violation]]) -> None:
         def violations(context: Context) -> Iterator[Violation]:
-            return (Violation(key, *found) for found in find(context))
+            for found in find(context):
+                yield found if isinstance(found, Violation) else Violation(key, *found)
 
         table.append(Constraint(key, rule, violations, computing))
 

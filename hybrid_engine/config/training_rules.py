@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_orig
 
 import pydantic
 
-from hybrid_engine.config.keys import ActorConfig, Dtype, FsdpConfig, LoraConfig, OptimizerConfig, Section
+from hybrid_engine.config.keys import ActorConfig, Dtype, FsdpConfig, OptimizerConfig, ScheduleConfig, Section
 from hybrid_engine.config.rules import Constraint, Finding, TrainingContext, constraint, size_constraints
 from hybrid_engine.errors import Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import TrainParallelism
@@ -32,6 +32,8 @@ TRAINING: list[Constraint[TrainingContext]] = []
 """Rules of any trainer."""
 MEGATRON: list[Constraint[TrainingContext]] = []
 """Rules where Megatron trains."""
+FSDP: list[Constraint[TrainingContext]] = []
+"""Rules where FSDP2 trains."""
 
 
 @constraint(MEGATRON, "model", "build_model() implements everything that config.json asks for.", computing="here")
@@ -149,9 +151,7 @@ def _learned_positions(context: TrainingContext) -> Iterator[Finding]:
     "Every pattern matches a parameter, by one of its names in megatron-core's layer specs.",
 )
 def _frozen_parameters(context: TrainingContext) -> Iterator[Finding]:
-    if not (patterns := context.actor.frozen_parameters):
-        return
-    names = [name for pattern in _megatron_names(context.table) for name in _with_adapters(pattern, context.actor.lora)]
+    names, patterns = _parameter_names(context), context.actor.frozen_parameters
     if unknown := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
         yield f"no parameter matches {', '.join(unknown)}", f"Names look like {names[0]}, {names[-1]}"
 
@@ -160,32 +160,37 @@ def _frozen_parameters(context: TrainingContext) -> Iterator[Finding]:
     MEGATRON, "actor_config.frozen_parameters", "At least one trained parameter is not frozen.", computing="here"
 )
 def _frozen_all(context: TrainingContext) -> Iterator[Finding]:
-    if not (patterns := context.actor.frozen_parameters):
-        return
-    lora = context.actor.lora
-    names = {name for pattern in _megatron_names(context.table) for name in _with_adapters(pattern, lora)}
-    if lora is not None:
-        names = {name for name in names if ".adapter." in name}
-    if names and not names.difference(*(fnmatch.filter(names, pattern) for pattern in patterns)):
+    names, patterns = _parameter_names(context), context.actor.frozen_parameters
+    if context.actor.lora is not None:
+        names = [name for name in names if ".adapter." in name]
+    if patterns and names and not set(names).difference(*(fnmatch.filter(names, pattern) for pattern in patterns)):
         yield f"{', '.join(patterns[:5])} would freeze every trained parameter", "Leave some out"
 
 
-def _megatron_names(table: ModelTable) -> list[str]:
-    """Every name that a parameter can have, in any layer spec, with the checkpoint's numbers of layers and experts."""
-    return [
+def _parameter_names(context: TrainingContext) -> list[str]:
+    """Every name that a parameter can have, in any layer spec, with the checkpoint's numbers of layers and experts.
+
+    Empty unless some are to be frozen: a model with many experts has very many.
+    """
+    if not context.actor.frozen_parameters:
+        return []
+    table, lora = context.table, context.actor.lora
+    names = [
         name.format(**parameter.indices)
         for parameter in parameters_of(table)
         for name in table.rules[parameter.rule].names
         if name.startswith(parameter.location) and ("{expert}" in name) == parameter.is_expert
     ]
-
-
-def _with_adapters(name: str, lora: LoraConfig | None) -> list[str]:
-    """The names that a weight and its adapter have instead, where it gets one."""
-    module = name.removesuffix(".weight")
-    if lora is None or module == name or module.rpartition(".")[2] not in lora.target_modules:
-        return [name]
-    return [f"{module}.{part}.weight" for part in ("to_wrap", "adapter.linear_in", "adapter.linear_out")]
+    if lora is None:
+        return names
+    adapted = []
+    for name in names:
+        module = name.removesuffix(".weight")
+        if module == name or module.rpartition(".")[2] not in lora.target_modules:
+            adapted.append(name)
+        else:  # a weight that gets an adapter has three names instead
+            adapted += [f"{module}.{part}.weight" for part in ("to_wrap", "adapter.linear_in", "adapter.linear_out")]
+    return adapted
 
 
 @constraint(
@@ -229,10 +234,11 @@ def _linear_modules(table: ModelTable) -> dict[str, bool]:
     return found
 
 
-_GRANULARITY = "actor_config.recompute_granularity"
-_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
-
-
+@constraint(
+    MEGATRON,
+    "actor_config.recompute_granularity",
+    "recompute_granularity full needs recompute_method and recompute_num_layers; recompute_modules go with selective.",
+)
 def _recomputation(context: TrainingContext) -> Iterator[Violation]:
     actor = context.actor
     method, num_layers, modules = actor.recompute_method, actor.recompute_num_layers, actor.recompute_modules
@@ -254,7 +260,12 @@ def _recomputation(context: TrainingContext) -> Iterator[Violation]:
                 yield Violation(f"actor_config.{key}", "recompute_granularity full needs it", remedy)
 
 
-def _uniform_groups(context: TrainingContext) -> Iterator[Violation]:
+@constraint(
+    MEGATRON,
+    "actor_config.recompute_num_layers",
+    "With recompute_method uniform, recompute_num_layers divides the layers of every chunk.",
+)
+def _uniform_groups(context: TrainingContext) -> Iterator[Finding]:
     """Megatron-core runs past the last layer of a chunk otherwise."""
     actor, sizes, dims = context.actor, context.train_sizes, context.table.dims
     if actor.recompute_method != "uniform" or actor.recompute_num_layers is None:
@@ -265,55 +276,42 @@ def _uniform_groups(context: TrainingContext) -> Iterator[Violation]:
     uneven = sorted({length for chunk in chunks if (length := len(chunk.positions)) % actor.recompute_num_layers})
     if uneven:
         problem = f"{actor.recompute_num_layers} does not divide a chunk of {', '.join(map(str, uneven))} layers"
-        yield Violation("actor_config.recompute_num_layers", problem, "Use a divisor, or recompute_method block")
+        yield problem, "Use a divisor, or recompute_method block"
 
 
-def _recomputed_modules(context: TrainingContext) -> Iterator[Violation]:
+@constraint(MEGATRON, "actor_config.recompute_modules", "recompute_modules are parts that the model has.")
+def _recomputed_modules(context: TrainingContext) -> Iterator[Finding]:
     settings, lacking = context.table.transformer, {}
     if not settings.get("multi_latent_attention"):
         lacking["mla_up_proj"] = "latent attention"
     if not context.table.dims.num_experts:
-        lacking |= dict.fromkeys(_OF_EXPERTS, "experts")
+        lacking |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "experts")
     elif not settings.get("moe_shared_expert_intermediate_size"):
         lacking["shared_experts"] = "shared experts"
     for module in context.actor.recompute_modules or ():
         if module in lacking:
-            problem = f"{module}, but the model has no {lacking[module]}"
-            yield Violation("actor_config.recompute_modules", problem, "Leave it out")
+            yield f"{module}, but the model has no {lacking[module]}", "Leave it out"
 
 
-MEGATRON += [
-    Constraint(
-        _GRANULARITY,
-        "recompute_granularity full needs recompute_method and recompute_num_layers; recompute_modules go with "
-        "selective.",
-        _recomputation,
-    ),
-    Constraint(
-        "actor_config.recompute_num_layers",
-        "With recompute_method uniform, recompute_num_layers divides the layers of every chunk.",
-        _uniform_groups,
-    ),
-    Constraint(
-        "actor_config.recompute_modules", "recompute_modules are parts that the model has.", _recomputed_modules
-    ),
-]
-
-
+@constraint(
+    TRAINING,
+    "actor_config.optimizer.schedule",
+    "A schedule's warm-up and decays fit into lr_decay_steps; no learning rate is above optimizer.lr; weight decay "
+    "does not fall.",
+)
 def _schedule(context: TrainingContext) -> Iterator[Violation]:
-    optimizer = context.actor.optimizer
-    if optimizer.schedule is not None:
-        for key, problem, remedy in (*_learning_rate_findings(optimizer), *_weight_decay_findings(optimizer)):
-            yield Violation(f"actor_config.optimizer.schedule.{key}", problem, remedy)
+    optimizer, schedule = context.actor.optimizer, context.actor.optimizer.schedule
+    if schedule is not None:
+        for find in (_learning_rate_findings, _weight_decay_findings):
+            for key, problem, remedy in find(optimizer, schedule):
+                yield Violation(f"actor_config.optimizer.schedule.{key}", problem, remedy)
 
 
-_Finding = tuple[str, str, str]
-"""Key, what is wrong, and what to do about it."""
+_KeyedFinding = tuple[str, str, str]
+"""Key, problem and remedy."""
 
 
-def _learning_rate_findings(optimizer: OptimizerConfig) -> Iterator[_Finding]:
-    schedule = optimizer.schedule
-    assert schedule is not None
+def _learning_rate_findings(optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Iterator[_KeyedFinding]:
     style, num_steps = schedule.lr_decay_style, schedule.lr_decay_steps
     for key in ("lr_warmup_init", "min_lr"):
         if (rate := getattr(schedule, key)) > optimizer.lr:
@@ -339,9 +337,7 @@ def _learning_rate_findings(optimizer: OptimizerConfig) -> Iterator[_Finding]:
         yield "lr_wsd_decay_steps", problem, "Use fewer, or raise lr_decay_steps"
 
 
-def _weight_decay_findings(optimizer: OptimizerConfig) -> Iterator[_Finding]:
-    schedule = optimizer.schedule
-    assert schedule is not None
+def _weight_decay_findings(optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Iterator[_KeyedFinding]:
     start, end, style = *optimizer.weight_decays, schedule.weight_decay_incr_style
     if end < start:
         yield "end_weight_decay", f"{end} is below the {start} of the first update", "Use at least start_weight_decay"
@@ -352,14 +348,6 @@ def _weight_decay_findings(optimizer: OptimizerConfig) -> Iterator[_Finding]:
         yield "weight_decay_incr_steps", f"weight_decay_incr_style {style} needs it", "Set it, or lr_decay_steps"
 
 
-TRAINING += [
-    Constraint(
-        "actor_config.optimizer.schedule",
-        "A schedule's warm-up and decays fit into lr_decay_steps; no learning rate is above optimizer.lr; weight decay "
-        "does not fall.",
-        _schedule,
-    ),
-]
 # -- overrides -------------------------------------------------------------------------------------------------------
 
 CLASSES: Final = {
@@ -400,6 +388,12 @@ def _declared() -> DeclaredFields | None:
     return declared_fields() or None
 
 
+@constraint(
+    MEGATRON,
+    "actor_config.overrides",
+    "overrides are fields of the installed megatron-core's configuration classes, with values of their types, that go "
+    "with a switch and that neither the model, the layout nor another key decides.",
+)
 def _overrides(context: TrainingContext) -> Iterator[Violation]:
     for part in CLASSES:
         for name, value in getattr(context.actor.overrides, part).items():
@@ -467,16 +461,6 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return get_args(Dtype) if is_dtype else ()
 
 
-MEGATRON.append(
-    Constraint(
-        "actor_config.overrides",
-        "overrides are fields of the installed megatron-core's configuration classes, with values of their types, that "
-        "go with a switch and that neither the model, the layout nor another key decides.",
-        _overrides,
-    )
-)
-
-
 @constraint(
     MEGATRON,
     "actor_config.overrides",
@@ -496,6 +480,7 @@ _OF_ANY_TRAINER = frozenset({"params_dtype", "micro_batch_size", "seq_length", "
 """Keys of `actor_config` that are not Megatron's alone."""
 
 
+@constraint(FSDP, "actor_config.fsdp", "Beside fsdp, keys that only Megatron has are left out.")
 def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
     for key, field in ActorConfig.model_fields.items():
         value = getattr(context.actor, key)
@@ -503,11 +488,6 @@ def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
             shown = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
             problem = f"{shortened(shown)}, but this key is Megatron's, and with actor_config.fsdp FSDP2 trains"
             yield Violation(f"actor_config.{key}", problem, "Leave one of them out")
-
-
-FSDP: list[Constraint[TrainingContext]] = [
-    Constraint("actor_config.fsdp", "Beside fsdp, keys that only Megatron has are left out.", _megatron_keys)
-]
 
 
 def replica_findings(fsdp: FsdpConfig, world_size: int) -> Iterator[Finding]:

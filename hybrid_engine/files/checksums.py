@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hybrid_engine.errors import FileError
 from hybrid_engine.files.durable import naming, write_text
+from hybrid_engine.files.model_files import is_plain_name
 
 CHECKSUMS = "checksums.json"
 """{file name: CRC-32 in hex}"""
@@ -42,7 +43,7 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str]:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
             raise ValueError("it has no checksums by name")
-        if outside := [name for name in found if Path(name).name != name]:
+        if outside := [name for name in found if not is_plain_name(name)]:
             raise ValueError(f"{outside[0]!r} is not a file beside it")
     return found
 

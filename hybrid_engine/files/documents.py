@@ -16,9 +16,9 @@ from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped,
 MOST_YAML_BYTES = 256 * 1024
 MOST_JSON_BYTES = 16 * 1024**2
 MOST_BYTES = 1024**3
-"""Of a file of lines."""
+"""Default limit of `read_text`."""
 _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What the parsers raise, beside their own errors, for invalid texts: `!!bool x`, `!!int ""`, [[[[…"""
+"""Errors of the parsers, beside their own errors, for invalid texts: `!!bool x`, `!!int ""`, [[[[…"""
 
 
 def given_path(path: object, key: str) -> Path:

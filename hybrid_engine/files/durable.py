@@ -28,7 +28,7 @@ from hybrid_engine.errors import FileError, HybridEngineError
 logger = logging.getLogger(__name__)
 
 _DAMAGE = (EOFError, struct.error, ValueError, pickle.PickleError, zipfile.BadZipFile, zlib.error, RecursionError)
-"""What readers raise about contents; JSON, UTF-8 and a NUL in a path raise ValueError too."""
+"""Errors of readers about contents; JSON, UTF-8 and a NUL in a path raise ValueError too."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -48,7 +48,7 @@ class Snapshot:
 
     @classmethod
     def in_cache(cls, name: str, revision: str | None = None) -> Snapshot | None:
-        """What was loaded by an id; None where that is no id, or lies in no cache. Asks nobody."""
+        """The cached snapshot of an id; None for anything else. Needs no network."""
         if not _ID.fullmatch(name):
             return None
         from huggingface_hub import try_to_load_from_cache
@@ -58,7 +58,6 @@ class Snapshot:
 
     @property
     def directory(self) -> Path:
-        """Where it lies."""
         return self.cache / f"models--{self.repo_id.replace('/', '--')}" / "snapshots" / self.commit
 
     def download(self, key: str = "model") -> None:
@@ -115,7 +114,7 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str], key: 
 
 @contextmanager
 def _naming(repo_id: str, revision: str | None, key: str) -> Iterator[None]:
-    """What huggingface_hub and its HTTP client raise, as a ConfigError."""
+    """Turn errors of huggingface_hub and its HTTP client into a ConfigError."""
     from huggingface_hub import constants, errors
 
     site = f"{constants.ENDPOINT}/{repo_id}"

@@ -15,7 +15,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
 from hybrid_engine.layouts.size_rules import violations
-from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Span, Split, Vocabulary
+from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
 from hybrid_engine.records.layout import Layout
@@ -128,8 +128,10 @@ class _InferenceSide:
         elif isinstance(packing, Vocabulary):
             yield _vocabulary(size, self._sizes.padded_vocabulary(size) // parts, parts)
         elif isinstance(packing, GateUp):
-            for start, length in _lengths(packing, (packing.gate, packing.up), parameter, tensor, size):
-                yield _even(start, length, parts)
+            is_fused = packing.gate.tensor == packing.up.tensor
+            for span in (packing.gate, packing.up):
+                if span.tensor.format(**parameter.indices) == tensor:
+                    yield _even(span.start, size // 2 if is_fused else size, parts)
         elif isinstance(packing, InterleavedQKV):
             spans = (packing.query, packing.key, packing.value)
             for number, span in enumerate(spans):
@@ -183,16 +185,6 @@ def _kv_heads(start: int, heads: int, head_dim: int, parts: int) -> dict[tuple[i
         (start + head * head_dim, start + (head + 1) * head_dim): list(range(head * copies, (head + 1) * copies))
         for head in range(heads)
     }
-
-
-def _lengths(
-    packing: GateUp, spans: Sequence[Span], parameter: Parameter, tensor: str, size: int
-) -> Iterator[tuple[int, int]]:
-    """(start, length) of the projections that are in `tensor`, which may be both on disk."""
-    length = size // 2 if packing.gate.tensor == packing.up.tensor else size
-    for span in spans:
-        if span.tensor.format(**parameter.indices) == tensor:
-            yield span.start, length
 
 
 def differences(computed: Layout, real: Layout) -> list[str]:

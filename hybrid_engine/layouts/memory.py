@@ -84,6 +84,11 @@ class TrainingMemory:
     copied: np.ndarray
     inelastic: np.ndarray | None = None
 
+    @property
+    def total(self) -> np.ndarray:
+        """All of it, as it is on the device between steps."""
+        return self.params + self.grads + self.optimizer
+
     def leaving_whole(self) -> TrainingMemory:
         """The same on a device without elastic buffers."""
         return replace(self, inelastic=self.params)
@@ -146,11 +151,6 @@ class MemoryPeaks:
     keeps_inference: bool = False
 
     @property
-    def training(self) -> np.ndarray:
-        """All training state, as it is on the device between steps."""
-        return self.state.params + self.state.grads + self.state.optimizer
-
-    @property
     def switch(self) -> np.ndarray:
         """Peak during a switch where all inference weights have memory from the start."""
         return self.state.params + self.inference
@@ -167,12 +167,7 @@ class MemoryPeaks:
     def device(self) -> np.ndarray:
         """Highest of training, with what vLLM keeps meanwhile, and switch."""
         kept = self.inference if self.keeps_inference else 0
-        return np.maximum(self.training + kept, self.interleaved_switch)
-
-    @property
-    def host(self) -> np.ndarray:
-        """Bytes copied to host memory while vLLM generates."""
-        return self.state.copied
+        return np.maximum(self.state.total + kept, self.interleaved_switch)
 
 
 MODELS = ("actor", "vLLM", "reference", "critic")
@@ -288,7 +283,7 @@ def plan_memory(
     if kept_inference.any():
         beside["vLLM"] = kept_inference
     if critic is not None and stays.critic:
-        beside["critic"] = _all_of(critic)
+        beside["critic"] = critic.total
 
     def with_actor(kinds: frozenset[str]) -> dict[str, np.ndarray]:
         resident = _of_kinds(actor, kinds | stays.kinds)
@@ -305,7 +300,7 @@ def plan_memory(
     ]
     if critic is not None:
         phases += [
-            Phase("critic train", {**with_actor(frozenset()), "critic": _all_of(critic)}),
+            Phase("critic train", {**with_actor(frozenset()), "critic": critic.total}),
             Phase("critic forward", {**with_actor(frozenset()), "critic": critic.params, **beside}),
         ]
     return MemoryPlan({phase.name: phase for phase in phases}, budget)
@@ -327,17 +322,13 @@ def _switch(
     if stays.inference_nbytes:
         peak = peak + beside.get("vLLM", 0)
     if stays.prefetches:
-        peak = np.maximum(peak, peaks.training)
+        peak = np.maximum(peak, actor.total)
     return Phase("switch", {}, peak + beside.get("critic", 0))
 
 
 def _of_kinds(memory: TrainingMemory, kinds: frozenset[str]) -> np.ndarray:
     by_kind = {"param": memory.params, "grad": memory.grads, "optimizer": memory.optimizer}
     return np.asarray(sum((nbytes for kind, nbytes in by_kind.items() if kind in kinds), np.zeros_like(memory.params)))
-
-
-def _all_of(memory: TrainingMemory) -> np.ndarray:
-    return memory.params + memory.grads + memory.optimizer
 
 
 def gib(nbytes: float) -> str:

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 
@@ -48,8 +47,7 @@ class Size:
         groups: parameter of megatron-core's `initialize_model_parallel`.
         model: field of megatron-core's TransformerConfig.
         vllm: argument of `vllm.LLM`.
-        name, default, type: of the field that it describes. An int is a count from 1 to LARGEST_SIZE, a tuple holds
-            positions from 0; with the default None the value may be None too.
+        name, default: of the field that it describes.
     """
 
     key: str
@@ -59,7 +57,6 @@ class Size:
     vllm: str | None = None
     name: str = ""
     default: Any = None
-    type: type = int
 
 
 def _megatron(key: str, *, script: str = "", groups: bool = False, model: bool = True) -> Size:
@@ -102,14 +99,9 @@ class TrainParallelism:
     cuts_whole_projections: bool = False
 
     @property
-    def ranks_per_replica(self) -> int:
-        """Ranks that train one copy of the model together."""
-        return self.tensor * self.context * self.pipeline
-
-    @property
     def data(self) -> int:
         """Data parallel size of dense layers."""
-        return self.world_size // self.ranks_per_replica
+        return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
     def expert_cut(self) -> int:
@@ -159,11 +151,6 @@ class ShardedParallelism:
         return self.world_size // self.replicas
 
     @property
-    def ranks_per_replica(self) -> int:
-        """Ranks that hold one copy of the model together."""
-        return self.num_shards
-
-    @property
     def data(self) -> int:
         """Data parallel size: every rank trains on sequences of its own."""
         return self.world_size
@@ -181,7 +168,6 @@ class InferencePlace:
         position: number in vLLM's own order.
         instance: of those that know nothing of each other.
         tp_rank, pp_rank, dp_rank: shard, stage and, over all instances, replica.
-        expert_rank: number of the rank's block of experts, 0 where all ranks have all.
     """
 
     position: int
@@ -189,7 +175,6 @@ class InferencePlace:
     tp_rank: int
     pp_rank: int
     dp_rank: int
-    expert_rank: int
 
 
 @dataclass(frozen=True)
@@ -246,7 +231,6 @@ class InferenceParallelism:
             tp_rank,
             pp_rank,
             dp_rank=instance * self.replicas_per_instance + replica,
-            expert_rank=replica * self.tensor + tp_rank if self.expert > 1 else 0,
         )
 
     def ranks_in_step(self, rank: int) -> list[int]:
@@ -264,16 +248,12 @@ Parallelism = TrainParallelism | InferenceParallelism
 
 def sizes_of(side: type[Parallelism]) -> tuple[Size, ...]:
     """The sizes of a side, in the order of its fields."""
-    found = []
     hints = get_type_hints(side, include_extras=True)
-    for each in fields(side):
-        value_type, *notes = get_args(hints[each.name]) or (hints[each.name],)
-        for size in notes:
-            if isinstance(size, Size):
-                options = get_args(value_type) if isinstance(value_type, UnionType) else (value_type,)
-                plain = next(one for one in options if one is not NoneType)
-                found.append(replace(size, name=each.name, default=each.default, type=get_origin(plain) or plain))
-    return tuple(found)
+    return tuple(
+        replace(note, name=each.name, default=each.default)
+        for each in fields(side)
+        for note in getattr(hints[each.name], "__metadata__", ())
+    )
 
 
 def named(sizes: Parallelism, naming: Naming) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def sharded_side(
         shape, is_whole = model.shapes[place.parameter], place.parameter in model.whole
         key = place.view, shape, is_whole
         if key not in pieces:
-            parts = [(_whole(shape), everyone)] if is_whole else _parts_with(place.view, shape, ranks_of)
+            whole = LocalBox((0,) * len(shape), shape, 0, contiguous_strides(shape))
+            parts = [(whole, everyone)] if is_whole else _parts_with(place.view, shape, ranks_of)
             pieces[key] = tuple(
                 PlacedBox(
                     BoxOwners(box.offsets, box.lengths, ranks),
@@ -145,10 +146,6 @@ def sharded_side(
         numel = model.local_numel(name, sizes.num_shards)
         side.add_elements(everyone, numel, of_expert=".experts." in name)
     return side.build()
-
-
-def _whole(shape: Shape) -> LocalBox:
-    return LocalBox((0,) * len(shape), shape, 0, contiguous_strides(shape))
 
 
 def _parts_with(view: StridedView, shape: Shape, ranks_of: list[np.ndarray]) -> Iterator[tuple[LocalBox, np.ndarray]]:

@@ -47,9 +47,9 @@ def violations(sizes: Parallelism, table: ModelTable) -> list[Violation]:
 
 def count_violations(sizes: Parallelism) -> Iterator[Violation]:
     """Counts below 1, about which no rule can say anything."""
-    for name in ("world_size", *(size.name for size in sizes_of(type(sizes)) if size.type is int)):
+    for name in ("world_size", *(size.name for size in sizes_of(type(sizes)))):
         value = getattr(sizes, name)
-        if value is not None and value < 1:
+        if type(value) is int and value < 1:  # a bool is no count
             yield Violation(name, f"{value} is not a valid size", "Use 1 or more")
 
 

@@ -23,22 +23,6 @@ _MOST_LETTERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The layers of one model chunk.
-
-    Attributes:
-        positions: of its layers among all of the model; from 0.
-        attention, mlp: the checkpoint's numbers of the layers whose attention, whose MLP or experts it has.
-        has_mtp: the MTP (multi-token prediction) layers.
-    """
-
-    positions: range
-    attention: tuple[int, ...]
-    mlp: tuple[int, ...]
-    has_mtp: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """The contents of one model chunk.
 
@@ -82,39 +66,37 @@ def parse_layout(text: str) -> list[str]:
 
 def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> list[Chunk]:
     """All chunks of a model, in the order in which its layers run. The sizes must be possible."""
-    if sizes.hybrid_layer_pattern is not None:
-        shares = hybrid_shares(sizes.hybrid_layer_pattern, sizes.pipeline)
+    pattern = sizes.hybrid_layer_pattern
+    if pattern is None:
+        contents = _contents(sizes, num_layers + len(sizes.noop_layers), num_mtp_layers)
+        lengths = [content.count(LAYER) for content in contents]
     else:
-        shares = _shares(sizes, num_layers + len(sizes.noop_layers), num_mtp_layers)
-    num_positions = shares[-1].positions.stop
-    chunks = []
-    for number, share in enumerate(shares):
-        is_last = number == len(shares) - 1
+        contents = _segments(pattern, sizes.pipeline)
+        lengths = [len(content) for content in contents]
+    num_positions = sum(lengths)
+    chunks: list[Chunk] = []
+    for number, (content, length) in enumerate(zip(contents, lengths, strict=True)):
+        start = chunks[-1].positions.stop if chunks else 0
+        positions = range(start, start + length)
+        if pattern is None:
+            attention = mlp = _numbers_at(positions, sizes.noop_layers)
+        else:
+            attention, mlp = (tuple(at // 2 for at in positions if at % 2 == half) for half in range(2))
+        is_last = number == len(contents) - 1
         chunks.append(
             Chunk(
                 stage=number % sizes.pipeline,
                 virtual=number // sizes.pipeline,
-                positions=share.positions,
-                attention=share.attention,
-                mlp=share.mlp,
+                positions=positions,
+                attention=attention,
+                mlp=mlp,
                 has_embedding=number == 0,
                 has_head=is_last,
-                has_mtp=share.has_mtp,
-                has_final_norm=num_positions - 1 in share.positions if num_mtp_layers else is_last,
+                has_mtp=MTP in content,
+                has_final_norm=num_positions - 1 in positions if num_mtp_layers else is_last,
             )
         )
     return chunks
-
-
-def _shares(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> list[Share]:
-    """Return the layers of each chunk of a GPTModel."""
-    shares, start = [], 0
-    for kind in _contents(sizes, num_positions, num_mtp_layers):
-        positions = range(start, start + kind.count(LAYER))
-        layers = _numbers_at(positions, sizes.noop_layers)
-        shares.append(Share(positions, attention=layers, mlp=layers, has_mtp=MTP in kind))
-        start = positions.stop
-    return shares
 
 
 def _numbers_at(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]:
@@ -272,17 +254,12 @@ def has_experts(pattern: str) -> list[bool]:
     return [symbol == _EXPERTS for symbol in _symbols(pattern)]
 
 
-def hybrid_shares(pattern: str, pipeline: int) -> list[Share]:
-    """Shares of all chunks, in the order in which their layers run; without `|`, stages of equal length."""
+def _segments(pattern: str, pipeline: int) -> list[str]:
+    """Return the symbols of every chunk; without `|`, stages of equal length."""
+    if _PIPE in pattern:
+        return pattern.split(_PIPE)
     length = len(pattern) // pipeline
-    even = [pattern[start : start + length] for start in range(0, len(pattern), length)]
-    shares, start = [], 0
-    for segment in pattern.split(_PIPE) if _PIPE in pattern else even:
-        positions = range(start, start + len(segment))
-        attention, mlp = (tuple(at // 2 for at in positions if at % 2 == half) for half in range(2))
-        shares.append(Share(positions, attention, mlp))
-        start = positions.stop
-    return shares
+    return [pattern[start : start + length] for start in range(0, len(pattern), length)]
 
 
 def _pattern_problem(pattern: str) -> str | None:

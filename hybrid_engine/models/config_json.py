@@ -206,8 +206,6 @@ class GroupedQuery(Decoder):
 
 
 class Glm(GroupedQuery):
-    """GLM-4."""
-
     num_key_value_heads: Heads | None = 2
     head_dim: HeadSize | None = 128
     rms_norm_eps: Epsilon = 1.5625e-07
@@ -236,14 +234,10 @@ class Qwen(Windowed):
 
 
 class Qwen3(Qwen):
-    """Qwen3."""
-
     head_dim: HeadSize | None = 128
 
 
 class Gemma2(Windowed):
-    """Gemma-2."""
-
     num_key_value_heads: Heads | None = 4
     head_dim: HeadSize | None = 256
     tie_word_embeddings: Flag = True

@@ -124,7 +124,6 @@ def _dims(config: DeepseekV3, experts: Experts, sparse: list[bool]) -> ModelDims
         latent_kv_size=config.kv_lora_rank + config.qk_rope_head_dim,
         tied_embeddings=bool(config.tie_word_embeddings),
         num_experts=experts.num,
-        moe_ffn_hidden_size=experts.width,
         num_mtp_layers=config.num_nextn_predict_layers or 0,
     )
 

@@ -112,7 +112,6 @@ def _glm_table(config: Glm, traits: Traits) -> ModelTable:
     return family_table(
         config,
         traits,
-        Extras(post_norms=bool(traits.post_norms)),
         transformer={"rotary_interleaved": True},
         gpt={"rotary_percent": config.rotary_share or 0.5},
     )
@@ -156,7 +155,7 @@ def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable
     table = family_table(
         config,
         traits,
-        replace(extras, embedding_scale=math.sqrt(config.hidden_size), post_norms=True),
+        replace(extras, embedding_scale=math.sqrt(config.hidden_size)),
         transformer={"layernorm_zero_centered_gamma": True, "softmax_scale": config.query_pre_attn_scalar**-0.5},
     )
     bidirectional = ("use_bidirectional_attention",) if config.use_bidirectional_attention else ()
@@ -172,11 +171,13 @@ def family_table(
 ) -> ModelTable:
     """A dense member of the family; families with experts start from it (`moe.with_experts`).
 
-    `transformer` and `gpt` change or add settings; the rotary scaling comes from the config.
+    `transformer` and `gpt` change or add settings. Of `extras`, the rotary scaling comes from the config and the post
+    norms from the traits.
     """
     dims = _dims(config)
     gpt = {"position_embedding_type": "rope", "rotary_base": config.rope.rope_theta, **(gpt or {})}
-    extras = replace(extras or Extras(), rotary_scaling=_rotary_scaling(config))
+    scaling = _rotary_scaling(config)
+    extras = replace(extras or Extras(), rotary_scaling=scaling, post_norms=bool(traits.post_norms))
     return ModelTable(
         dims=dims,
         rules=(
@@ -188,7 +189,6 @@ def family_table(
         shapes=model_shapes(dims, lambda layer: layer_shapes(dims, traits)),
         transformer={**_transformer(config, dims, traits), **(transformer or {})},
         gpt=gpt,
-        layer_spec=extras.layer_spec,
         extras=extras,
         not_built=tuple(_not_built(config, traits, gpt)),
     )

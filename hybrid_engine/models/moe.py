@@ -103,7 +103,6 @@ def with_experts(
         dense.dims,
         ffn_hidden_size=0 if all(sparse) else dense.dims.ffn_hidden_size,
         num_experts=experts.num,
-        moe_ffn_hidden_size=experts.width,
     )
 
     sparse_mlp = expert_shapes(experts, dims.hidden_size)

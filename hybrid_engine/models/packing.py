@@ -102,10 +102,9 @@ class Split(_OneTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary(Packing):
+class Vocabulary(_OneTensor):
     """Rows by token, `size` of them, padded at the end to a multiple that Megatron chose."""
 
-    name: str
     size: int
 
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
@@ -113,9 +112,6 @@ class Vocabulary(Packing):
         if packed_size > self.size:
             rows.append(Segment(None, 0, packed_size - self.size))
         return rows
-
-    def tensors(self) -> Sequence[str]:
-        return [self.name]
 
 
 @dataclass(frozen=True, slots=True)

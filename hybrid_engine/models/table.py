@@ -23,7 +23,7 @@ class ModelDims:
         ffn_hidden_size: of dense layers; 0 when every layer has experts.
         num_heads, num_kv_heads, head_dim: attention heads, key/value heads (query groups), elements per head.
         tied_embeddings: the output head is the embedding.
-        num_experts, moe_ffn_hidden_size: routed experts and the width of one; 0 without.
+        num_experts: routed experts; 0 without.
         num_mtp_layers: multi-token prediction (MTP) layers; the checkpoint numbers them after the decoder's.
         latent_kv_size: elements that multi-head latent attention keeps of a token in place of keys and values; 0:
             there is none.
@@ -38,7 +38,6 @@ class ModelDims:
     head_dim: int
     tied_embeddings: bool
     num_experts: int = 0
-    moe_ffn_hidden_size: int = 0
     num_mtp_layers: int = 0
     latent_kv_size: int = 0
 
@@ -122,11 +121,6 @@ class Extras:
     post_norms: bool = False
     experts_per_group_score: int | None = None
 
-    @property
-    def layer_spec(self) -> str:
-        """`ModelTable.layer_spec` of a model whose layers are Megatron's but for these."""
-        return "extended" if self.windows or self.attention_softcap or self.post_norms else "default"
-
 
 @dataclass(frozen=True)
 class ModelTable:
@@ -141,7 +135,6 @@ class ModelTable:
             `trainer/megatron/build.py`. `moe_layer_freq` is a list: 1 for each layer of the checkpoint that has
             experts, else 0.
         gpt: keyword arguments of megatron-core's GPTModel, likewise.
-        layer_spec: which layers Megatron builds, by name in `trainer/megatron/specs.py`.
         extras: what megatron-core has no setting for.
         copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
             prediction); written when a checkpoint is saved, ignored when one is read.
@@ -161,7 +154,6 @@ class ModelTable:
     shapes: Mapping[str, Shape]
     transformer: Mapping[str, Any]
     gpt: Mapping[str, Any] = field(default_factory=dict)
-    layer_spec: str = "default"
     extras: Extras = field(default_factory=Extras)
     copies: Mapping[str, str] = field(default_factory=dict)
     unserved: tuple[str, ...] = ()
@@ -172,6 +164,12 @@ class ModelTable:
     left_out: frozenset[str] = frozenset()
     not_built: tuple[str, ...] = ()
     architecture: str = ""
+
+    @property
+    def layer_spec(self) -> str:
+        """Which layers Megatron builds, by name in `trainer/megatron/specs.py`."""
+        extras = self.extras
+        return "extended" if extras.windows or extras.attention_softcap or extras.post_norms else "default"
 
     def match(self, name: str) -> Match | None:
         """Return the rule for a Megatron parameter name, or None when the architecture has no such parameter."""

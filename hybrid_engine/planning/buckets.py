@@ -228,7 +228,7 @@ class Residency:
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], destination: Side, rank: int, limit: int | None) -> Residency:
-        """Of the plan's buckets and what all ranks hold for inference; `rank`: this one."""
+        """Count the plan's buckets by what all ranks hold for inference; `rank`: this one."""
         bucket_of = {group: bucket.index for bucket in buckets for group in bucket.groups}
         nbytes = np.zeros((len(buckets), len(destination.kinds)), dtype=np.int64)
         for kind, layout in enumerate(destination.kinds):
@@ -250,7 +250,7 @@ class Residency:
         return frozenset(kept)
 
     def nbytes_of(self, buckets: Collection[int]) -> int:
-        """What these take on this rank."""
+        """Bytes of these buckets on this rank."""
         return int(self.nbytes[sorted(buckets), self.kind].sum())
 
 

@@ -26,7 +26,12 @@ def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
     for transfer in transfers:
         by_buffers.setdefault((transfer.src.buffer, transfer.dst.buffer), []).append(_flattened(transfer))
     coalesced = [one for same in by_buffers.values() for one in _coalesced(same)]
-    return sorted(coalesced, key=lambda one: (one.dst.buffer, one.dst.offset, one.src.buffer, one.src.offset))
+    return sorted(coalesced, key=by_place)
+
+
+def by_place(transfer: Transfer) -> tuple[object, ...]:
+    """Key that sorts transfers by where they go, then by where they come from."""
+    return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset
 
 
 def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
@@ -70,16 +75,12 @@ def regular_runs(offsets: Sequence[tuple[int, int]], *, backwards: bool = False)
         start = stop
 
 
-def _distance(one: Transfer, other: Transfer) -> tuple[int, int]:
-    return other.src.offset - one.src.offset, other.dst.offset - one.dst.offset
-
-
 def _join(run: Sequence[Transfer]) -> Transfer:
     """One transfer for a run: its first box, repeated along a new first dim."""
     first = run[0]
     if len(run) == 1:
         return first
-    src, dst = _distance(first, run[1])
+    src, dst = run[1].src.offset - first.src.offset, run[1].dst.offset - first.dst.offset
     return replace(
         first,
         tensor=f"{first.tensor.partition(' … ')[0]} … {run[-1].tensor.rpartition(' … ')[2]}",

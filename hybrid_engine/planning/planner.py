@@ -15,7 +15,7 @@ import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
-from hybrid_engine.planning.coalescing import coalesce
+from hybrid_engine.planning.coalescing import by_place, coalesce
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of, wire_dtype
 from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
 from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes, TensorClass, holding_faults, tensor_classes
@@ -113,12 +113,8 @@ def box_transfers(
     planner = _Planner(*sides, Hosts(hosts), rank)
     for tensors in tensor_classes(sides[0].holdings, sides[1].holdings):
         planner.add(tensors)
-    in_order = (sorted(planner.transfers.get(tensor, ()), key=_by_place) for tensor in sides[1].holdings.owners)
+    in_order = (sorted(planner.transfers.get(tensor, ()), key=by_place) for tensor in sides[1].holdings.owners)
     return list(chain.from_iterable(in_order))
-
-
-def _by_place(transfer: Transfer) -> tuple[object, ...]:
-    return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset
 
 
 def _checked_sides(
@@ -174,14 +170,6 @@ def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Missing:
-    """Elements of a tensor that ranks must receive: by rank, an object that its class shares; and bytes per element."""
-
-    numel: Mapping[int, int]
-    itemsize: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Moving:
     """One tensor of a class, as `_Planner` works on it.
 
@@ -218,7 +206,8 @@ class _Planner:
         self._sources, self._destinations = PlaceIndex(source), PlaceIndex(destination)
         self._hosts = hosts
         self._rank = rank
-        self._missing: dict[str, _Missing] = {}
+        # Elements of a tensor that ranks must receive, by rank, in an object that its class shares; bytes per element.
+        self._missing: dict[str, tuple[Mapping[int, int], int]] = {}
 
     def add(self, tensors: TensorClass) -> None:
         """Plan the tensors of a class, if the rank has to do with them."""
@@ -232,7 +221,7 @@ class _Planner:
         for index, name in enumerate(tensors.tensors):
             dtype = wire_dtype(*(dtypes[name] for dtypes in self._dtypes))
             moving = _Moving(name, tensors, routes, RoundRobinOffset(tensors.first, index), dtype)
-            self._missing[name] = _Missing(numel, int(tensors.itemsizes[index]))
+            self._missing[name] = numel, int(tensors.itemsizes[index])
             self.transfers[name] = [*self._straight(moving)]
             self._add_ingress(moving)
 
@@ -243,8 +232,8 @@ class _Planner:
         arriving, fan_out = relays.lay_out(index, relayed)
         transfers = tuple(coalesce(chain(straight, arriving)))
         least: Counter[int] = Counter()
-        for missing in (self._missing[tensor] for tensor in outline.tensors if tensor in self._missing):
-            least.update({rank: numel * missing.itemsize for rank, numel in missing.numel.items()})
+        for by_rank, itemsize in (self._missing[tensor] for tensor in outline.tensors if tensor in self._missing):
+            least.update({rank: numel * itemsize for rank, numel in by_rank.items()})
         return Bucket(
             index, outline.tensors, transfers, outline.groups, outline.nbytes, tuple(coalesce(fan_out)), dict(least)
         )

@@ -13,6 +13,7 @@ The better of them and of sequential order is taken; of equals sequential order,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -30,9 +31,10 @@ from hybrid_engine.records.holdings import (
 from hybrid_engine.records.regions import subtract_all, union
 
 Order = tuple[int, ...]
+Kind = Literal["auto", "sequential"]
 
 
-def rank_order(kind: str, source: Holdings, positions: Holdings, hosts: Sequence[object], tensor: int) -> Order:
+def rank_order(kind: Kind, source: Holdings, positions: Holdings, hosts: Sequence[object], tensor: int) -> Order:
     """The global rank at each inference position.
 
     Args:
@@ -43,13 +45,11 @@ def rank_order(kind: str, source: Holdings, positions: Holdings, hosts: Sequence
         hosts: of every rank.
         tensor: inference tensor parallel size; consecutive positions are a group.
 
-    Raises ValueError for another kind, DependencyError without scipy, PlanError for tensors that nobody holds.
+    Raises DependencyError without scipy, PlanError for tensors that nobody holds.
     """
     sequential = tuple(range(positions.num_ranks))
     if kind == "sequential":
         return sequential
-    if kind != "auto":
-        raise ValueError(f"unknown rank order {kind!r}; known are auto, sequential")
     gain = _Gain(source, positions)
     hosts_of = Hosts(hosts)
     candidates = [sequential, _by_hosts(gain, hosts_of)]

@@ -24,7 +24,6 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -53,44 +52,45 @@ class TensorClass:
     itemsizes: np.ndarray
 
 
-class _Members(NamedTuple):
-    """A class as it is found: its owners, the ordinal of its first tensor, and its tensors."""
-
-    sources: TensorOwners
-    destinations: TensorOwners
-    first: int
-    names: list[str]
-
-
 def tensor_classes(source: Holdings, destination: Holdings) -> list[TensorClass]:
     """The tensors that are moved, in classes. Raises PlanError with everything that `holding_faults` finds."""
-    members = _members(source, destination)
-    if faults := [*_shape_faults(source, destination), *_unserved_faults(members)]:
+    classes = _classes(source, destination)
+    if faults := [*_shape_faults(source, destination), *_unserved_faults(classes)]:
         raise PlanError(faults)
-    classes = []
-    for sources, destinations, first, names in members:
-        dtypes = ((source.dtypes[name], destination.dtypes[name]) for name in names)
-        itemsizes = np.array([_wire_itemsize(*each) for each in dtypes], dtype=np.int64)
-        classes.append(TensorClass(sources, destinations, tuple(names), first, itemsizes))
     return classes
 
 
 def holding_faults(source: Holdings, destination: Holdings) -> list[str]:
     """Tensors of two shapes, and boxes that some rank needs and no rank holds."""
-    return [*_shape_faults(source, destination), *_unserved_faults(_members(source, destination))]
+    return [*_shape_faults(source, destination), *_unserved_faults(_classes(source, destination))]
 
 
-def _members(source: Holdings, destination: Holdings) -> list[_Members]:
+def _classes(source: Holdings, destination: Holdings) -> list[TensorClass]:
     """The classes of tensors that have one shape; what no training rank holds has no sources."""
-    found: dict[tuple[int, int], _Members] = {}
+    names: dict[tuple[int, int], list[str]] = {}
+    first: dict[tuple[int, int], int] = {}
     for ordinal, (name, destinations) in enumerate(destination.owners.items()):
         sources = source.owners.get(name, ())
         if not sources or source.shapes[name] == destination.shapes[name]:
             key = id(sources), id(destinations)
-            if key not in found:
-                found[key] = _Members(sources, destinations, ordinal, [])
-            found[key].names.append(name)
-    return list(found.values())
+            first.setdefault(key, ordinal)
+            names.setdefault(key, []).append(name)
+    return [
+        TensorClass(
+            source.owners.get(members[0], ()),
+            destination.owners[members[0]],
+            tuple(members),
+            first[key],
+            np.array([_itemsize(name, source, destination) for name in members], dtype=np.int64),
+        )
+        for key, members in names.items()
+    ]
+
+
+def _itemsize(name: str, source: Holdings, destination: Holdings) -> int:
+    """Bytes per element on the wire; of a tensor that no training rank holds, those of its destination."""
+    dtype = destination.dtypes[name]
+    return _wire_itemsize(source.dtypes.get(name, dtype), dtype)
 
 
 @functools.cache
@@ -106,15 +106,16 @@ def _shape_faults(source: Holdings, destination: Holdings) -> list[str]:
     ]
 
 
-def _unserved_faults(members: Iterable[_Members]) -> Iterator[str]:
+def _unserved_faults(classes: Iterable[TensorClass]) -> Iterator[str]:
     """Elements that no source holds, tensor by tensor."""
     known: dict[object, list[tuple[int, Region]]] = {}  # experts: on other ranks, but cut in the same way
-    for sources, destinations, _, names in members:
-        boxes = tuple(tuple((box.offsets, box.lengths) for box in side) for side in (sources, destinations))
+    for each in classes:
+        boxes = tuple(tuple((box.offsets, box.lengths) for box in side) for side in (each.sources, each.destinations))
         if boxes not in known:
-            known[boxes] = list(_unserved(sources, destinations))
-        for name in names if known[boxes] else ():
-            yield from (_unserved_fault(name, destinations[index].ranks, region) for index, region in known[boxes])
+            known[boxes] = list(_unserved(each.sources, each.destinations))
+        for name in each.tensors if known[boxes] else ():
+            for index, region in known[boxes]:
+                yield _unserved_fault(name, each.destinations[index].ranks, region)
 
 
 def _unserved(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners]) -> Iterator[tuple[int, Region]]:
@@ -140,9 +141,7 @@ class BoxSource:
     link: Link
 
 
-def nearest_first(
-    _needed: Region, by_link: Mapping[Link, Sequence[int]], common: Mapping[int, Region]
-) -> Iterator[BoxSource]:
+def nearest_first(by_link: Mapping[Link, Sequence[int]], common: Mapping[int, Region]) -> Iterator[BoxSource]:
     """Parts that each source has of a box, nearest first and of these the largest."""
     for link, numbers in by_link.items():
         for number in sorted(numbers, key=lambda number: (-common[number].numel, common[number])):
@@ -282,20 +281,6 @@ class Flow:
     nbytes: np.ndarray
 
 
-class LinkBytes:
-    """Bytes of all ranks by link: link -> int array by rank, as seen by receivers and by senders."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.received = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
-        self.sent = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
-
-    def add(self, flow: Flow) -> None:
-        """Count it on both sides; a copy within a rank is received only."""
-        self.received[flow.link][flow.receivers] += flow.nbytes
-        if flow.link is not Link.SELF:
-            np.add.at(self.sent[flow.link], flow.senders, flow.nbytes)
-
-
 class _OnHosts:
     """Some ranks, sorted by host.
 
@@ -432,13 +417,14 @@ class Routes:
         kinds = [self._hosts.are_relaying[ranks], *(copies == number for number in np.unique(copies))]
         region = destination.region
         common = {number: part for number in near if (part := region.intersect(self._sources[number].region))}
-        cover = nearest_first if are_slices(region, common.values()) else self._cover
+        are_disjoint = are_slices(region, common.values())
         for members in groups_of_columns([*held, *held_on_host, *kinds], len(ranks)):
             first = members[0]
             by_link: dict[Link, list[int]] = {link: [] for link in Link}  # nearest first
             for number, own, of_host in zip(near, held, held_on_host, strict=True):
                 by_link[Link.SELF if own[first] else Link.HOST if of_host[first] else Link.NETWORK].append(number)
-            parts = tuple(cover(region, by_link, common))
+            in_order = nearest_first(by_link, common)
+            parts = tuple(in_order if are_disjoint else self._cover(region, in_order))
             from_network: tuple[BoxSource, ...] = ()
             if self._hosts.are_relaying[ranks[first]]:
                 from_network = tuple(part for part in parts if part.link is Link.NETWORK)
@@ -478,12 +464,10 @@ class Routes:
                     number,
                 )
 
-    def _cover(
-        self, needed: Region, by_link: Mapping[Link, Sequence[int]], common: Mapping[int, Region]
-    ) -> Iterator[BoxSource]:
-        """Cut `needed` into parts, nearest sources first, each as much as it has of what is still missing."""
+    def _cover(self, needed: Region, in_order: Iterable[BoxSource]) -> Iterator[BoxSource]:
+        """Cut `needed` into parts: sources in order, each as much as it has of what is still missing."""
         missing = [needed]
-        for source in nearest_first(needed, by_link, common):
+        for source in in_order:
             region = self._sources[source.source].region
             for part in (part for each in missing if (part := each.intersect(region)) is not None):
                 yield BoxSource(part, source.source, source.link)

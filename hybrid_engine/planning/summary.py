@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Hosts, LinkBytes, Routes, tensor_classes
+from hybrid_engine.planning.routes import Hosts, Routes, tensor_classes
 from hybrid_engine.records.holdings import BoxOwners, Holdings, groups_of_columns, presence_of
 from hybrid_engine.records.regions import subtract_all, union
 
@@ -76,12 +76,12 @@ class ByteSummary:
 
     @property
     def received(self) -> np.ndarray:
-        """From other ranks."""
+        """Bytes from other ranks."""
         return self.host + self.network
 
     @property
     def sent(self) -> np.ndarray:
-        """To other ranks."""
+        """Bytes to other ranks."""
         return self.sent_host + self.sent_network
 
 
@@ -99,22 +99,23 @@ def summarize(
         PlanError: naming tensors of two shapes, and what some rank needs and no rank holds.
     """
     by_number = Hosts(hosts, relaying_hosts)
-    total = LinkBytes(by_number.num_ranks)
+    received, sent = ({link: np.zeros(by_number.num_ranks, dtype=np.int64) for link in Link} for _ in range(2))
     lower_bound = np.zeros(by_number.num_ranks, dtype=np.int64)
     network_lower_bound = np.zeros(by_number.count, dtype=np.int64)
     for tensors in tensor_classes(source, destination):
         owners, itemsize = (tensors.sources, tensors.destinations), int(tensors.itemsizes.sum())
         for flow in Routes(*owners, by_number).flows(tensors.first, tensors.itemsizes):
-            total.add(flow)
+            received[flow.link][flow.receivers] += flow.nbytes
+            np.add.at(sent[flow.link], flow.senders, flow.nbytes)
         for ranks, numel in missing_by_rank(*owners, by_number.num_ranks):
             lower_bound[ranks] += numel * itemsize
         network_lower_bound += missing_by_host(*owners, by_number) * itemsize
     return ByteSummary(
-        own=total.received[Link.SELF],
-        host=total.received[Link.HOST],
-        network=total.received[Link.NETWORK],
-        sent_host=total.sent[Link.HOST],
-        sent_network=total.sent[Link.NETWORK],
+        own=received[Link.SELF],
+        host=received[Link.HOST],
+        network=received[Link.NETWORK],
+        sent_host=sent[Link.HOST],
+        sent_network=sent[Link.NETWORK],
         lower_bound=lower_bound,
         network_lower_bound=network_lower_bound,
     )

@@ -77,8 +77,8 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert peaks.inference.tolist() == [2 * served] * 4
     assert (peaks.switch == state.params + peaks.inference).all()
     assert (peaks.interleaved_switch == np.maximum(state.params, peaks.inference) + 200).all()
-    assert (peaks.device == np.maximum(peaks.training, peaks.interleaved_switch)).all()
-    assert (peaks.host == state.params + state.optimizer).all()
+    assert (peaks.device == np.maximum(state.total, peaks.interleaved_switch)).all()
+    assert (state.copied == state.params + state.optimizer).all()
     assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
 
 
@@ -107,14 +107,14 @@ def test_what_stays_longer_adds_to_the_peak(job: PlanIt) -> None:
     assert (memory.interleaved_switch < memory.switch).all()
     assert (plain.peak == memory.device).all()
     kept = job(*sizes, cluster, LLAMA_3_8B, release_weights=False)
-    assert (kept.peak == memory.training + memory.inference).all()
+    assert (kept.peak == memory.state.total + memory.inference).all()
     assert (kept.memory.interleaved_switch == memory.switch).all()
     assert (kept.bytes.network == plain.bytes.network).all()
     whole = job(*sizes, replace(cluster, has_elastic_buffers=False), LLAMA_3_8B)
     assert whole.memory.state.inelastic is not None
     assert (whole.memory.state.inelastic == memory.state.params).all()
     assert (whole.memory.interleaved_switch == memory.switch).all()
-    assert (whole.memory.training == memory.training).all()
+    assert (whole.memory.state.total == memory.state.total).all()
 
 
 def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:
@@ -139,7 +139,7 @@ def test_fit_and_time(job: PlanIt) -> None:
     np.testing.assert_allclose(small.seconds, expected)
     exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
     assert (job(train, infer, exact).fits_device, job(train, infer, exact).fits_host) == (True, True)
-    assert small.host_nbytes.tolist() == [small.memory.host[:2].sum(), small.memory.host[2:].sum()]
+    assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
 
 
 def test_an_order_that_saves_is_kept(job: PlanIt) -> None:

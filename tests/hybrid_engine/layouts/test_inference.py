@@ -56,13 +56,13 @@ def test_positions() -> None:
     """Tensor ranks first, then stages, then replicas; two replicas share the experts."""
     sizes = InferenceParallelism(16, tensor=2, pipeline=2, expert=4)
     assert (sizes.data, sizes.replicas_per_instance) == (4, 2)
-    assert sizes.place_of(0) == InferencePlace(0, 0, 0, 0, 0, 0)
-    assert sizes.place_of(3) == InferencePlace(3, 0, tp_rank=1, pp_rank=1, dp_rank=0, expert_rank=1)
-    assert sizes.place_of(4) == InferencePlace(4, 0, tp_rank=0, pp_rank=0, dp_rank=1, expert_rank=2)
-    assert sizes.place_of(15) == InferencePlace(15, 1, tp_rank=1, pp_rank=1, dp_rank=3, expert_rank=3)
+    assert sizes.place_of(0) == InferencePlace(0, 0, 0, 0, 0)
+    assert sizes.place_of(3) == InferencePlace(3, 0, tp_rank=1, pp_rank=1, dp_rank=0)
+    assert sizes.place_of(4) == InferencePlace(4, 0, tp_rank=0, pp_rank=0, dp_rank=1)
+    assert sizes.place_of(15) == InferencePlace(15, 1, tp_rank=1, pp_rank=1, dp_rank=3)
     turned = InferenceParallelism(16, tensor=2, pipeline=2, expert=4, rank_order=tuple(range(15, -1, -1)))
     assert turned.place_of(0) == sizes.place_of(15)
-    assert InferenceParallelism(4, tensor=2).place_of(3) == InferencePlace(3, 1, 1, 0, dp_rank=1, expert_rank=0)
+    assert InferenceParallelism(4, tensor=2).place_of(3) == InferencePlace(3, 1, 1, 0, dp_rank=1)
 
 
 def test_replicas_that_share_experts_step_together() -> None:
@@ -101,7 +101,8 @@ def test_ranks_at_the_same_place_hold_the_same(case: LayoutCase) -> None:
     for rank in range(len(case.hosts)):
         place = case.infer.place_of(rank)
         held = regions_by_tensor(side.layout_of(rank))
-        assert by_place.setdefault((place.tp_rank, place.pp_rank, place.expert_rank), held) == held
+        replica = place.dp_rank % case.infer.replicas_per_instance
+        assert by_place.setdefault((place.tp_rank, place.pp_rank, replica), held) == held
 
 
 def test_impossible_sizes_are_refused() -> None:

@@ -30,17 +30,23 @@ def test_every_size_has_names_of_its_own(side: type[Parallelism]) -> None:
     assert len({size.key for size in sizes}) == len(sizes)
 
 
-KEY_TYPES: dict[type, Any] = {int: Count, bool: bool, str: StageLayout, tuple: Positions}
+KEY_TYPES: dict[Any, Any] = {
+    int: Count,
+    int | None: Count | None,
+    bool: bool,
+    str | None: StageLayout | None,
+    tuple[int, ...]: Positions,
+}
 
 
 @pytest.mark.parametrize(("side", "section"), [(TrainParallelism, ActorConfig), (InferenceParallelism, GenerateConfig)])
 def test_every_size_is_a_key_with_its_type_its_default_and_a_meaning(
     side: type[Parallelism], section: type[Section]
 ) -> None:
-    hints = get_type_hints(section, include_extras=True)
+    hints, fields = get_type_hints(section, include_extras=True), get_type_hints(side)
     for size in sizes_of(side):
-        key, expected = section.model_fields[size.key], KEY_TYPES[size.type]
-        assert hints[size.key] == (expected | None if size.default is None else expected), size.key
+        key = section.model_fields[size.key]
+        assert hints[size.key] == KEY_TYPES[fields[size.name]], size.key
         assert key.default == size.default, size.key
         assert (key.description or "").endswith("."), size.key
 
@@ -69,6 +75,6 @@ def test_megatrons_own_names() -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_counts_below_one_are_all_named(side: type[Parallelism]) -> None:
-    counts = [size.name for size in sizes_of(side) if size.type is int]
+    counts = [size.name for size in sizes_of(side) if get_type_hints(side)[size.name] in (int, int | None)]
     found = violations(side(0, **dict.fromkeys(counts, 0)), table_for(DENSE))
     assert [violation.key for violation in found] == ["world_size", *counts]

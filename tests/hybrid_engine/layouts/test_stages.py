@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.stages import (
-    checkpoint_layers,
-    has_experts,
-    hybrid_shares,
-    pattern_violations,
-)
+from hybrid_engine.layouts.stages import Chunk, checkpoint_layers, chunks_of, has_experts, pattern_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
@@ -29,6 +24,11 @@ def table_of(family: str, num_layers: int) -> ModelTable:
     return table_for({**served_config(family), "num_hidden_layers": num_layers})
 
 
+def hybrid_chunks(pattern: str, pipeline: int) -> list[Chunk]:
+    sizes = TrainParallelism(pipeline, pipeline=pipeline, hybrid_layer_pattern=pattern)
+    return chunks_of(sizes, len(pattern.replace("|", "")) // 2, num_mtp_layers=0)
+
+
 @given(st.lists(st.tuples(st.sampled_from("*+"), st.sampled_from("-E")), min_size=1, max_size=12), st.data())
 def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.DataObject) -> None:
     symbols = "".join(attention + mlp for attention, mlp in layers)
@@ -38,8 +38,8 @@ def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]]
     ends = sorted(data.draw(st.lists(at, min_size=num_ends, max_size=num_ends)))
     pattern = "|".join(symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True))
     if len(symbols) % pipeline == 0:  # without ends, stages are equally long
-        assert {len(chunk.positions) for chunk in hybrid_shares(symbols, pipeline)} == {len(symbols) // pipeline}
-    chunks = hybrid_shares(pattern, pipeline)
+        assert {len(chunk.positions) for chunk in hybrid_chunks(symbols, pipeline)} == {len(symbols) // pipeline}
+    chunks = hybrid_chunks(pattern, pipeline)
     assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
     assert [layer for chunk in chunks for layer in chunk.attention] == list(range(len(layers)))
     assert [layer for chunk in chunks for layer in chunk.mlp] == list(range(len(layers)))

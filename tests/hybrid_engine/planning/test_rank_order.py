@@ -124,11 +124,9 @@ def test_nested_shards_meet_the_bound(
     assert summarize(source, destination, hosts).received.tolist() == [bound] * num_ranks
 
 
-def test_what_is_no_order() -> None:
+def test_sequential_order() -> None:
     holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
     assert rank_order("sequential", holdings, holdings, "ab", 1) == (0, 1)
-    with pytest.raises(ValueError, match="unknown rank order 'random'; known are auto, sequential"):
-        rank_order("random", holdings, holdings, "ab", 1)
 
 
 def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:

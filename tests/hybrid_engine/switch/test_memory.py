@@ -112,7 +112,7 @@ def test_weights_that_keep_their_memory_add_to_all_of_training(found: Outcomes) 
     """On a CPU a bucket's loader layout keeps its memory too."""
     for own in found[KEPT]:
         sizes, peaks = own["sizes"], planned(own["sizes"], keeps_inference=True)
-        assert peaks.training < peaks.device <= sizes["highest"] <= peaks.device + sizes["bucket"]
+        assert peaks.state.total < peaks.device <= sizes["highest"] <= peaks.device + sizes["bucket"]
         assert peaks.interleaved_switch <= sizes["peak"] <= peaks.interleaved_switch + sizes["bucket"]
 
 
@@ -145,7 +145,7 @@ def test_the_plan_knows_what_leaves_late_or_stays(job: None, is_elastic: bool, i
     bucket = max(each.nbytes for each in rig.manager.plan.buckets)
     peaks = MemoryPeaks(state, np.array([NBYTES]), bucket, keeps_inference=is_kept)
     assert measured[FORWARD] == peaks.interleaved_switch == 2 * NBYTES
-    assert measured[TRAIN] == peaks.device == peaks.training + is_kept * NBYTES
+    assert measured[TRAIN] == peaks.device == peaks.state.total + is_kept * NBYTES
 
 
 @pytest.mark.slow
