@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -125,14 +126,12 @@ class WholeTensors:
         self.tensors = {name: one for name, one in tensors.items() if first_names.setdefault(id(one), name) == name}
         self._flat: dict[str, torch.Tensor] = {}
         self._places: dict[str, Place] = {}
-        for dtype in dict.fromkeys(map(dtype_name, self.tensors.values())):
-            names = [name for name, tensor in self.tensors.items() if dtype_name(tensor) == dtype]
-            parts = parts_of_one_buffer([self.tensors[name].data for name in names])
-            buffer = BufferId(rank, f"weights in {dtype}")
-            self._flat[buffer.name] = flat_storage_of(parts[0])
-            for name, part in zip(names, parts, strict=True):
-                self.tensors[name].data = part
-                self._places[name] = Place(buffer, int(part.storage_offset()), tuple(part.stride()))
+        parts = parts_in_elastic_buffers([tensor.data for tensor in self.tensors.values()])
+        for (name, tensor), part in zip(self.tensors.items(), parts, strict=True):
+            buffer = BufferId(rank, f"weights in {dtype_name(part)}")
+            self._flat.setdefault(buffer.name, flat_storage_of(part))
+            self._places[name] = Place(buffer, int(part.storage_offset()), tuple(part.stride()))
+            tensor.data = part
 
     def layout(self) -> Layout:
         """This rank's records."""
@@ -176,19 +175,20 @@ class WholeTensors:
         """Nothing: there are none."""
 
 
-def parts_of_one_buffer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors of one dtype, one after the other in one elastic buffer."""
-    step = _ALIGNMENT // tensors[0].element_size()
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() // step) * step
-    flat = allocate_elastic(end, tensors[0].dtype, tensors[0].device, "param")
-    parts = [
-        flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in zip(starts, tensors, strict=True)
-    ]
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.copy_(tensor)
+def parts_in_elastic_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors; those of one dtype lie one after the other in one elastic buffer.
+
+    One for all of a dtype, since each takes whole pages and a file descriptor.
+    """
+    parts = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [index for index, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        step = _ALIGNMENT // dtype.itemsize
+        *starts, end = accumulate((-(-tensors[index].numel() // step) * step for index in same), initial=0)
+        flat = allocate_elastic(end, dtype, tensors[same[0]].device, "param")
+        for index, start in zip(same, starts, strict=True):
+            tensor = tensors[index]
+            parts[index] = flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
     return parts
 
 

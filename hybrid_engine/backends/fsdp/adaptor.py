@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.backends.fsdp.names import Lora, WrappedNames, canonical_views, wrapped_names
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
 from hybrid_engine.backends.training_side import (
+    dtype_name,
     flat_storage_of,
     layout_in,
-    parts_of_one_buffer,
+    parts_in_elastic_buffers,
     read_parts,
     require_usable_values,
 )
@@ -69,18 +70,12 @@ class LoraSums:
         self.buffer_of: dict[str, str] = {}
         self.flat_buffers: dict[str, torch.Tensor] = {}
         weights = {name: local_of(tensors.tensors[name]) for name in self.loras}
-        for dtype in dict.fromkeys(weight.dtype for weight in weights.values()):
-            names = [name for name, weight in weights.items() if weight.dtype is dtype]
-            if any(weights[name].numel() for name in names):
-                self._place(f"weights with LoRA in {str(dtype).removeprefix('torch.')}", names, weights)
-
-    def _place(self, buffer: str, names: Sequence[str], weights: Mapping[str, torch.Tensor]) -> None:
-        sums = parts_of_one_buffer([weights[name] for name in names])
-        self.flat_buffers[buffer] = flat_storage_of(sums[0])
-        for name, part in zip(names, sums, strict=True):
-            box = self._tensors.parts[name]
-            self.sums[name], self.buffer_of[name] = part, buffer
-            self.parts[name] = LocalBox(box.offsets, box.lengths, int(part.storage_offset()), tuple(part.stride()))
+        for name, part in zip(weights, parts_in_elastic_buffers([*weights.values()]), strict=True):
+            if part.untyped_storage().nbytes():  # this rank may hold no row of any
+                box, buffer = tensors.parts[name], f"weights with LoRA in {dtype_name(part)}"
+                self.sums[name], self.buffer_of[name] = part, buffer
+                self.parts[name] = LocalBox(box.offsets, box.lengths, int(part.storage_offset()), tuple(part.stride()))
+                self.flat_buffers.setdefault(buffer, flat_storage_of(part))
 
     @torch_defaults()  # autocast would multiply in bfloat16
     @torch.no_grad()

@@ -20,9 +20,10 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
-from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
@@ -279,11 +280,5 @@ def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable)
 
 
 def _move_together(tensors: Sequence[torch.Tensor]) -> None:
-    # one elastic buffer per dtype, for each takes whole pages and a file descriptor
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        sizes = [tensor.numel() for tensor in same]
-        flat = allocate_elastic(sum(sizes), dtype, same[0].device, "param")
-        for tensor, part in zip(same, flat.split(sizes), strict=True):
-            part.copy_(tensor.data.reshape(-1))
-            tensor.data = part.view(tensor.shape)
+    for tensor, part in zip(tensors, parts_in_elastic_buffers([tensor.data for tensor in tensors]), strict=True):
+        tensor.data = part
