@@ -134,17 +134,14 @@ class WholeTensors:
             tensor.data = part
 
     def layout(self) -> Layout:
-        """This rank's records."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         shards = [Shard(Region(name, (0,) * len(shape), shape), self._places[name]) for name, shape in shapes.items()]
         return layout_in(self._flat, self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Flat live storage by buffer name."""
         return self._flat
 
     def offload_items(self) -> Iterator[OffloadItem]:
-        """The weights, as what can leave the device."""
         yield from (OffloadItem(name, "param", flat) for name, flat in self._flat.items())
 
     def prepare(self) -> None:
@@ -155,17 +152,14 @@ class WholeTensors:
                 raise ReshardError(f"{name} moved since the engine was built. Offload through the engine, not by .data")
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """Raise WeightError naming every tensor that holds a NaN or an infinity."""
         require_usable_values(read_parts(self._flat, unread or {}), self.tensors.items)
 
     @property
     def base(self) -> WholeTensors:
-        """These: there are no adapters."""
         return self
 
     @property
     def merged(self) -> WholeTensors:
-        """These."""
         return self
 
     def zero_padding(self) -> None:
@@ -230,7 +224,6 @@ def layout_in(
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter that requires no gradient."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
@@ -273,7 +266,6 @@ def require_finite_to_save(tensors: Callable[[], Iterable[tuple[str, torch.Tenso
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
     # the sum is the fastest look, but it may overflow where no element does
     if not tensor.numel() or tensor.sum().isfinite():
         return True

@@ -240,7 +240,6 @@ class FsdpAdaptor:
             self._parts, self._buffer_of = self._parts | self._sums.parts, self._buffer_of | self._sums.buffer_of
 
     def layout(self) -> Layout:
-        """This rank's records. Raises ParameterMismatchError that names every tensor it cannot place."""
         shards: list[Shard] = []
         findings: list[str] = []
         for name, packed in self.packed.items():
@@ -255,7 +254,6 @@ class FsdpAdaptor:
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Flat live storage by buffer name."""
         return self.tensors.flat_buffers | ({} if self._sums is None else self._sums.flat_buffers)
 
     @property
@@ -312,7 +310,6 @@ class FsdpAdaptor:
         """Nothing: `base` has none."""
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
         require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
 
     def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -322,7 +319,6 @@ class FsdpAdaptor:
             yield from ((f"{name} with LoRA on rank {self.rank}", total) for name, total in self._sums.sums.items())
 
     def _shards_of(self, name: str, packed: Packed) -> Iterator[Shard]:
-        """The records of what this rank holds of a canonical tensor."""
         shape = tuple(self.tensors.tensors[packed.parameter].shape)
         buffer = BufferId(self.rank, self._buffer_of[packed.parameter])
         for box in held_boxes(packed.view, shape, self._parts[packed.parameter]):

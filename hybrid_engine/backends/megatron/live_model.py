@@ -102,13 +102,11 @@ class LiveModel(GuardedState):
 
     @property
     def unserved(self) -> list[str]:
-        """Canonical tensors that are trained and that vLLM does not read (multi-token prediction)."""
         table = self.weights.model.table
         return [name for name in table.shapes if not table.is_served(name)]
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps the weights have taken."""
         return 0 if self.optimizer is None else weight_version(self.optimizer)
 
     @property
@@ -132,7 +130,6 @@ class LiveModel(GuardedState):
     """Why the model is not asked to compute; empty where it is."""
 
     def probe_limits(self) -> ProbeLimits:
-        """See `probes.Probed`."""
         if self.cannot_compute:
             return ProbeLimits(self.cannot_compute)
         return forward_probe.probe_limits(self.chunks, self.weights.model.table)
@@ -144,7 +141,6 @@ class LiveModel(GuardedState):
         return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """See `probes.Probed`."""
         return forward_probe.own_settings(unwrap_model(self.chunks[0]).config, self.weights.model.table)
 
     def reload_main_params(self) -> None:
@@ -263,17 +259,14 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation
 
 
 def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether all are wrapped in Megatron's DDP."""
     return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
 def world_size() -> int:
-    """Number of ranks."""
     return torch.distributed.get_world_size()
 
 
 def config_of(chunk: torch.nn.Module) -> TransformerConfig:
-    """Megatron's configuration of the model."""
     config: TransformerConfig = unwrap_model(chunk).config
     return config
 

@@ -262,7 +262,6 @@ def _require_known(settings: Mapping[str, Any], config_class: type[TransformerCo
 
 
 def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
-    """How the model is spread over ranks."""
     return {
         **named(sizes, "model"),
         "num_layers": _num_positions(sizes, table),
@@ -275,7 +274,6 @@ def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]
 
 
 def _num_positions(sizes: TrainParallelism, table: ModelTable) -> int:
-    """Layers as Megatron counts them."""
     if sizes.hybrid_layer_pattern is not None:
         return 2 * table.dims.num_layers
     return table.dims.num_layers + len(sizes.noop_layers)

@@ -128,7 +128,6 @@ class ModelTensors:
                     yield name, tensor
 
     def named_lora(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those of `named_parameters` that are LoRA matrices."""
         return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name)
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
@@ -172,8 +171,6 @@ class ModelTensors:
 
 
 class GlobalNames:
-    """Names of one model chunk with global numbers of layers and experts."""
-
     def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
         pattern = getattr(model, "hybrid_layer_pattern", None)
         number_at = partial(_in_checkpoint, noop_layers) if pattern is None else _numbers_in(pattern).__getitem__
@@ -192,11 +189,9 @@ class GlobalNames:
         }
 
     def experts_of(self, name: str) -> Sequence[int]:
-        """The global numbers of the experts that a parameter holds."""
         return self._experts.get(self._prefix_of(name) or "", ())
 
     def _prefix_of(self, name: str) -> str | None:
-        """Of the experts that a parameter belongs to."""
         return next((prefix for prefix in self._experts if name.startswith(prefix)), None)
 
     def of(self, name: str) -> str:
@@ -231,7 +226,6 @@ def _numbers_in(pattern: str) -> list[int]:
 
 
 def _in_checkpoint(noop_layers: frozenset[int], position: int) -> int:
-    """The checkpoint's number of the layer at `position`."""
     return position - sum(noop < position for noop in noop_layers)
 
 

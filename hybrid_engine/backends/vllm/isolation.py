@@ -105,7 +105,6 @@ def forget_import_frames() -> None:
 
 
 def _is_vllm_module(frame: FrameType) -> bool:
-    """Whether it is that of a module of vLLM's while it is imported."""
     return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"
 
 
@@ -151,7 +150,6 @@ def rank_in_instance(settings: InferenceSettings, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_environment(**values: str) -> Iterator[None]:
-    """Within this context these variables have these values."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -40,8 +40,6 @@ class _Lora:
 
 
 class DeliveredLoras:
-    """The LoRAs of one rank's engine, by name."""
-
     def __init__(self, llm: Any, undo: contextlib.ExitStack) -> None:
         """Make the worker of `llm`, an LLM with LoRA enabled, take LoRAs from here until `undo` is closed."""
         self._llm = llm
@@ -213,11 +211,9 @@ class WeightsWithLora:
             self._arriving = {}
 
     def finish_fill(self) -> None:
-        """As the port says."""
         self._weights.finish_fill()
 
     def abandon(self) -> None:
-        """As the port says."""
         self._weights.abandon()
 
     def release(self, keep: Collection[str] = ()) -> None:

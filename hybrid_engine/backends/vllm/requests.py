@@ -70,7 +70,6 @@ def caller_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def needs_tokenizer(params: SamplingParams) -> bool:
-    """Whether vLLM needs a tokenizer for a request."""
     return bool(params.detokenize or params.bad_words or params.structured_outputs is not None)
 
 
@@ -107,7 +106,6 @@ def _impossible(params: SamplingParams) -> Iterator[Violation]:
 
 
 def completions_of(output: Any, params: Any, tokenizer: Decoder) -> list[Completion]:
-    """The completions of one prompt."""
     prompt = tuple(output.prompt_token_ids)
     return [_completion_of(choice, prompt, params, tokenizer) for choice in output.outputs]
 

@@ -70,7 +70,6 @@ class StagingPool:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that are kept and not lent."""
         return 0 if self._free is None else self._free.nbytes
 
     def lend(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -114,7 +113,6 @@ class _Pages:
 
 
 def _take_back(pool: weakref.ref[StagingPool], pages: _Pages, num_trims: int) -> None:
-    """Called when the last tensor over these pages is gone."""
     owner = pool()
     if owner is not None:
         owner.take_back(pages, num_trims)

@@ -72,7 +72,6 @@ class VllmAdaptor:
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """The records of this rank."""
         return self._traced.layout
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
@@ -133,7 +132,7 @@ class VllmAdaptor:
         self._processed.barrier.reset()
         stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
-            self._void([name for name in self._traced.groups if name not in stay])
+            self.void([name for name in self._traced.groups if name not in stay])
             self._memory.free_kv_cache()
             return
         live = self._processed.live
@@ -148,7 +147,6 @@ class VllmAdaptor:
         self._memory.trim()
 
     def committed(self) -> Collection[str]:
-        """The groups whose weights are live."""
         return self._states.among(GroupState.COMMITTED)
 
     @contextlib.contextmanager
@@ -220,10 +218,6 @@ class VllmAdaptor:
         self._filling.clear()
         self._observers.clear()
 
-    def void(self) -> None:
-        """Declare all weights void, in place: no memory is freed, but for tensors that were being filled."""
-        self._void(tuple(self._traced.groups))
-
     def require_ready(self) -> None:
         """Raise StateError when the model cannot compute now."""
         self._states.require_committed()
@@ -255,7 +249,8 @@ class VllmAdaptor:
     def _traced(self) -> TracedModel:
         return self._processed.traced
 
-    def _void(self, groups: Collection[str]) -> None:
+    def void(self, groups: Collection[str]) -> None:
+        """Declare the weights of groups void, in place: no memory is freed, but for tensors that were being filled."""
         self._states.advance(Event.VOID, groups)
         for name in groups:
             self._filling.pop(name, None)

@@ -151,7 +151,6 @@ class ProcessedModel:
             constant.restore()
 
     def constants_of(self, names: Iterable[str]) -> list[Constant]:
-        """Those of these modules."""
         return [each for name in names for each in self.constants.get(name, {}).values()]
 
     def lasting_constants(self) -> list[str]:

@@ -50,7 +50,6 @@ class TracedModel:
     snapshot: Snapshot
 
     def storages_of(self, group: str) -> list[WeightStorage]:
-        """Those of one group."""
         return [self.storages[name] for name in self.groups[group].storages]
 
     @cached_property

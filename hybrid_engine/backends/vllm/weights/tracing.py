@@ -131,7 +131,6 @@ class _Recorder(_DispatchMode):
         self._alive: list[torch.Tensor] = []  # a freed storage's key could come back as another storage
 
     def declare(self, name: str, tensor: torch.Tensor) -> None:
-        """Register the canonical tensor `name`."""
         self._alive.append(tensor)
         self._names[storage_key(tensor)] = name
 
@@ -225,7 +224,6 @@ class Binding:
         return f"{self.module}.{self.attribute}" if self.module else self.attribute
 
     def find(self, modules: Mapping[str, torch.nn.Module]) -> torch.Tensor | None:
-        """What the module holds there now."""
         return getattr(modules[self.module], self.attribute, None)
 
     def put(self, modules: Mapping[str, torch.nn.Module], tensor: torch.Tensor) -> None:
@@ -268,7 +266,6 @@ class WeightStorage:
 
     @property
     def num_weights(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.view.shape)
 
     def create(self, flat: torch.Tensor) -> torch.Tensor:

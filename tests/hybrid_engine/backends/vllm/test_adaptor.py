@@ -113,7 +113,7 @@ def computes(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> bool:
 
 
 def void(adaptor: VllmAdaptor) -> None:
-    adaptor.void()
+    adaptor.void({buffer.group for buffer in adaptor.layout().buffers.values()})
 
 
 def released(adaptor: VllmAdaptor) -> None:
