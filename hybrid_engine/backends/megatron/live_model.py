@@ -97,6 +97,8 @@ class LiveModel(GuardedState):
         self.weights = MegatronAdaptor(
             ModelTensors(self.chunks, table, noop_layers), "separate" if separate_lora else "merged"
         )
+        modules = [pair for chunk in self.chunks for pair in chunk.named_modules()]
+        self._moe_layers = [(name, module) for name, module in modules if isinstance(module, MoELayer)]
         members = [] if optimizer is None else optimizer_members(optimizer)
         self.watch(self.chunks, [member.optimizer for _, member in members])
 
@@ -116,7 +118,7 @@ class LiveModel(GuardedState):
 
     def offload_items(self) -> list[OffloadItem]:
         """See the port. Gathers optimizer state into elastic buffers once there is any."""
-        items = [*self._parameters(), *_shared_caches(), *_left_by_forward(self.chunks)]
+        items = [*self._parameters(), *_shared_caches(), *_left_by_forward(self._moe_layers)]
         if self.optimizer is not None:
             items += [*_gradients(self.chunks), *_optimizer_state(self.optimizer)]
         return items
@@ -176,10 +178,8 @@ def live_model(
 _CONSTANTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}  # of a token dispatcher
 
 
-def _left_by_forward(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
+def _left_by_forward(layers: Sequence[tuple[str, MoELayer]]) -> Iterator[OffloadItem]:
     """What layers with experts keep of their last forward pass (routing maps, probabilities, permutations)."""
-    modules = (pair for chunk in chunks for pair in chunk.named_modules())
-    layers = [(name, module) for name, module in modules if isinstance(module, MoELayer)]
     for index, (name, layer) in enumerate(layers):
         for holder in holders_of_routing(layer):
             for key, value in vars(holder).items():

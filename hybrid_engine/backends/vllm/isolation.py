@@ -71,7 +71,7 @@ def register_model_class(model_dir: str) -> None:
     if not path.is_file():
         problem = f"{model_dir} has no config.json"
         raise ConfigError([Violation("model_dir", problem, "Give a directory with the Hugging Face config")])
-    architectures = json.loads(path.read_text()).get("architectures", [])
+    architectures = json.loads(path.read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
         raise UnknownModelError(

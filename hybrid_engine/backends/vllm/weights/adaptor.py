@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
-from hybrid_engine.backends.vllm.weights.groups import HOLDING, Event, GroupState, GroupStates
+from hybrid_engine.backends.vllm.weights.groups import HOLDING, STAGED, Event, GroupState, GroupStates
 from hybrid_engine.backends.vllm.weights.processed_model import Observer, ProcessedModel
-from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory

@@ -21,9 +21,11 @@ from enum import Enum
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
-from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.tracing import Trace, WeightStorage
 from hybrid_engine.errors import StateError, first_of
+
+STAGED = "staged:"
+"""Prefix of buffers that hold a whole canonical tensor for the model's own loader."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ import torch
 
 from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.derivation import Change, Constant, Derivation, Sentinels, same_bytes
-from hybrid_engine.backends.vllm.weights.groups import CommitGroup
+from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup
 from hybrid_engine.backends.vllm.weights.postload import display, module_tensors
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
-from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, flat_view, storage_key
 from hybrid_engine.errors import ModelError, ReshardError
