@@ -189,13 +189,9 @@ class ModelReading:
 def read_model_weights(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable, delivery: LoraDelivery
 ) -> ModelReading:
-    """Find the tensors of a checkpoint in a model, whatever is around it and its modules.
+    """Find the tensors of a checkpoint in a model of transformers', whatever is around it and its modules.
 
-    Args:
-        model: transformers', or PEFT's around it; sharded or not.
-        tensors: its state dict.
-        table: of its architecture.
-        delivery: of its LoRA.
+    `tensors`: its state dict, sharded or not.
 
     Raises ModelError, ParameterMismatchError or ConfigError with everything that is in the way.
     """
@@ -213,8 +209,6 @@ class FsdpAdaptor:
 
     Args:
         model: sharded by `fully_shard`.
-        table: of its architecture.
-        rank: of this process in the job.
         delivery: of its LoRA; "merge" takes memory for the sums.
 
     Attributes:

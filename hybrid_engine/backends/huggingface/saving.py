@@ -241,14 +241,8 @@ def write_files(
 ) -> dict[str, str]:
     """Write the files; return their checksums on all ranks. Collective. Raises FileError.
 
-    Args:
-        directory: new, on storage that all ranks share.
-        stored: what goes where.
-        transfers: this rank's, to and from, in an order that ranks agree on.
-        buffers: this rank's weights.
-        job: of all ranks.
-
-    Host memory: one file on each rank that writes one.
+    `transfers`: to and from this rank, in an order that ranks agree on. Host memory: one file on each rank that writes
+    one.
     """
     checksums: dict[str, str] = {}
     files = by_file(stored)

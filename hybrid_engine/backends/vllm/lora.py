@@ -164,11 +164,7 @@ def _as_patterns(by_module: Mapping[str, Any]) -> dict[str, Any]:
 class WeightsWithLora:
     """vLLM's weights and, beside them, the actor's LoRA (port `InferenceWeights`).
 
-    Args:
-        weights: the engine's.
-        loras: of the same engine.
-        lora: what is trained; every rank takes all of its tensors, vLLM cuts them itself.
-        dtype: of the LoRA, e.g. "bfloat16".
+    Every rank takes all tensors of it, in `dtype`; vLLM cuts them itself.
 
     Memory: the whole LoRA on every rank while it arrives, and vLLM's copy of it on the host.
     """

@@ -46,13 +46,7 @@ def check_data(data: str) -> None:
 
 
 class ReplicaExchange:
-    """Connects the ranks of a replica, and those with one place in all replicas; the groups are made at first use.
-
-    Args:
-        sizes: who is where.
-        job: of all ranks.
-        tokenizer: of completions that other replicas made.
-    """
+    """Connects the ranks of a replica, and those with one place in all replicas; the groups are made at first use."""
 
     def __init__(self, sizes: InferenceParallelism, job: Job, tokenizer: ModelTokenizer) -> None:
         self._sizes, self._job, self._tokenizer = sizes, job, tokenizer

@@ -184,12 +184,7 @@ def build_layout(
 ) -> Layout:
     """The records of one rank.
 
-    Args:
-        rank: global rank.
-        tensors: canonical name -> shape, as offered to the loader.
-        dtypes: canonical name -> its dtype; staged buffers have it.
-        storages: the model's, see `take_inventory`.
-        trace: what the loader does.
+    Args, beside those of `trace_model`:
         padding: storage name -> intervals without a canonical tensor on purpose.
         group_of: storage name, or `STAGED` + tensor name -> commit group.
 

@@ -72,12 +72,7 @@ def trace_loader(
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> Trace:
-    """Run `load_weights` once on meta tensors of these names and shapes and return what it would write.
-
-    Args:
-        load_weights: the loader.
-        tensors: canonical names and shapes.
-        dtypes: of all of them.
+    """Run `load_weights` once on meta tensors of these canonical names, shapes and dtypes; return what it would write.
 
     The tensors are offered in the order of `tensors`. Parameters are not changed, except that constants the loader
     itself writes (zeros into padding) are. Raises ModelError, naming the tensor being read, when the loader fails.
