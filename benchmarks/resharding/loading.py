@@ -41,7 +41,7 @@ class LoaderTarget:
     def release(self) -> None:
         """Give up the weights and, unless it is kept, their memory."""
         if self._keeps_memory:
-            self._adaptor.void()
+            self._adaptor.void(self._groups)
         else:
             self._adaptor.release()
 

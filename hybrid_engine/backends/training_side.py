@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -125,27 +126,22 @@ class WholeTensors:
         self.tensors = {name: one for name, one in tensors.items() if first_names.setdefault(id(one), name) == name}
         self._flat: dict[str, torch.Tensor] = {}
         self._places: dict[str, Place] = {}
-        for dtype in dict.fromkeys(map(dtype_name, self.tensors.values())):
-            names = [name for name, tensor in self.tensors.items() if dtype_name(tensor) == dtype]
-            parts = parts_of_one_buffer([self.tensors[name].data for name in names])
-            buffer = BufferId(rank, f"weights in {dtype}")
-            self._flat[buffer.name] = flat_storage_of(parts[0])
-            for name, part in zip(names, parts, strict=True):
-                self.tensors[name].data = part
-                self._places[name] = Place(buffer, int(part.storage_offset()), tuple(part.stride()))
+        parts = parts_in_elastic_buffers([tensor.data for tensor in self.tensors.values()])
+        for (name, tensor), part in zip(self.tensors.items(), parts, strict=True):
+            buffer = BufferId(rank, f"weights in {dtype_name(part)}")
+            self._flat.setdefault(buffer.name, flat_storage_of(part))
+            self._places[name] = Place(buffer, int(part.storage_offset()), tuple(part.stride()))
+            tensor.data = part
 
     def layout(self) -> Layout:
-        """This rank's records."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         shards = [Shard(Region(name, (0,) * len(shape), shape), self._places[name]) for name, shape in shapes.items()]
         return layout_in(self._flat, self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Flat live storage by buffer name."""
         return self._flat
 
     def offload_items(self) -> Iterator[OffloadItem]:
-        """The weights, as what can leave the device."""
         yield from (OffloadItem(name, "param", flat) for name, flat in self._flat.items())
 
     def prepare(self) -> None:
@@ -156,17 +152,14 @@ class WholeTensors:
                 raise ReshardError(f"{name} moved since the engine was built. Offload through the engine, not by .data")
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """Raise WeightError naming every tensor that holds a NaN or an infinity."""
         require_usable_values(read_parts(self._flat, unread or {}), self.tensors.items)
 
     @property
     def base(self) -> WholeTensors:
-        """These: there are no adapters."""
         return self
 
     @property
     def merged(self) -> WholeTensors:
-        """These."""
         return self
 
     def zero_padding(self) -> None:
@@ -176,19 +169,20 @@ class WholeTensors:
         """Nothing: there are none."""
 
 
-def parts_of_one_buffer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors of one dtype, one after the other in one elastic buffer."""
-    step = _ALIGNMENT // tensors[0].element_size()
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() // step) * step
-    flat = allocate_elastic(end, tensors[0].dtype, tensors[0].device, "param")
-    parts = [
-        flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in zip(starts, tensors, strict=True)
-    ]
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.copy_(tensor)
+def parts_in_elastic_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors; those of one dtype lie one after the other in one elastic buffer.
+
+    One for all of a dtype, since each takes whole pages and a file descriptor.
+    """
+    parts = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [index for index, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        step = _ALIGNMENT // dtype.itemsize
+        *starts, end = accumulate((-(-tensors[index].numel() // step) * step for index in same), initial=0)
+        flat = allocate_elastic(end, dtype, tensors[same[0]].device, "param")
+        for index, start in zip(same, starts, strict=True):
+            tensor = tensors[index]
+            parts[index] = flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
     return parts
 
 
@@ -230,7 +224,6 @@ def layout_in(
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter that requires no gradient."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
@@ -273,7 +266,6 @@ def require_finite_to_save(tensors: Callable[[], Iterable[tuple[str, torch.Tenso
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
     # the sum is the fastest look, but it may overflow where no element does
     if not tensor.numel() or tensor.sum().isfinite():
         return True

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.backends.fsdp.names import Lora, WrappedNames, canonical_views, wrapped_names
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
 from hybrid_engine.backends.training_side import (
+    dtype_name,
     flat_storage_of,
     layout_in,
-    parts_of_one_buffer,
+    parts_in_elastic_buffers,
     read_parts,
     require_usable_values,
 )
@@ -69,18 +70,12 @@ class LoraSums:
         self.buffer_of: dict[str, str] = {}
         self.flat_buffers: dict[str, torch.Tensor] = {}
         weights = {name: local_of(tensors.tensors[name]) for name in self.loras}
-        for dtype in dict.fromkeys(weight.dtype for weight in weights.values()):
-            names = [name for name, weight in weights.items() if weight.dtype is dtype]
-            if any(weights[name].numel() for name in names):
-                self._place(f"weights with LoRA in {str(dtype).removeprefix('torch.')}", names, weights)
-
-    def _place(self, buffer: str, names: Sequence[str], weights: Mapping[str, torch.Tensor]) -> None:
-        sums = parts_of_one_buffer([weights[name] for name in names])
-        self.flat_buffers[buffer] = flat_storage_of(sums[0])
-        for name, part in zip(names, sums, strict=True):
-            box = self._tensors.parts[name]
-            self.sums[name], self.buffer_of[name] = part, buffer
-            self.parts[name] = LocalBox(box.offsets, box.lengths, int(part.storage_offset()), tuple(part.stride()))
+        for name, part in zip(weights, parts_in_elastic_buffers([*weights.values()]), strict=True):
+            if part.untyped_storage().nbytes():  # this rank may hold no row of any
+                box, buffer = tensors.parts[name], f"weights with LoRA in {dtype_name(part)}"
+                self.sums[name], self.buffer_of[name] = part, buffer
+                self.parts[name] = LocalBox(box.offsets, box.lengths, int(part.storage_offset()), tuple(part.stride()))
+                self.flat_buffers.setdefault(buffer, flat_storage_of(part))
 
     @torch_defaults()  # autocast would multiply in bfloat16
     @torch.no_grad()
@@ -194,13 +189,9 @@ class ModelReading:
 def read_model_weights(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable, delivery: LoraDelivery
 ) -> ModelReading:
-    """Find the tensors of a checkpoint in a model, whatever is around it and its modules.
+    """Find the tensors of a checkpoint in a model of transformers', whatever is around it and its modules.
 
-    Args:
-        model: transformers', or PEFT's around it; sharded or not.
-        tensors: its state dict.
-        table: of its architecture.
-        delivery: of its LoRA.
+    `tensors`: its state dict, sharded or not.
 
     Raises ModelError, ParameterMismatchError or ConfigError with everything that is in the way.
     """
@@ -218,8 +209,6 @@ class FsdpAdaptor:
 
     Args:
         model: sharded by `fully_shard`.
-        table: of its architecture.
-        rank: of this process in the job.
         delivery: of its LoRA; "merge" takes memory for the sums.
 
     Attributes:
@@ -245,7 +234,6 @@ class FsdpAdaptor:
             self._parts, self._buffer_of = self._parts | self._sums.parts, self._buffer_of | self._sums.buffer_of
 
     def layout(self) -> Layout:
-        """This rank's records. Raises ParameterMismatchError that names every tensor it cannot place."""
         shards: list[Shard] = []
         findings: list[str] = []
         for name, packed in self.packed.items():
@@ -260,7 +248,6 @@ class FsdpAdaptor:
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Flat live storage by buffer name."""
         return self.tensors.flat_buffers | ({} if self._sums is None else self._sums.flat_buffers)
 
     @property
@@ -317,7 +304,6 @@ class FsdpAdaptor:
         """Nothing: `base` has none."""
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
         require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
 
     def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -327,7 +313,6 @@ class FsdpAdaptor:
             yield from ((f"{name} with LoRA on rank {self.rank}", total) for name, total in self._sums.sums.items())
 
     def _shards_of(self, name: str, packed: Packed) -> Iterator[Shard]:
-        """The records of what this rank holds of a canonical tensor."""
         shape = tuple(self.tensors.tensors[packed.parameter].shape)
         buffer = BufferId(self.rank, self._buffer_of[packed.parameter])
         for box in held_boxes(packed.view, shape, self._parts[packed.parameter]):

@@ -160,8 +160,6 @@ _NOT_INFERENCE_PARTS = ("drop", "jitter", "loss")
 
 
 class _Difference(NamedTuple):
-    """An attribute in which the model and its config differ."""
-
     attribute: str
     live: str
     configured: str

@@ -104,7 +104,6 @@ class _PeftLayers:
     Args:
         layers: plain name -> module.
         state_names: plain name of a tensor -> name in the state dict.
-        tensors: the state dict.
 
     Attributes:
         loras: of all active adapters.

@@ -85,7 +85,6 @@ class ShardedModel(GuardedState):
 
     @property
     def unserved(self) -> list[str]:
-        """Canonical tensors that are trained and that vLLM does not read."""
         return [name for name in self.table.shapes if not self.table.is_served(name)]
 
     @property
@@ -119,7 +118,6 @@ class ShardedModel(GuardedState):
                 yield from _tensors_in(f"optimizer[{index}] of {name}", state)
 
     def probe_limits(self) -> ProbeLimits:
-        """See `probes.Probed`."""
         longest = getattr(self._transformers().config, "max_position_embeddings", None)
         return ProbeLimits(max_length=longest, vocab_size=self.table.dims.vocab_size)
 
@@ -141,7 +139,6 @@ class ShardedModel(GuardedState):
         return ProbeAnswer(log_probs.cpu(), max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps))
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """See `probes.Probed`: the live model's own configuration."""
         config: dict[str, Any] = self._transformers().config.to_dict()
         return {name: value for name, value in config.items() if not name.startswith("_")}
 

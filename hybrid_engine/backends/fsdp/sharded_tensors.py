@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hybrid_engine.backends.fsdp.internals import StridedShard, checkpoint_wrapper
 from hybrid_engine.backends.fsdp.model_checks import require_sharded
 from hybrid_engine.backends.fsdp.names import transformers_model
-from hybrid_engine.backends.training_side import dtype_name, flat_storage_of, parts_of_one_buffer
+from hybrid_engine.backends.training_side import dtype_name, flat_storage_of, parts_in_elastic_buffers
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import LocalBox
@@ -99,18 +99,13 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
     even = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor) and _is_even(parameter)]
-    moved: dict[int, DTensor] = {}
-    for dtype in dict.fromkeys(parameter.dtype for parameter in even):
-        same = [parameter for parameter in even if parameter.dtype is dtype]
-        for parameter, part in zip(same, parts_of_one_buffer([local_of(each) for each in same]), strict=True):
-            moved[id(parameter)] = DTensor.from_local(
-                part,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+    parts = parts_in_elastic_buffers([local_of(parameter) for parameter in even])
+    moved = {
+        id(each): DTensor.from_local(
+            part, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+        )
+        for each, part in zip(even, parts, strict=True)
+    }
     # a module's parameters keep their identity: optimizers refer to them
     model._apply(lambda tensor: moved.get(id(tensor), tensor))
 

@@ -1,11 +1,12 @@
-"""New sets of safetensors files: planned, brought together by the ranks that write them, and put in place.
+"""A Hugging Face checkpoint from training shards: planned, brought together by the ranks that write it, put in place.
 
     plan_files                  which tensor goes into which file; file i is written by rank i modulo their number
     write_files                 round by round: each rank receives one file's tensors, then writes it
     new_directory, put_in_place the directory is written beside its place and takes it as a whole
 
-So a kill never leaves a mixture of two sets, nor of weights and configuration: the directory is the old one or the new,
-or, between two renames, absent, and the old one is `<name>.replaced`.
+The tensors of the files are buffers of the ranks that write them; the planner picks which replica sends. A kill never
+leaves a mixture of two sets, nor of weights and configuration: the directory is the old one or the new, or, between two
+renames, absent, and the old one is `<name>.replaced`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,18 +24,181 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor, write_file
-from hybrid_engine.errors import ConfigError, Violation, first_of
+from hybrid_engine.backends.huggingface.loading import FLOATS, check_names, layout_of
+from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor, stored_tensors, write_file
+from hybrid_engine.backends.training_side import require_finite_to_save
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    HybridEngineError,
+    ParameterMismatchError,
+    Violation,
+    first_of,
+    shortened,
+)
 from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, write_checksums
-from hybrid_engine.files.durable import naming, recover_directory, replace_directory, replaced_by, sync, write_text
-from hybrid_engine.files.model_files import COMPANIONS, INDEX, SINGLE, indexed_files
+from hybrid_engine.files.documents import given_path
+from hybrid_engine.files.durable import (
+    naming,
+    recover_directory,
+    replace_directory,
+    replaced_by,
+    sync,
+    write_bytes,
+    write_text,
+)
+from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE, indexed_files
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.planner import box_transfers
+from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import DTYPE_NBYTES
+from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
+from hybrid_engine.records.sides import Side
+from hybrid_engine.switch.rendezvous import gather_side
 from hybrid_engine.transports.copies import strided
 
+FILE_NBYTES = 5 * 10**9
+"""Data per file of a saved checkpoint: the default of transformers."""
+
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def save_hf_checkpoint(
+    path: str | Path,
+    weights: TrainingWeights,
+    table: ModelTable,
+    job: Job,
+    model_dir: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    file_nbytes: int = FILE_NBYTES,
+    *,
+    check_nan: bool = True,
+) -> None:
+    """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
+
+    Args:
+        path: directory on storage that all ranks share; created if missing.
+        weights: the shards, on the device.
+        table: the model's name table.
+        job: of all ranks.
+        model_dir: configuration and tokenizer are copied from here.
+        dtype: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: that of the shards.
+        file_nbytes: most bytes of data in one file.
+        check_nan: refuse, before anything is written, what would be stored as NaN or infinity.
+
+    The directory is replaced as a whole: a kill at any moment leaves the old one or the new one, see saving.py.
+
+    Raises:
+        ConfigError: before anything is written, for another dtype, and if the directory holds weights of another model
+            or files that are not a model's.
+        FileError: naming the file; the old directory stays.
+        WeightError: naming the tensors that are not finite, or not in `dtype`.
+    """
+    with job.agreement.phase("preparing the weights"), naming("looking into", str(path)):
+        directory = given_path(path, "path").resolve()
+        stored_dtype = _float_name(dtype)
+        weights.prepare()
+    source = gather_side(job, weights)
+    with job.agreement.phase("planning the checkpoint"):
+        stored = plan_files(_tensors_to_store(source.layout, table, stored_dtype), file_nbytes)
+        written = layout_of(stored, writers(stored, job.world_size), table.copies)
+        destination = Side.split(written, job.world_size)
+        transfers = box_transfers(source, destination, [""] * job.world_size, job.rank)
+        buffers = weights.buffers()
+        if check_nan:
+            require_finite_to_save(lambda: _as_stored(transfers, buffers, stored, job.rank))
+    new = incomplete(directory)
+    is_ours = False
+    try:
+        with job.agreement.phase("creating the checkpoint's directory"), naming("creating", directory):
+            if job.rank == 0:
+                require_replaceable(directory)
+                _require_same_model(directory, table)
+                is_ours = True
+                new_directory(directory)
+        checksums = write_files(new, stored, transfers, buffers, job)
+        with job.agreement.phase("publishing the checkpoint"):
+            if job.rank == 0:
+                ((usual_dtype, _),) = Counter(tensor.dtype for tensor in stored.values()).most_common(1)
+                _copy_companions(directory if model_dir is None else Path(model_dir), new, usual_dtype)
+                put_in_place(new, directory, stored, checksums)
+    except BaseException as error:
+        if is_ours and new.exists():
+            try:
+                shutil.rmtree(new)
+            except OSError as failure:
+                error.add_note(f"{new} could not be removed: {failure}")
+        raise
+
+
+def _require_same_model(directory: Path, table: ModelTable) -> None:
+    """Raise ConfigError unless the weights in the directory, which will be replaced, are of the same model."""
+    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
+        return
+    try:
+        check_names(stored_tensors(directory), table, directory)
+    except HybridEngineError as error:
+        reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
+        problem = f"{directory} holds other weights than this model's ({reason})"
+        raise ConfigError([Violation("path", problem, "Name another directory, or remove its weights")]) from error
+
+
+def _float_name(dtype: object) -> str | None:
+    """The name of a dtype that weights can be stored in. Raises ArgumentError for anything else."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if name is None or (isinstance(name, str) and name in FLOATS):
+        return name
+    remedy = f"Use one of {', '.join(FLOATS)}, as a name or torch's, or leave it out for the weights' own"
+    raise ArgumentError([Violation("dtype", f"weights cannot be stored as {shortened(dtype)}", remedy)])
+
+
+def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) in the checkpoint's order, copies last.
+
+    transformers' models have no layers for multi-token prediction, which vLLM does not read either: they are left out.
+    """
+    held_in = {shard.region.tensor: source.buffers[shard.place.buffer].dtype for shard in source.shards}
+    if missing := [name for name in table.shapes if name not in held_in and table.is_served(name)]:
+        raise ParameterMismatchError([f"{name}: no training rank holds it" for name in missing])
+    held = {name: shape for name, shape in table.shapes.items() if name in held_in}
+    stored = {name: (shape, table.dtypes.get(name) or dtype or held_in[name]) for name, shape in held.items()}
+    return stored | {copy: stored[name] for copy, name in table.copies.items() if held_in.keys() >= table.shapes.keys()}
+
+
+def _as_stored(
+    transfers: Sequence[Transfer],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    rank: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each box that this rank gives as it will be stored, with its name for messages."""
+    for transfer in transfers:
+        if transfer.src_rank == rank:
+            dtype = stored[transfer.dst.buffer.name].dtype
+            box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
+            yield f"{transfer.tensor} as {dtype} on rank {rank}", box.to(getattr(torch, dtype))
+
+
+def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer; the configuration with `dtype` and without quantisation."""
+    for path in (path for pattern in COMPANIONS for path in model_dir.glob(pattern)):
+        if path.name != CONFIG:
+            with naming("copying", path):
+                write_bytes(new / path.name, path.read_bytes())
+    path = model_dir / CONFIG
+    if path.is_file():
+        with naming("reading", path, DOWNLOAD_AGAIN):
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(config, dict):
+                raise ValueError(f"a {type(config).__name__}, not a mapping")
+        config.pop("quantization_config", None)
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], str]], max_file_nbytes: int) -> dict[str, StoredTensor]:
@@ -76,14 +241,8 @@ def write_files(
 ) -> dict[str, str]:
     """Write the files; return their checksums on all ranks. Collective. Raises FileError.
 
-    Args:
-        directory: new, on storage that all ranks share.
-        stored: what goes where.
-        transfers: this rank's, to and from, in an order that ranks agree on.
-        buffers: this rank's weights.
-        job: of all ranks.
-
-    Host memory: one file on each rank that writes one.
+    `transfers`: to and from this rank, in an order that ranks agree on. Host memory: one file on each rank that writes
+    one.
     """
     checksums: dict[str, str] = {}
     files = by_file(stored)
@@ -147,7 +306,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def incomplete(directory: Path) -> Path:
-    """Return where a new directory is written."""
     return directory.with_name(f"{directory.name}.incomplete")
 
 

@@ -4,8 +4,8 @@
     weights  lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
     layout   model_tensors.py     global names of this rank's tensors, and the flat buffers they lie in, or are moved to
              adaptor.py           `MegatronAdaptor`: where every canonical tensor is (port `TrainingWeights`)
-    offload  training_state.py    what is on the device, and what can leave it
-    switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`); what it says
+    switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), what of it can leave the
+                                  device, and what it says of itself
              forward_probe.py     what any such model computes of a few tokens, to be compared with vLLM
     all      internals.py         every private name of megatron-core that is used here, with its reason
 

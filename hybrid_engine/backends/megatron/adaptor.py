@@ -65,7 +65,6 @@ class MegatronAdaptor:
         return frozenset() if self._sums is None else frozenset({SUMS})
 
     def layout(self) -> Layout:
-        """This rank's records. Raises ParameterMismatchError that names every parameter it cannot place."""
         shards = self._weight_shards()
         held = {shard.region.tensor for shard in shards}
         shapes = {name: shape for name, shape in self.model.table.shapes.items() if name in held}
@@ -76,7 +75,6 @@ class MegatronAdaptor:
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Flat live storage by buffer name."""
         return self.model.flat_buffers | ({} if self._sums is None else {SUMS: self._sums.flat})
 
     def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,7 +136,6 @@ class MegatronAdaptor:
             self._sums.fill()
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
         require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
 
     def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,7 +202,6 @@ class MegatronAdaptor:
                     yield _LoraMatrix(parameter, self._held(packing, match, shapes, tuple(parameter.shape)), shapes)
 
     def _held(self, packing: Packing, match: Match, shapes: Mapping[str, Shape], local_shape: Shape) -> list[Held]:
-        """The parts of canonical tensors that a local one of this shape holds."""
         part, num_parts = self.model.parts[packing.over]
         return held_regions(packing, match.indices, shapes, local_shape, part, num_parts)
 

@@ -25,7 +25,6 @@ _SILENT = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
 
 
 def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeLimits:
-    """Limits of what these chunks can compute."""
     model = unwrap_model(chunks[0])
     config, refusal = model.config, ""
     if (size := parallel_state.get_context_parallel_world_size()) > 1:
@@ -130,7 +129,6 @@ def own_settings(config: Any, table: ModelTable) -> Mapping[str, Any]:
 
 
 def model_device() -> torch.device:
-    """Of this rank's chunks."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -76,7 +76,6 @@ ExpertChoice = Callable[[torch.Tensor, int, int, int], TopK]
 
 
 def process_groups() -> list[torch.distributed.ProcessGroup]:
-    """Every process group that Megatron created."""
     return list(parallel_state._global_process_group_list or ())
 
 
@@ -124,12 +123,10 @@ def mark_sequence_parallel(weight: Any) -> None:
 
 
 def restore_float32_bias(router: TopKRouter) -> None:
-    """Give a router its expert bias in float32 again."""
     router._maintain_float32_expert_bias()
 
 
 def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
-    """Have `choose` choose the router's experts."""
     router.router_replay = _InPlaceOfReplay(choose)
 
 
@@ -140,5 +137,4 @@ class _InPlaceOfReplay:
         self._choose = choose
 
     def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _default: Any) -> TopK:
-        """Choose experts instead of replaying a choice."""
         return self._choose(scores, topk, num_groups, group_topk)

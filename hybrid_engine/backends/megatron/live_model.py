@@ -1,9 +1,31 @@
-"""A live Megatron model as the switch sees it (port `Trainer`), whoever built it, and what it says of itself."""
+"""A live Megatron model as the switch sees it (port `Trainer`), whoever built it, and what it says of itself.
+
+What of it and its optimizer is on the device, and what becomes of it when they are offloaded:
+
+    what                                        kind        action
+    DDP's parameter buffers, dense and expert   param       copy
+    frozen and other parameters outside them    param       copy
+    module buffers that are resharded           param       copy
+    sums of weights and LoRA                    param       drop: computed at every switch
+    megatron-core's caches, and what layers     param       rebuild: forgotten, made anew by the next forward pass
+    with experts keep of a forward pass
+    DDP's gradient buffers, and gradients that  grad        drop
+    it accumulates in float32 beside them
+    gradients converted for main params         grad        drop
+    main params and moments                     optimizer   copy, one flat tensor per optimizer and dtype
+    other module buffers, rotary frequencies,   -           stay: small
+    loss scale, step counters
+
+Attention masks are made anew in every forward pass, and trackers of auxiliary losses are a number per layer. The
+workspaces of Transformer Engine belong to its library and are not seen. Tests walk through model and optimizer
+(tests/harness/reachable.py): nothing else stays.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,25 +35,28 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron import forward_probe
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.backends.megatron.internals import cached_embeddings, holders_of_routing, memory_buffer
 from hybrid_engine.backends.megatron.model_tensors import (
     ModelTensors,
     keep_expert_bias_in_float32,
     move_loose_parameters,
     move_published_buffers,
 )
-from hybrid_engine.backends.megatron.training_state import TrainingState
-from hybrid_engine.backends.training_side import GuardedState, is_frozen
+from hybrid_engine.backends.training_side import GuardedState, dtype_name, is_frozen
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
+from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import ProbeAnswer, ProbeLimits
+from megatron_patches.buffers import iter_buffers
 from megatron_patches.errors import UnsupportedOptimizerError
-from megatron_patches.optimizers import optimizer_members, set_weight_version, weight_version
+from megatron_patches.optimizers import gather_state, optimizer_members, set_weight_version, weight_version
 from megatron_patches.patch import require_supported_version
 from megatron_patches.review import live_refusals
 
@@ -72,19 +97,18 @@ class LiveModel(GuardedState):
         self.weights = MegatronAdaptor(
             ModelTensors(self.chunks, table, noop_layers), "separate" if separate_lora else "merged"
         )
-        self._state = TrainingState(self.weights, optimizer)
+        modules = [pair for chunk in self.chunks for pair in chunk.named_modules()]
+        self._moe_layers = [(name, module) for name, module in modules if isinstance(module, MoELayer)]
         members = [] if optimizer is None else optimizer_members(optimizer)
         self.watch(self.chunks, [member.optimizer for _, member in members])
 
     @property
     def unserved(self) -> list[str]:
-        """Canonical tensors that are trained and that vLLM does not read (multi-token prediction)."""
         table = self.weights.model.table
         return [name for name in table.shapes if not table.is_served(name)]
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps the weights have taken."""
         return 0 if self.optimizer is None else weight_version(self.optimizer)
 
     @property
@@ -93,14 +117,21 @@ class LiveModel(GuardedState):
         return [name for name, origins in self.weights.origins().items() if all(map(is_frozen, origins))]
 
     def offload_items(self) -> list[OffloadItem]:
-        """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""
-        return self._state.items()
+        """See the port. Gathers optimizer state into elastic buffers once there is any."""
+        items = [*self._parameters(), *_shared_caches(), *_left_by_forward(self._moe_layers)]
+        if self.optimizer is not None:
+            items += [*_gradients(self.chunks), *_optimizer_state(self.optimizer)]
+        return items
+
+    def _parameters(self) -> Iterator[OffloadItem]:
+        scratch = self.weights.scratch
+        for name, tensor in self.weights.buffers().items():
+            yield OffloadItem(name, "param", tensor, "drop" if name in scratch else "copy")
 
     cannot_compute = ""
     """Why the model is not asked to compute; empty where it is."""
 
     def probe_limits(self) -> ProbeLimits:
-        """See `probes.Probed`."""
         if self.cannot_compute:
             return ProbeLimits(self.cannot_compute)
         return forward_probe.probe_limits(self.chunks, self.weights.model.table)
@@ -112,7 +143,6 @@ class LiveModel(GuardedState):
         return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """See `probes.Probed`."""
         return forward_probe.own_settings(unwrap_model(self.chunks[0]).config, self.weights.model.table)
 
     def reload_main_params(self) -> None:
@@ -140,6 +170,57 @@ def live_model(
     if optimizer is not None:
         set_weight_version(optimizer, num_steps)
     return LiveModel(chunks, optimizer, table, noop_layers)
+
+
+# -- what can leave the device -----------------------------------------------------------------------------------------
+
+
+_CONSTANTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}  # of a token dispatcher
+
+
+def _left_by_forward(layers: Sequence[tuple[str, MoELayer]]) -> Iterator[OffloadItem]:
+    """What layers with experts keep of their last forward pass (routing maps, probabilities, permutations)."""
+    for index, (name, layer) in enumerate(layers):
+        for holder in holders_of_routing(layer):
+            for key, value in vars(holder).items():
+                if isinstance(value, torch.Tensor) and key not in _CONSTANTS:
+                    owner = f"layer {index} with experts, {name}: {type(holder).__name__}.{key}"
+                    yield OffloadItem(owner, "param", value, "rebuild", partial(setattr, holder, key, None))
+
+
+def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
+    for record in iter_buffers(chunks):
+        buffer = f"chunk{record.chunk_index}.{record.kind}{record.index}"
+        yield OffloadItem(f"{buffer}.grad_data", "grad", record.grad_data, "drop")
+        for number, extra in enumerate(record.extra_grads):
+            yield OffloadItem(f"{buffer}.extra_main_grads[{number}]", "grad", extra, "drop")
+
+
+def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
+    gathered = gather_state(optimizer, reserve_elastic, restore_elastic)
+    for number, buffer in enumerate(gathered.buffers):
+        owner = f"{buffer.path}main params and moments, {dtype_name(buffer.tensor)}, {number}"
+        yield OffloadItem(owner, "optimizer", buffer.tensor)
+    for found in gathered.outside:
+        owner = f"{found.path}.{found.key}"
+        if found.kind == "main_grad":
+            yield OffloadItem(owner, "grad", found.tensor, "drop")
+        else:
+            yield OffloadItem(owner, "optimizer", found.tensor)
+
+
+def _shared_caches() -> Iterator[OffloadItem]:
+    """What megatron-core keeps between steps to save time, for all models of the process: scratch memory for gathered
+    activations and scores, and rotary embeddings by sequence length."""
+    scratch = memory_buffer()
+    for (name, _), tensor in scratch.items():
+        owner = f"megatron-core's memory buffer {name}, {dtype_name(tensor)}"
+        yield OffloadItem(owner, "param", tensor, "rebuild", forget=scratch.clear)
+    for owner, tensor, forget in cached_embeddings():
+        yield OffloadItem(owner, "param", tensor, "rebuild", forget)
+
+
+# -- what it says of itself --------------------------------------------------------------------------------------------
 
 
 _GROUPS = {
@@ -178,17 +259,14 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation
 
 
 def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether all are wrapped in Megatron's DDP."""
     return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
 def world_size() -> int:
-    """Number of ranks."""
     return torch.distributed.get_world_size()
 
 
 def config_of(chunk: torch.nn.Module) -> TransformerConfig:
-    """Megatron's configuration of the model."""
     config: TransformerConfig = unwrap_model(chunk).config
     return config
 
@@ -212,7 +290,7 @@ def actor_values(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     values["virtual_pipeline_model_parallel_size"] = len(chunks) if has_own_count else None
     values["hybrid_layer_pattern"] = getattr(model, "hybrid_layer_pattern", None)
     values["sequence_parallel"] = config.sequence_parallel
-    values["params_dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    values["params_dtype"] = dtype_name(next(model.parameters()))
     ddp = getattr(chunks[0], "ddp_config", None)
     return values | {name: getattr(ddp, name) for name in _OF_DDP if ddp is not None}
 

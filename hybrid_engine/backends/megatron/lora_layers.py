@@ -84,7 +84,6 @@ class LoraLinear(torch.nn.Module):
         self.adapter = _LoraPair(to_wrap, lora.rank)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output with LoRA's added, and the layer's bias."""
         output, bias = self.to_wrap(x, *args, **kwargs)
         return output + self.scale * self.adapter(x), bias
 
@@ -143,7 +142,6 @@ class _Matrix(torch.nn.Module):
 
 
 def wrapped_layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraLinear]:
-    """Every layer with LoRA."""
     for chunk in model_chunks:
         for module in chunk.modules():
             if isinstance(module, LoraLinear):
@@ -172,7 +170,6 @@ class LoraSums:
         self.lora_of = {layer.to_wrap.weight: list(layer.adapter.parameters()) for layer in self._layers}
 
     def fill(self) -> None:
-        """Compute all sums."""
         for layer in self._layers:
             self.view_of(layer.to_wrap.weight).copy_(layer.merged_weight())
 

@@ -111,10 +111,8 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
     dtype = getattr(torch, actor.params_dtype)
     settings = {**table.transformer, **_size_settings(sizes, table), **_expert_settings(sizes, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
-    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    _require_known(settings, config_class)
     return _config_of(
-        config_class,
+        _class_for(settings),
         actor.overrides.transformer,
         **settings,
         hidden_dropout=0.0,
@@ -140,8 +138,7 @@ def described_config(table: ModelTable) -> TransformerConfig:
     Raises ConfigError for what the model needs and this megatron-core lacks or refuses.
     """
     settings = {**table.transformer, "activation_func": ACTIVATIONS.get(table.transformer["activation_func"])}
-    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    _require_known(settings, config_class)
+    config_class = _class_for(settings)
     try:
         return config_class(**settings)
     except (AssertionError, ValueError) as error:  # of a __post_init__
@@ -254,15 +251,17 @@ def _require_hybrid_model() -> None:
         raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, "Install 0.19 or later")])
 
 
-def _require_known(settings: Mapping[str, Any], config_class: type[TransformerConfig]) -> None:
+def _class_for(settings: Mapping[str, Any]) -> type[TransformerConfig]:
+    """Raise ConfigError unless it has a field for each of the settings."""
+    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     unknown = sorted(settings.keys() - {field.name for field in fields(config_class)})
     if unknown:
         problem = f"needs {', '.join(unknown)}, which megatron-core {megatron.core.__version__} does not have"
         raise ConfigError([Violation("model", problem, "install a later megatron-core")])
+    return config_class
 
 
 def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
-    """How the model is spread over ranks."""
     return {
         **named(sizes, "model"),
         "num_layers": _num_positions(sizes, table),
@@ -275,7 +274,6 @@ def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]
 
 
 def _num_positions(sizes: TrainParallelism, table: ModelTable) -> int:
-    """Layers as Megatron counts them."""
     if sizes.hybrid_layer_pattern is not None:
         return 2 * table.dims.num_layers
     return table.dims.num_layers + len(sizes.noop_layers)

@@ -20,9 +20,10 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
-from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
@@ -127,7 +128,6 @@ class ModelTensors:
                     yield name, tensor
 
     def named_lora(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those of `named_parameters` that are LoRA matrices."""
         return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name)
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
@@ -171,8 +171,6 @@ class ModelTensors:
 
 
 class GlobalNames:
-    """Names of one model chunk with global numbers of layers and experts."""
-
     def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
         pattern = getattr(model, "hybrid_layer_pattern", None)
         number_at = partial(_in_checkpoint, noop_layers) if pattern is None else _numbers_in(pattern).__getitem__
@@ -191,11 +189,9 @@ class GlobalNames:
         }
 
     def experts_of(self, name: str) -> Sequence[int]:
-        """The global numbers of the experts that a parameter holds."""
         return self._experts.get(self._prefix_of(name) or "", ())
 
     def _prefix_of(self, name: str) -> str | None:
-        """Of the experts that a parameter belongs to."""
         return next((prefix for prefix in self._experts if name.startswith(prefix)), None)
 
     def of(self, name: str) -> str:
@@ -230,7 +226,6 @@ def _numbers_in(pattern: str) -> list[int]:
 
 
 def _in_checkpoint(noop_layers: frozenset[int], position: int) -> int:
-    """The checkpoint's number of the layer at `position`."""
     return position - sum(noop < position for noop in noop_layers)
 
 
@@ -279,11 +274,5 @@ def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable)
 
 
 def _move_together(tensors: Sequence[torch.Tensor]) -> None:
-    # one elastic buffer per dtype, for each takes whole pages and a file descriptor
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        sizes = [tensor.numel() for tensor in same]
-        flat = allocate_elastic(sum(sizes), dtype, same[0].device, "param")
-        for tensor, part in zip(same, flat.split(sizes), strict=True):
-            part.copy_(tensor.data.reshape(-1))
-            tensor.data = part.view(tensor.shape)
+    for tensor, part in zip(tensors, parts_in_elastic_buffers([tensor.data for tensor in tensors]), strict=True):
+        tensor.data = part

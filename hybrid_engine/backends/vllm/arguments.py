@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm.process_state import process_settings_kept, ran
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
-from hybrid_engine.errors import ConfigError, StateError, Violation, nearest
+from hybrid_engine.errors import ConfigError, Violation, nearest
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 from hybrid_engine.ranks.job import Job
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 CPU_WORKER = "hybrid_engine.backends.vllm.cpu.cpu_worker.IsolatedCPUWorker"
 
 GENERATING_LAYOUT = "use 1 and 1, and tensor or data parallelism instead"
-
 
 _CPU_KV_CACHE_MB = 256
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
@@ -133,23 +132,14 @@ def check_before_building(settings: InferenceSettings, job: Job) -> None:
     The order of ranks need not be known. Raises DependencyError, ConfigError or UnknownModelError.
     """
     with process_settings_kept(), random_state_kept():
-        _check(settings, job)
+        check_settings(settings, job)
 
 
 def check_settings(settings: InferenceSettings, job: Job) -> str:
-    """Check the same, and look for every name of vLLM's that is used; return its device type.
+    """Import vLLM, which must be accepted, check world, model and settings, and return vLLM's device type.
 
-    Its modules are imported for that, of which the worker's on CPU replaces names of `torch.cuda`. Raises as
-    `check_before_building`, and leaves the environment as vLLM wants it.
+    Raises as `check_before_building`, and leaves the environment as vLLM wants it.
     """
-    device_type = _check(settings, job)
-    with random_state_kept():
-        internals.require_names(device_type)
-    return device_type
-
-
-def _check(settings: InferenceSettings, job: Job) -> str:
-    """Import vLLM, which must be accepted, and check world, model and settings."""
     check_world(settings, job)
     require_vllm(allow_version=settings.generate.allow_version)
     set_environment(settings, job.rank)
@@ -260,19 +250,13 @@ def is_sleepy(settings: InferenceSettings, device_type: str) -> bool:
 
 
 def generation_problem(sizes: InferenceParallelism, device_type: str) -> str | None:
-    """Why vLLM could load a model in this layout and not generate with it; None where it can."""
+    """Why vLLM's generation would crash in this layout, in which it can load a model; None where it would not."""
     if device_type != "cpu" or (sizes.pipeline == 1 and sizes.expert == 1):
         return None
     return (
         f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
         f"and expert parallel size {sizes.expert}"
     )
-
-
-def check_can_generate(sizes: InferenceParallelism, device_type: str) -> None:
-    """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
-    if problem := generation_problem(sizes, device_type):
-        raise StateError(f"{problem}: {GENERATING_LAYOUT}")
 
 
 def _cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:

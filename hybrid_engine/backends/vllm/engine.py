@@ -94,6 +94,8 @@ class InferenceEngine:
             with self._agreement.phase("checking vLLM and the model"):
                 isolation.require_no_groups()
                 self._device_type = arguments.check_settings(settings, job)
+                with random_state_kept():  # it imports vLLM's modules
+                    internals.require_names(self._device_type)
                 self._place = settings.sizes.place_of(job.rank)
             memory = WeightMemory()
             sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -375,7 +377,8 @@ class InferenceEngine:
     def _run(self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None) -> list[Any]:
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
-        arguments.check_can_generate(self.settings.sizes, self._device_type)
+        if problem := arguments.generation_problem(self.settings.sizes, self._device_type):
+            raise StateError(f"{problem}: {arguments.GENERATING_LAYOUT}")
         self.adaptor.require_ready()
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")

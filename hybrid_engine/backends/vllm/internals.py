@@ -40,7 +40,6 @@ class Internal(PrivateName):
     keywords: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """What the target names; imports its module."""
         module, _, path = self.target.partition(":")
         return _find(module, path.split("."))
 
@@ -369,7 +368,6 @@ def missing_names(device_type: str) -> Iterator[str]:
 
 
 def internal_names() -> Iterator[Internal]:
-    """The records of this module, those in its tuples too."""
     for value in globals().copy().values():
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, Internal):
@@ -396,7 +394,6 @@ def core_of(llm: Any) -> Any:
 
 
 def worker_of(llm: Any) -> Any:
-    """This rank's worker."""
     return core_of(llm).model_executor.driver_worker.worker
 
 

@@ -71,7 +71,7 @@ def register_model_class(model_dir: str) -> None:
     if not path.is_file():
         problem = f"{model_dir} has no config.json"
         raise ConfigError([Violation("model_dir", problem, "Give a directory with the Hugging Face config")])
-    architectures = json.loads(path.read_text()).get("architectures", [])
+    architectures = json.loads(path.read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
         raise UnknownModelError(
@@ -105,7 +105,6 @@ def forget_import_frames() -> None:
 
 
 def _is_vllm_module(frame: FrameType) -> bool:
-    """Whether it is that of a module of vLLM's while it is imported."""
     return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"
 
 
@@ -151,7 +150,6 @@ def rank_in_instance(settings: InferenceSettings, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_environment(**values: str) -> Iterator[None]:
-    """Within this context these variables have these values."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

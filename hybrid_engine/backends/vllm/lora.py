@@ -40,8 +40,6 @@ class _Lora:
 
 
 class DeliveredLoras:
-    """The LoRAs of one rank's engine, by name."""
-
     def __init__(self, llm: Any, undo: contextlib.ExitStack) -> None:
         """Make the worker of `llm`, an LLM with LoRA enabled, take LoRAs from here until `undo` is closed."""
         self._llm = llm
@@ -166,11 +164,7 @@ def _as_patterns(by_module: Mapping[str, Any]) -> dict[str, Any]:
 class WeightsWithLora:
     """vLLM's weights and, beside them, the actor's LoRA (port `InferenceWeights`).
 
-    Args:
-        weights: the engine's.
-        loras: of the same engine.
-        lora: what is trained; every rank takes all of its tensors, vLLM cuts them itself.
-        dtype: of the LoRA, e.g. "bfloat16".
+    Every rank takes all tensors of it, in `dtype`; vLLM cuts them itself.
 
     Memory: the whole LoRA on every rank while it arrives, and vLLM's copy of it on the host.
     """
@@ -213,11 +207,9 @@ class WeightsWithLora:
             self._arriving = {}
 
     def finish_fill(self) -> None:
-        """As the port says."""
         self._weights.finish_fill()
 
     def abandon(self) -> None:
-        """As the port says."""
         self._weights.abandon()
 
     def release(self, keep: Collection[str] = ()) -> None:

@@ -57,11 +57,7 @@ def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: A
 def second_model(settings: InferenceSettings, rank: int, model_dir: str, **changes: Any) -> tuple[torch.nn.Module, Any]:
     """Another vLLM model in this rank's groups, constructed but not loaded: the model and its `VllmConfig`.
 
-    Args:
-        settings: of the engine whose groups these are.
-        rank: global rank.
-        model_dir: directory with a `config.json`, which may be another model's.
-        changes: arguments of vLLM's `EngineArgs` in place of those from the settings.
+    `model_dir` may be another model's than the engine's; `changes`: arguments in place of those from the settings.
     """
     from vllm import EngineArgs
     from vllm.model_executor.model_loader import DefaultModelLoader

@@ -39,7 +39,6 @@ class ProcessSettings:
 
     @classmethod
     def now(cls) -> ProcessSettings:
-        """Those in force."""
         return cls(
             torch.get_float32_matmul_precision(),
             torch.get_num_threads(),
@@ -80,13 +79,11 @@ def process_settings_kept(inside: ProcessSettings | None = None) -> Iterator[Non
 
 
 def get_state() -> tuple[Any, ...]:
-    """The random state of this process: Python, numpy, torch and the current device."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def set_state(state: tuple[Any, ...]) -> None:
-    """Set a state of `get_state`."""
     python, numpy, cpu, cuda = state
     random.setstate(python)
     np.random.set_state(numpy)

@@ -186,7 +186,6 @@ class ModelTokenizer:
 
     @cached_property
     def loaded(self) -> Any:
-        """Transformers' tokenizer."""
         from transformers import AutoTokenizer
 
         try:
@@ -220,7 +219,6 @@ class ModelTokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
         text: str = self.loaded.decode(list(token_ids), skip_special_tokens=True)
         return text
 

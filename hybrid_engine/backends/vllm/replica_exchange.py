@@ -34,8 +34,6 @@ from hybrid_engine.ranks.job import Job
 T = TypeVar("T")
 TokenIds = Sequence[Sequence[int]]
 Completions = list[list[Completion]]
-_Sent = tuple[tuple[int, ...], tuple[float, ...], str, int | str | None, tuple[dict[int, float], ...], str | None]
-"""A completion without what all ranks have: see the attributes of `Completion`."""
 Share = tuple[TokenIds, Callable[[Completions], Completions]]
 """What a replica completes, and what makes a rank's answers of that."""
 
@@ -48,13 +46,7 @@ def check_data(data: str) -> None:
 
 
 class ReplicaExchange:
-    """Connects the ranks of a replica, and those with one place in all replicas; the groups are made at first use.
-
-    Args:
-        sizes: who is where.
-        job: of all ranks.
-        tokenizer: of completions that other replicas made.
-    """
+    """Connects the ranks of a replica, and those with one place in all replicas; the groups are made at first use."""
 
     def __init__(self, sizes: InferenceParallelism, job: Job, tokenizer: ModelTokenizer) -> None:
         self._sizes, self._job, self._tokenizer = sizes, job, tokenizer
@@ -110,13 +102,15 @@ class ReplicaExchange:
         num, own, group = self._sizes.data, self._dp_rank, self._column
 
         def answers_of(completed: Completions) -> Completions:
-            told = _gathered(group, own, [[_sent(one) for one in each] for each in completed], list[list[_Sent]])
-            by_replica = {
-                replica: completed if replica == own else [[self._whole(one) for one in each] for each in of_replica]
-                for replica, of_replica in told.items()
-            }
+            # all ranks have the prompts and a tokenizer
+            sent = [[replace(one, prompt_token_ids=(), tokenizer=None) for one in each] for each in completed]
+            by_replica = _gathered(group, own, sent, Completions)
+
+            def whole(one: Completion, prompt: Sequence[int]) -> Completion:
+                return replace(one, prompt_token_ids=tuple(prompt), tokenizer=self._tokenizer)
+
             return [
-                [replace(one, prompt_token_ids=tuple(prompt)) for one in by_replica[index % num][index // num]]
+                [whole(one, prompt) for one in by_replica[index % num][index // num]]
                 for index, prompt in enumerate(prompts)
             ]
 
@@ -125,13 +119,6 @@ class ReplicaExchange:
     def close(self) -> None:
         """End the groups; idempotent."""
         self._groups.close()
-
-    def _whole(self, sent: _Sent) -> Completion:
-        """Return another replica's completion; its prompt, which all ranks have, was not sent."""
-        token_ids, logprobs, finish_reason, stop_reason, top_logprobs, drawn_text = sent
-        return Completion(
-            token_ids, logprobs, finish_reason, stop_reason, (), top_logprobs, drawn_text, self._tokenizer
-        )
 
     @cached_property
     def _replica(self) -> dist.ProcessGroup | None:
@@ -145,17 +132,6 @@ class ReplicaExchange:
 
     def _group(self, parts: list[list[int]]) -> dist.ProcessGroup | None:
         return self._job.new_group("gloo", self._groups, parts) if len(parts[0]) > 1 else None
-
-
-def _sent(one: Completion) -> _Sent:
-    return (
-        one.token_ids,
-        one.logprobs,
-        one.finish_reason,
-        one.stop_reason,
-        tuple(map(dict, one.top_logprobs)),
-        one.drawn_text,
-    )
 
 
 def _gathered(group: dist.ProcessGroup | None, key: int, value: T, kind: Any) -> dict[int, T]:

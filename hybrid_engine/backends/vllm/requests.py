@@ -70,7 +70,6 @@ def caller_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def needs_tokenizer(params: SamplingParams) -> bool:
-    """Whether vLLM needs a tokenizer for a request."""
     return bool(params.detokenize or params.bad_words or params.structured_outputs is not None)
 
 
@@ -107,7 +106,6 @@ def _impossible(params: SamplingParams) -> Iterator[Violation]:
 
 
 def completions_of(output: Any, params: Any, tokenizer: Decoder) -> list[Completion]:
-    """The completions of one prompt."""
     prompt = tuple(output.prompt_token_ids)
     return [_completion_of(choice, prompt, params, tokenizer) for choice in output.outputs]
 
@@ -254,16 +252,13 @@ def zero_caches(llm: Any) -> None:
     A block that a request leaves keeps what it held, and kernels read more of a block than what is valid in it: a
     masked score is zero, and zero times NaN is NaN. What a diverged policy left would spoil later requests there.
     """
-    for storage in {each.data_ptr(): each for each in _cache_storages(llm)}.values():
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
-
-
-def _cache_storages(llm: Any) -> Iterator[torch.UntypedStorage]:
-    """Memory of what vLLM's layers and its model runner hold: views of whatever shape, alone or in tuples."""
     runner, tree_leaves = internals.model_runner_of(llm), internals.TREE_LEAVES.load()
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     held = [*runner.kv_caches, *(getattr(layer, "kv_cache", None) for layer in layers)]
-    return (leaf.untyped_storage() for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
+    # views of whatever shape, alone or in tuples
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+    for storage in {each.data_ptr(): each for each in storages}.values():
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
 
 
 def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: int) -> None:

@@ -53,7 +53,6 @@ def is_accepted(version: str) -> bool:
 
 
 def installed() -> dict[str, str]:
-    """Version by distribution."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -65,6 +64,5 @@ def installed() -> dict[str, str]:
 
 @cache
 def _warn(name: str, version: str) -> None:
-    """Say it once in a process."""
     if version != TESTED_VERSION:
         logger.warning("%s %s is allowed, but not tested: %s was", name, version, TESTED_VERSION)

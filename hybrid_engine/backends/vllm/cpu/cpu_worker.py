@@ -26,14 +26,12 @@ class IsolatedCPUWorker(_CPUWorker):
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM's executor once."""
         # vLLM shares rotary embeddings among models; each keeps the method that it found when it was made.
         internals.ROPES.load().clear()
         with internals.ROTATE.replaced(_on_rows):
             super().load_model(*args, **kwargs)
 
     def init_device(self) -> None:
-        """Called by vLLM's executor once."""
         self.distributed_init_method = f"env://:{os.environ[ENGINE_TOKEN]}"
         set_num_threads = torch.set_num_threads
         try:

@@ -5,8 +5,7 @@
     weight_memory.py    where memory comes from, and vLLM's sleep mode
     loader.py           the load format through which vLLM hands over its model when it is built
     tracing.py          run the model's loader once on meta tensors, record every copy; the storages it writes
-    traced_layout.py    trace + storages -> Layout
-    traced_model.py     TracedModel: what is known before vLLM processes the weights
+    traced_model.py     TracedModel: what is known before vLLM processes the weights; trace + storages -> Layout
     postload.py         which modules vLLM processes after loading, how to do so again, and all that modules hold
     derivation.py       a snapshot before the processing; what it derived from weights, derived again
     processed_model.py  ProcessedModel: what the processing made of the model; how a group is committed and dropped

@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
-from hybrid_engine.backends.vllm.weights.groups import HOLDING, Event, GroupState, GroupStates
+from hybrid_engine.backends.vllm.weights.groups import HOLDING, STAGED, Event, GroupState, GroupStates
 from hybrid_engine.backends.vllm.weights.processed_model import Observer, ProcessedModel
-from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
@@ -33,8 +32,7 @@ class VllmAdaptor:
 
     Memory: between `allocate` and `commit` a group exists in loader layout; after `commit` only in the form vLLM
     computes with, which on a GPU stays where it is while a group passes through loader layout beside it. On a CPU an
-    embedding and a head stay in both forms, as in vLLM itself, and what is packed passes through the same pages, group
-    after group, which go with `finish_fill`.
+    embedding and a head stay in both forms, as in vLLM itself.
 
     Attributes:
         rank: global rank.
@@ -52,8 +50,7 @@ class VllmAdaptor:
     ) -> None:
         """
         Args:
-            keeps_memory: `release` only declares the weights void; their memory stays, that for staging too, but the KV
-                cache's goes.
+            keeps_memory: `release` only declares the weights void; their memory stays, but the KV cache's goes.
             settings: in force while vLLM processes weights; None: those of the caller.
         """
         traced = model.traced
@@ -72,7 +69,6 @@ class VllmAdaptor:
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """The records of this rank."""
         return self._traced.layout
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
@@ -133,7 +129,7 @@ class VllmAdaptor:
         self._processed.barrier.reset()
         stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
-            self._void([name for name in self._traced.groups if name not in stay])
+            self.void([name for name in self._traced.groups if name not in stay])
             self._memory.free_kv_cache()
             return
         live = self._processed.live
@@ -148,7 +144,6 @@ class VllmAdaptor:
         self._memory.trim()
 
     def committed(self) -> Collection[str]:
-        """The groups whose weights are live."""
         return self._states.among(GroupState.COMMITTED)
 
     @contextlib.contextmanager
@@ -220,10 +215,6 @@ class VllmAdaptor:
         self._filling.clear()
         self._observers.clear()
 
-    def void(self) -> None:
-        """Declare all weights void, in place: no memory is freed, but for tensors that were being filled."""
-        self._void(tuple(self._traced.groups))
-
     def require_ready(self) -> None:
         """Raise StateError when the model cannot compute now."""
         self._states.require_committed()
@@ -255,7 +246,8 @@ class VllmAdaptor:
     def _traced(self) -> TracedModel:
         return self._processed.traced
 
-    def _void(self, groups: Collection[str]) -> None:
+    def void(self, groups: Collection[str]) -> None:
+        """Declare the weights of groups void, in place: no memory is freed, but for tensors that were being filled."""
         self._states.advance(Event.VOID, groups)
         for name in groups:
             self._filling.pop(name, None)
@@ -284,7 +276,7 @@ class VllmAdaptor:
         storages = [storage for group in groups for storage in self._traced.storages_of(group)]
         passing = [storage for storage in storages if storage.name not in live]
         self._memory.restore(self._processed.resident, storages, self._processed.derived_with(groups))
-        flats = self._memory.new(passing, self._processed.in_place)
+        flats = self._memory.new(passing)
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         tensors |= {storage.name: storage.create(flat) for storage, flat in zip(passing, flats, strict=True)}
         for name, tensor in tensors.items():

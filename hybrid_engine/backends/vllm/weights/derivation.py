@@ -70,11 +70,9 @@ class Change:
     loaded: object
 
     def current(self) -> object:
-        """What is there now."""
         return list(self.table) if isinstance(self.table, list) else self.table.get(self.key, MISSING)
 
     def put(self, value: object) -> None:
-        """Let it be there."""
         if isinstance(self.table, list):
             assert isinstance(value, list)
             self.table[:] = value
@@ -86,17 +84,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that no loader fills, and its value on the host."""
-
     tensor: torch.Tensor
     value: torch.Tensor
 
     def restore(self) -> None:
-        """Give the tensor this value."""
         _copy(self.tensor, self.value)
 
     def is_as_it_was(self) -> bool:
-        """Whether the tensor has this value."""
         return same_bytes(self.tensor.cpu(), self.value)
 
 
@@ -192,7 +186,6 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
@@ -217,12 +210,10 @@ class Sentinels(Enum):
     REHEARSED = 1
 
     def write(self, flat: torch.Tensor) -> None:
-        """Fill a 1-D tensor."""
         for part, values in self._parts(flat):
             part.copy_(values)
 
     def are_in(self, flat: torch.Tensor) -> bool:
-        """Whether a 1-D tensor holds exactly these values."""
         return all(torch.equal(part, values) for part, values in self._parts(flat))
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

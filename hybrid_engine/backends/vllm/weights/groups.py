@@ -21,9 +21,11 @@ from enum import Enum
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
-from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.tracing import Trace, WeightStorage
 from hybrid_engine.errors import StateError, first_of
+
+STAGED = "staged:"
+"""Prefix of buffers that hold a whole canonical tensor for the model's own loader."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,6 @@ class GroupStates:
         self._states = dict.fromkeys(groups, GroupState.VOID)
 
     def advance(self, event: Event, groups: Collection[str] | None = None) -> None:
-        """Move these groups, or all of them. Raises as `require`."""
         names = self._states if groups is None else groups
         self.require(event, names)
         self._states |= {name: TRANSITIONS[self._states[name], event] for name in names}
@@ -179,7 +180,6 @@ class GroupStates:
             raise StateError(f"{event.value}: {', '.join(refused)}")
 
     def among(self, *states: GroupState) -> list[str]:
-        """The groups that are in one of these states."""
         return [name for name, state in self._states.items() if state in states]
 
     def require_committed(self) -> None:

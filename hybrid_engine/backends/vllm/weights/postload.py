@@ -40,7 +40,6 @@ def post_load_method(module: torch.nn.Module) -> Any | None:
 
 
 def is_processed(module: torch.nn.Module) -> bool:
-    """Whether vLLM processes a module after loading."""
     return post_load_method(module) is not None or _is_deferred_attention(module)
 
 

@@ -68,7 +68,6 @@ class ProcessingBarrier:
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks wait for each other here."""
         return self._group is not None
 
     @property

@@ -72,12 +72,7 @@ def trace_loader(
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> Trace:
-    """Run `load_weights` once on meta tensors of these names and shapes and return what it would write.
-
-    Args:
-        load_weights: the loader.
-        tensors: canonical names and shapes.
-        dtypes: of all of them.
+    """Run `load_weights` once on meta tensors of these canonical names, shapes and dtypes; return what it would write.
 
     The tensors are offered in the order of `tensors`. Parameters are not changed, except that constants the loader
     itself writes (zeros into padding) are. Raises ModelError, naming the tensor being read, when the loader fails.
@@ -131,7 +126,6 @@ class _Recorder(_DispatchMode):
         self._alive: list[torch.Tensor] = []  # a freed storage's key could come back as another storage
 
     def declare(self, name: str, tensor: torch.Tensor) -> None:
-        """Register the canonical tensor `name`."""
         self._alive.append(tensor)
         self._names[storage_key(tensor)] = name
 
@@ -225,7 +219,6 @@ class Binding:
         return f"{self.module}.{self.attribute}" if self.module else self.attribute
 
     def find(self, modules: Mapping[str, torch.nn.Module]) -> torch.Tensor | None:
-        """What the module holds there now."""
         return getattr(modules[self.module], self.attribute, None)
 
     def put(self, modules: Mapping[str, torch.nn.Module], tensor: torch.Tensor) -> None:
@@ -268,7 +261,6 @@ class WeightStorage:
 
     @property
     def num_weights(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.view.shape)
 
     def create(self, flat: torch.Tensor) -> torch.Tensor:

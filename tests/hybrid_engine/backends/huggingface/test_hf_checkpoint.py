@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained, save_hf_checkpoint
-from hybrid_engine.backends.huggingface.unused_tensors import HEAD
+from hybrid_engine.backends.huggingface.loading import HEAD
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, FileError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.files import model_files

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybrid_engine.backends.huggingface import unused_tensors
+from hybrid_engine.backends.huggingface import loading
+from hybrid_engine.backends.huggingface.loading import HEAD, compare_repetitions, log_unused
 from hybrid_engine.backends.huggingface.safetensors_files import stored_tensors
-from hybrid_engine.backends.huggingface.unused_tensors import HEAD, compare_repetitions, log_unused
 from hybrid_engine.errors import ParameterMismatchError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
@@ -50,7 +50,7 @@ def test_a_tied_head_that_is_the_embedding_is_no_fault(tmp_path: Path, table: Mo
 def test_a_tied_head_of_its_own_is_refused(
     tmp_path: Path, table: ModelTable, monkeypatch: pytest.MonkeyPatch, step_nbytes: int
 ) -> None:
-    monkeypatch.setattr(unused_tensors, "_STEP_NBYTES", step_nbytes)
+    monkeypatch.setattr(loading, "_STEP_NBYTES", step_nbytes)
     with pytest.raises(ParameterMismatchError, match=rf"{HEAD}: 1 elements differ from {EMBEDDING}"):
         compare(tmp_path, table, one_changed)
 
@@ -68,7 +68,7 @@ def test_what_is_not_used_is_named(tmp_path: Path, table: ModelTable, caplog: py
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = {EMBEDDING: torch.zeros(table.shapes[EMBEDDING]), name: torch.ones(8)}
     save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, tmp_path / "model.safetensors")
-    with caplog.at_level(logging.INFO, unused_tensors.__name__):
+    with caplog.at_level(logging.INFO, loading.__name__):
         log_unused(tmp_path, stored_tensors(tmp_path), table)
     (line,) = caplog.messages
     assert line.endswith(f"1 tensors are not used: {name}")

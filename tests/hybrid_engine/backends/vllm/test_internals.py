@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine.backends.vllm import arguments, internals, version
+from hybrid_engine.backends.vllm import internals, version
 from hybrid_engine.backends.vllm.internals import READ, Internal, Replacement, _has, internal_names, missing_names
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.errors import DependencyError, StateError
@@ -92,9 +92,8 @@ def test_all_names_that_are_missing_are_said_at_once_before_an_engine_is_built(m
     monkeypatch.setattr(internals, "TREE_LEAVES", Internal("torch.utils._pytree:tree_twigs", "is two"))
     monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
     monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
-    monkeypatch.setattr(arguments, "_check", lambda settings, job: "cpu")
     with pytest.raises(DependencyError, match="lack 5 of the private names") as error:
-        arguments.check_settings(None, None)
+        internals.require_names("cpu")
     _, *lines, _ = str(error.value).splitlines()
     assert [line.rpartition(" (")[2] for line in lines] == [
         "is two)",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.weights.traced_layout import STAGED, build_layout
+from hybrid_engine.backends.vllm.weights.groups import STAGED
+from hybrid_engine.backends.vllm.weights.traced_model import build_layout
 from hybrid_engine.backends.vllm.weights.tracing import Trace, flat_view, take_inventory, trace_loader
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.records.layout import Extent, Layout
