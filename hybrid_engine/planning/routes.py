@@ -8,8 +8,8 @@
     for every class of receivers:                     self, then same host, then network
         for every source box that is held there:      the one with the largest common part first
             take what it has of the part that is still missing
-        the ranks that hold a box equally near send it in a round robin of its receivers; over the network in several, each
-    of some senders and some receivers, so that a rank does not meet more of the others the more there are
+        the ranks that hold a box equally near send it in a round robin of its receivers; over the network in
+        several, each of some senders and some receivers, so that a rank does not meet more of them where there are more
 
     on relaying hosts, whose ranks read each other's memory: what several places of a host need over the network is cut
     into common boxes; each comes once, to one of the ranks that need it (host ingress), these too in a round robin

@@ -60,6 +60,9 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     defaults = {"enable_prefix_caching": True, "enable_sleep_mode": is_sleepy(settings, device_type)}
     if device_type == "cuda":
         defaults |= _defaults_on_cuda(settings)
+    elif device_type == "cpu" and "attention_config" not in settings.generate.vllm:
+        # for latent attention alone: a CPU with AMX would take kernels that know bfloat16 and DeepSeek's sizes only
+        defaults["attention_backend"] = "CPU_MLA"
     return {**defaults, **_arguments_that_follow(settings, device_type), **settings.generate.vllm}
 
 

@@ -57,6 +57,17 @@ def test_a_key_of_vllms_name_reaches_it_and_none_leaves_the_default_to_it(model:
     assert plain["enable_prefix_caching"] is True
 
 
+def test_latent_attention_has_the_same_kernels_on_every_cpu(model: str) -> None:
+    """vLLM itself takes others where the CPU has AMX, which crash in float32."""
+    for given, chosen in (
+        ({}, "CPU_MLA"),
+        ({"attention_backend": "AMX_MLA"}, "AMX_MLA"),
+        ({"attention_config": {"backend": "AMX_MLA"}}, None),
+    ):
+        assert llm_arguments(settings_of(model, vllm=given), "cpu").get("attention_backend") == chosen
+    assert "attention_backend" not in llm_arguments(settings_of(model), "cuda")
+
+
 def test_what_goes_with_a_switch_is_taken(model: str) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     extra = {"enable_prefix_caching": False, "max_num_batched_tokens": 512, "speculative_config": ngram}
