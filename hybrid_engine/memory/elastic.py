@@ -40,19 +40,15 @@ class Peer(Protocol):
 
         Nothing may be kept of it after the block; these `chunks` stay mapped for a later one. Raises TransportError.
         """
-        ...
 
     def chunks(self, extents: Sequence[Extent]) -> list[int]:
         """Numbers of the pieces, mapped one by one, in which these elements lie; none where all is mapped."""
-        ...
 
     def unmap(self) -> None:
         """Keep no chunk mapped."""
-        ...
 
     def close(self) -> None:
         """Unmap the tensor; idempotent."""
-        ...
 
 
 class ElasticBuffer:
@@ -239,17 +235,17 @@ def open_peer(handle: Handle, device: torch.device | str = "cuda") -> Peer:
     return _HostPeer(map_pages(handle))
 
 
-def map_peer(handle: Handle, *, writable: bool = False) -> torch.Tensor:
+def map_peer(handle: Handle) -> torch.Tensor:
     """Map the host pages behind `handle` and keep them mapped; no bytes are copied.
 
-    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. Unless
-    `writable`, the pages are mapped read-only and a write through the tensor ends the process with SIGSEGV.
+    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. They are
+    mapped read-only: a write through the tensor ends the process with SIGSEGV.
     Raises TransportError as `open_peer` does, and for device memory: kept mapped it would be outdated, without notice,
     once the owner released and restored it.
     """
     if isinstance(handle, DeviceHandle):
         raise TransportError("device memory is mapped only while it is read: use open_peer(handle).mapped()")
-    return map_pages(handle, writable=writable)
+    return map_pages(handle)
 
 
 class _HostPeer:
