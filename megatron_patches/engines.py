@@ -189,23 +189,18 @@ class ReshardingEngine(Protocol):
 
     def building(self) -> AbstractContextManager[None]:
         """Entered around Megatron's `get_model`. The tokenizer exists; may raise to refuse the model."""
-        ...
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
         """The DDP-wrapped chunks exist, without an optimizer; parameters may still be moved."""
-        ...
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
         """Training is about to start; the optimizer has taken `num_steps` steps, not counting skipped ones."""
-        ...
 
     def switch(self, iteration: int) -> None:
         """Switch to inference and back; `iteration` iterations are complete."""
-        ...
 
     def detach(self) -> None:
         """Training is over; release what inference holds."""
-        ...
 
 
 EngineFactory = Callable[[MegatronScript], ReshardingEngine]
