@@ -46,27 +46,7 @@ def score(
 
 
 class ActorTrainer(Trainer, Scorer, Protocol):
-    """Whoever trains for `ActorHybridWorker`: trainer/megatron/actor.py, trainer/fsdp/actor.py.
-
-    `update` and `compute_log_probs` come with `GlobalBatches`.
-    """
-
-    def compute_log_probs(
-        self, batch: Batch, agreement: Agreement, *, data: Data, entropy: bool, top_k: int
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """`HybridEngine.compute_log_probs`, where parameters are on the device."""
-
-    def update(
-        self,
-        batch: Batch,
-        loss_function: LossFunction,
-        agreement: Agreement,
-        *,
-        data: Data,
-        entropy: bool,
-        top_k: int,
-    ) -> dict[str, float]:
-        """`HybridEngine.update`, in `train_context`."""
+    """Whoever trains for `ActorHybridWorker`, with `GlobalBatches`: `MegatronActor`, `FsdpActor`."""
 
     @property
     def learning_rate(self) -> float:
