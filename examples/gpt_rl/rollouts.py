@@ -135,10 +135,7 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         return self._problems[_order(len(self._problems), self._settings.seed, epoch)[place]]
 
     def _figures(
-        self,
-        inference: InferenceEngine,
-        problems: Sequence[task.Problem],
-        groups: Sequence[Sequence[Completion]],
+        self, inference: InferenceEngine, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
     ) -> dict[str, float]:
         """Mean reward of the samples, and the share of held-out problems answered rightly, greedily."""
         greedy = Sampling(max_tokens=self._settings.max_tokens, temperature=0.0, stop_token_ids=(task.END,))
