@@ -81,12 +81,14 @@ class PlainWeights:
         """Wait: buffers are in force as they are."""
         time.sleep(self._commit_seconds)
 
+    def finish_fill(self) -> None:
+        """Nothing: there is no other memory."""
+
+    def abandon(self) -> None:
+        """Nothing: no rank waits for another in `commit`."""
+
     def release(self) -> None:
         """The memory is kept."""
-
-    def resident_nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(flat.nbytes for buffers in self._groups.values() for flat in buffers.values())
 
     def checksum(self) -> float:
         """Of all elements, in float64."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
 from benchmarks.resharding.cases import MODELS
 from benchmarks.resharding.floor import Floor
-from benchmarks.resharding.loading import LoaderTarget, timed
+from benchmarks.resharding.loading import IntoLoader, timed
 from benchmarks.resharding.measuring import Clock, Contender, Digests, gather, measure
 from benchmarks.resharding.ours import Ours
 from hybrid_engine import HybridEngine
@@ -61,20 +60,17 @@ TINY_CASE = Case("tiny", 2, {"tp_size": 2})
 """For trying the script: `--only tiny`."""
 
 
-class FullTensor:
+class FullTensor(IntoLoader):
     """Every parameter whole on every rank, one after the other."""
 
     def __init__(self, engine: HybridEngine[ShardedModel]) -> None:
-        self._target = LoaderTarget(engine)
+        super().__init__(engine)
         weights = engine.train.weights
         self._tensors = weights.tensors.tensors
         self._views: dict[str, list[str]] = {name: [] for name in self._tensors}
         for name, packed in weights.packed.items():
             self._views[packed.parameter].append(name)
         self._packed = weights.packed
-
-    def prepare(self) -> None:
-        self._target.release()
 
     def run(self, clock: Clock) -> None:
         self._target.allocate(clock)
@@ -89,12 +85,6 @@ class FullTensor:
             for name in names:
                 view = self._packed[name].view
                 yield name, whole.as_strided(view.shape, view.strides, view.offset)
-
-    def digesting(self) -> AbstractContextManager[Digests]:
-        return self._target.digesting()
-
-    def close(self) -> None:
-        self._target.release()
 
 
 def main() -> None:

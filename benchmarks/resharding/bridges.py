@@ -27,7 +27,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,8 +35,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from benchmarks.resharding.loading import LoaderTarget, timed
-from benchmarks.resharding.measuring import Clock, Digests
+from benchmarks.resharding.loading import IntoLoader, timed
+from benchmarks.resharding.measuring import Clock
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.trainer.worker import ActorHybridWorker
 from megatron_patches.cpu.cuda_names import torch_on_cpu
@@ -47,19 +46,16 @@ _TRANSFORMER_ENGINE = "transformer_engine"
 _HINT = "pip install 'megatron-bridge>=0.6' 'megatron-core>=0.19' (for Python 3.12)"
 
 
-class Export(ABC):
+class Export(IntoLoader, ABC):
     """Training weights to vLLM's parameters, tensor by tensor through `load_weights`, as a bridge exports them."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._target = LoaderTarget(worker)
+        super().__init__(worker)
         self._chunks = worker.train.chunks
 
     @abstractmethod
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Names in the checkpoint, and whole tensors; makes one at a time. Collective."""
-
-    def prepare(self) -> None:
-        self._target.release()
 
     def run(self, clock: Clock) -> None:
         self._target.allocate(clock)
@@ -68,12 +64,6 @@ class Export(ABC):
             self._target.load(timed(iter(self._weights()), clock, "export"))
         clock.add("load", time.perf_counter() - started - clock.seconds["export"])
         self._target.commit(clock)
-
-    def digesting(self) -> AbstractContextManager[Digests]:
-        return self._target.digesting()
-
-    def close(self) -> None:
-        self._target.release()
 
 
 class MbridgeExport(Export):

@@ -68,6 +68,22 @@ class LoaderTarget:
         return digesting_vllm(self._adaptor)
 
 
+class IntoLoader:
+    """Base of contenders that write vLLM's parameters themselves: the methods of `Contender` but for `run`."""
+
+    def __init__(self, worker: Engines) -> None:
+        self._target = LoaderTarget(worker)
+
+    def prepare(self) -> None:
+        self._target.release()
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return self._target.digesting()
+
+    def close(self) -> None:
+        self._target.release()
+
+
 def timed(items: Iterator[tuple[str, torch.Tensor]], clock: Clock, phase: str) -> Generator[tuple[str, torch.Tensor]]:
     """The same items; the time that making each of them takes goes to `phase`."""
     while True:

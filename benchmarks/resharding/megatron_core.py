@@ -8,8 +8,8 @@ runs, are shown to it under Transformer Engine's names. The plan is made before 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,20 +74,8 @@ class MegatronDestination:
     def abandon(self) -> None:
         """Nothing: no rank waits for another in `commit`."""
 
-    def release(self, keep: Collection[str] = ()) -> None:
+    def release(self) -> None:
         """Nothing: the model keeps its memory."""
-
-    def committed(self) -> Collection[str]:
-        """All: the model always holds what was written last."""
-        return list(self._buffers)
-
-    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
-        """As the port says: Megatron computes with the buffers themselves."""
-        return nullcontext()
-
-    def resident_nbytes(self) -> int:
-        """Bytes of the model's parameters."""
-        return sum(flat.nbytes for flat in self._buffers.values())
 
     def _check_known(self, groups: Sequence[str]) -> None:
         if unknown := [name for name in groups if BufferId(self._adaptor.rank, name) not in self._layout.buffers]:

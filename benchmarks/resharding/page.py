@@ -73,13 +73,7 @@ def _ratio(row: Row, over: str, under: str) -> float | None:
 
 def _seconds_table(rows: Sequence[Row]) -> str:
     columns = [*_INTO_VLLM, *([_BRIDGE] if any(row.get(_BRIDGE[1]) is not None for row in rows) else [])]
-    head = [
-        "case",
-        *(title for title, _ in columns),
-        "copies / floor",
-        "mbridge / ours",
-        "gather + broadcast / ours",
-    ]
+    head = ["case", *(title for title, _ in columns), "copies / floor", "mbridge / ours", "gather + broadcast / ours"]
     lines = [
         [
             name_of(row),
