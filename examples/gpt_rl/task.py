@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-import torch
-
-from hybrid_engine import Completion, build_batch
 from hybrid_engine.errors import ConfigError, Violation, clipped
 from hybrid_engine.files.documents import read_text
+
+if TYPE_CHECKING:  # settings are checked without torch
+    import torch
+
+    from hybrid_engine import Completion
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)  # ends a completion
@@ -63,6 +66,8 @@ def reward(problem: Problem, token_ids: Sequence[int]) -> float:
 
 def rewards(problems: Sequence[Problem], groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
     """Rewards [P, n] of a group of completions for each problem."""
+    import torch
+
     pairs = zip(problems, groups, strict=True)
     return torch.tensor([[reward(problem, one.token_ids) for one in group] for problem, group in pairs])
 
@@ -74,6 +79,8 @@ def accuracy(problems: Sequence[Problem], answers: Sequence[Sequence[Completion]
 
 def demonstrations(problems: Sequence[Problem], seq_length: int) -> dict[str, torch.Tensor]:
     """A batch to imitate."""
+    from hybrid_engine import build_batch
+
     responses = [encode_response(problem.demonstration or problem.answer) for problem in problems]
     return build_batch([encode(problem.prompt) for problem in problems], responses, seq_length, PADDING)
 
