@@ -53,7 +53,7 @@ matrix: $(READY) ## Switch every layout and model family with both real engines 
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix \
 	    $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(if $(filter 1,$(RECORD)),--record)
 bench: $(READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text, JSON=file)
-	$(PY) benchmarks/reshard.py --json '$(or $(JSON),runs/reshard.json)' \
+	$(PY) -m benchmarks.reshard --json '$(or $(JSON),runs/reshard.json)' \
 	    $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
 # tests/conftest.py is for the rest of the suite; a wide line has the reason of what is skipped.
 gpu-check: $(READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)

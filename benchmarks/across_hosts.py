@@ -11,12 +11,10 @@ bucket's commit, as an engine would that repacks weights on its device.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flat_models import ModelShape
+from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
@@ -33,7 +32,6 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import plan
-from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.weight_container import FillReport, WeightContainer
@@ -83,19 +81,21 @@ class PlainWeights:
         """Wait: buffers are in force as they are."""
         time.sleep(self._commit_seconds)
 
+    def finish_fill(self) -> None:
+        """Nothing: there is no other memory."""
+
+    def abandon(self) -> None:
+        """Nothing: no rank waits for another in `commit`."""
+
     def release(self) -> None:
         """The memory is kept."""
-
-    def resident_nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(flat.nbytes for buffers in self._groups.values() for flat in buffers.values())
 
     def checksum(self) -> float:
         """Of all elements, in float64."""
         return sum(float(flat.double().sum()) for buffers in self._groups.values() for flat in buffers.values())
 
 
-def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer], dict[str, torch.Tensor]]:
+def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[str, torch.Tensor]]:
     """One for each way, over the same buffers; and this rank's source. Collective."""
     rank, hosts = dist.get_rank(), arguments.hosts.split(",")
     table = table_for(ModelShape(arguments.layers, 1024, 2816, 16, 8, 16384).config())
@@ -127,7 +127,7 @@ def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer
 _SIDES = training_side, inference_side
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: Namespace) -> dict[str, Any]:
     """Fill again and again; this rank's figures."""
     by_name, source = containers(arguments)
     seconds: dict[str, list[float]] = {name: [] for name in by_name}
@@ -155,9 +155,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_rank(values: dict[str, Any]) -> None:
+    """Measure on one rank; rank 0 writes the figures of all."""
+    dist.init_process_group("gloo")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, measure(Namespace(**values)))
+    if dist.get_rank() == 0:
+        Path(values["out"]).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks, print a line for each way, write the figures."""
+    parser = parser_of(__doc__)
     sizes = {"type": int, "nargs": "+", "metavar": ("TP", "PP")}
     parser.add_argument("--train", default=[2], **sizes, help="tensor and pipeline parallel size in training")
     parser.add_argument("--infer", default=[1], **sizes, help="likewise, in generation")
@@ -166,29 +176,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=int, default=16)
     parser.add_argument("--commit-ms", type=float, default=0.0, help="for each bucket")
     parser.add_argument("--repeat", type=int, default=9, help="fills of each kind; the median counts")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    """Start the ranks and print a line for each way; in a rank, measure."""
-    arguments = parsed(sys.argv[1:])
-    if arguments.rank_output:
-        dist.init_process_group("gloo")
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, measure(arguments))
-        if dist.get_rank() == 0:
-            arguments.rank_output.write_text(json.dumps(found))
-        dist.destroy_process_group()
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "figures.json"
-        program = ["-m", "benchmarks.across_hosts", *sys.argv[1:], "--rank-output", str(output)]
-        ended = run_ranks(program, len(arguments.hosts.split(",")), timeout=600)
-        if ended.status != 0:
-            raise SystemExit(ended.output)
-        by_rank = json.loads(output.read_text())
+    arguments = parser.parse_args()
+    job, num_ranks = {**vars(arguments), "json": None}, len(arguments.hosts.split(","))
+    by_rank = figures_of_ranks("benchmarks.across_hosts", job, num_ranks, 600)
     figures = {
         name: {
             key: (max if key == "seconds" else sum)(figures[name][key] for figures in by_rank)
@@ -199,9 +189,8 @@ def main() -> None:
     for name, row in figures.items():
         sizes = ", ".join(f"{key} {row[key] / 1e6:.1f} MB" for key in ("network", "host", "own"))
         print(f"{name:16} {row['seconds'] * 1e3:7.1f} ms, all ranks together: {sizes}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2))
+    write_figures(arguments.json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    main_or_rank(main, run_rank)

@@ -1,6 +1,6 @@
 """FSDP2 -> vLLM beside what verl and TRL do, and beside the floor of the machine.
 
-    python benchmarks/fsdp.py --json FILE [--runs 5] [--only TEXT]
+    python -m benchmarks.fsdp --json FILE [--runs 5] [--only TEXT]
 
 ours          the engine's fill: from released memory to all parameters in vLLM's loader layout
 full_tensor   every parameter gathered whole on every rank (`DTensor.full_tensor()`), cast, and put through vLLM's
@@ -13,31 +13,25 @@ CPU and gloo.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.resharding.cases import MODELS  # noqa: E402
-from benchmarks.resharding.floor import Floor  # noqa: E402
-from benchmarks.resharding.loading import LoaderTarget, timed  # noqa: E402
-from benchmarks.resharding.measuring import Clock, Contender, Digests, gather, measure  # noqa: E402
-from benchmarks.resharding.ours import Ours  # noqa: E402
-from hybrid_engine import HybridEngine  # noqa: E402
-from hybrid_engine.backends.fsdp import ShardedModel  # noqa: E402
-from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
-from hybrid_engine.switch.states import State  # noqa: E402
+from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
+from benchmarks.resharding.cases import MODELS
+from benchmarks.resharding.floor import Floor
+from benchmarks.resharding.loading import IntoLoader, timed
+from benchmarks.resharding.measuring import Clock, Contender, Digests, gather, measure
+from benchmarks.resharding.ours import Ours
+from hybrid_engine import HybridEngine
+from hybrid_engine.backends.fsdp import ShardedModel
+from hybrid_engine.switch.states import State
 
 BUDGET = 60.0
 """Seconds for all runs of one contender."""
@@ -66,20 +60,17 @@ TINY_CASE = Case("tiny", 2, {"tp_size": 2})
 """For trying the script: `--only tiny`."""
 
 
-class FullTensor:
+class FullTensor(IntoLoader):
     """Every parameter whole on every rank, one after the other."""
 
     def __init__(self, engine: HybridEngine[ShardedModel]) -> None:
-        self._target = LoaderTarget(engine)
+        super().__init__(engine)
         weights = engine.train.weights
         self._tensors = weights.tensors.tensors
         self._views: dict[str, list[str]] = {name: [] for name in self._tensors}
         for name, packed in weights.packed.items():
             self._views[packed.parameter].append(name)
         self._packed = weights.packed
-
-    def prepare(self) -> None:
-        self._target.release()
 
     def run(self, clock: Clock) -> None:
         self._target.allocate(clock)
@@ -95,17 +86,10 @@ class FullTensor:
                 view = self._packed[name].view
                 yield name, whole.as_strided(view.shape, view.strides, view.offset)
 
-    def digesting(self) -> AbstractContextManager[Digests]:
-        return self._target.digesting()
 
-    def close(self) -> None:
-        self._target.release()
-
-
-def main() -> int:
+def main() -> None:
     """Run the cases; print and write their figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each contender (default: 5)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
@@ -114,23 +98,13 @@ def main() -> int:
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
     for case in cases:
-        with tempfile.TemporaryDirectory(prefix="fsdp-") as directory:
-            out = Path(directory) / "figures.json"
-            job = json.dumps({**asdict(case), "runs": arguments.runs, "out": str(out)})
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            ended = run_ranks(["-m", "benchmarks.fsdp", job], case.ranks, timeout=900, environment=environment)
-            if ended.status != 0:
-                sys.exit(f"{case.name} failed:\n{ended.output}")
-            rows.append(json.loads(out.read_text()))
+        rows.append(figures_of_ranks("benchmarks.fsdp", {**asdict(case), "runs": arguments.runs}, case.ranks, 900))
         print(case.name, {key: value for key, value in rows[-1].items() if key != "case"}, flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2))
-    return 0
+    write_figures(arguments.json, rows)
 
 
-def run_rank(job: str) -> None:
+def run_rank(values: dict[str, Any]) -> None:
     """One case on one rank; rank 0 writes its figures."""
-    values = json.loads(job)
     case = Case(values["model"], values["ranks"], values["infer"])
     engine = HybridEngine(
         model=random_model(MODELS[case.model]),
@@ -171,8 +145,4 @@ def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
-        torch.set_num_threads(1)
-        run_rank(sys.argv[1])
-    else:
-        sys.exit(main())
+    main_or_rank(main, run_rank)

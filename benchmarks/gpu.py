@@ -18,11 +18,8 @@ driver, to see that the script works: those times mean nothing. **The GPU part h
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.flat_models import TINY, ModelShape, rank_job
+from benchmarks.launching import parser_of, write_figures
 from benchmarks.offload_figures import offload_figures, reshard_figures
 from benchmarks.pull_figures import PullTask, pull_figures
 from benchmarks.targets import SIMULATED, target_named
@@ -63,8 +61,7 @@ def measure(target_name: str, shape: ModelShape, bucket_nbytes: int, repeat: int
 
 def main() -> None:
     """Measure, print a table, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="runs of each; the median counts")
     parser.add_argument("--layers", type=int, default=ModelShape.num_layers, help="of the model, on a GPU")
     parser.add_argument(
@@ -80,8 +77,7 @@ def main() -> None:
         sys.exit(NO_GPU)
     found = measure(target, shape, bucket_nbytes, arguments.repeat)
     _print(found)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2))
+    write_figures(arguments.json, found)
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -14,21 +14,19 @@ Four series, every point in a process of its own:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import multiprocessing
 import resource
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.launching import parser_of, write_figures
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
@@ -176,8 +174,7 @@ def exponents(rows: Sequence[Figures]) -> dict[str, float]:
 
 def main() -> None:
     """Measure everything, print a table for each series, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=2, help="runs of each point; the fastest counts")
     parser.add_argument("--series", nargs="*", help="only these series")
     arguments = parser.parse_args()
@@ -188,9 +185,8 @@ def main() -> None:
     growth = {name: exponents(series) for name, series in rows.items() if name != "target"}
     for name, series in rows.items():
         _print(name, series, growth.get(name))
-    if arguments.json is not None:
-        figures = {name: [asdict(row) for row in series] for name, series in rows.items()}
-        arguments.json.write_text(json.dumps({"figures": figures, "exponents": growth}, indent=2))
+    figures = {name: [asdict(row) for row in series] for name, series in rows.items()}
+    write_figures(arguments.json, {"figures": figures, "exponents": growth})
 
 
 def _print(name: str, rows: Sequence[Figures], growth: dict[str, float] | None) -> None:

@@ -1,6 +1,6 @@
 """The RL example with `generate_config.prefetch` off and auto, in turn: seconds of an iteration and of its switches.
 
-    python benchmarks/prefetch.py [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json FILE]
+    python -m benchmarks.prefetch [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json FILE]
 
 The runs alternate, off, auto, off, auto, so that a machine that slows down slows both. Rewards, losses and all other
 figures, except seconds and memory, must be the same to the last digit, which is checked.
@@ -8,7 +8,6 @@ figures, except seconds and memory, must be the same to the last digit, which is
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,11 +18,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.launching import parser_of, write_figures
+from hybrid_engine.ranks.launching import run_ranks
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
-
 SECONDS = ("iteration_seconds", "reshard_seconds", "generate_seconds")
 MEMORY = ("peak_bytes", "rss_bytes")
 CHOICES = ("off", "auto")
@@ -31,14 +29,13 @@ CHOICES = ("off", "auto")
 Row = Mapping[str, Any]
 
 
-def main() -> int:
+def main() -> None:
     """Run both, print and write their figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--config", type=Path, default=ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml")
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--iterations", type=int, default=12, help="of a run; the first is not counted (default: 12)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     runs: dict[str, list[list[Row]]] = {choice: [] for choice in CHOICES}
     with tempfile.TemporaryDirectory(prefix="prefetch-") as directory:
@@ -50,9 +47,7 @@ def main() -> int:
     figures = {choice: summary(runs[choice]) for choice in CHOICES}
     for choice, row in figures.items():
         print(f"prefetch: {choice:4}", ", ".join(f"{name} {value:.6g}" for name, value in row.items()))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
-    return 0
+    write_figures(arguments.json, figures)
 
 
 def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Path) -> list[Row]:
@@ -64,8 +59,8 @@ def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Pat
     changed = out.with_suffix(".yaml")
     changed.write_text(yaml.safe_dump(values))
     options = ["--config", str(changed), "--out", str(out), f"rl_config.iterations={iterations}"]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = run_ranks(["-m", "examples.gpt_rl.train", *options], num_ranks, timeout=3600, environment=environment)
+    program = ["-m", "examples.gpt_rl.train", *options]
+    ended = run_ranks(program, num_ranks, timeout=3600, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT)
     if ended.status != 0:
         sys.exit(f"prefetch: {prefetch} failed:\n{ended.output}")
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -95,4 +90,4 @@ def summary(runs: Sequence[Sequence[Row]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,14 +18,7 @@ import torch
 
 from benchmarks.flat_models import FLAT, ModelShape, RankJob, rank_job
 from benchmarks.targets import Target, target_named
-from benchmarks.timings import (
-    Timing,
-    plain_device_copy,
-    raise_unless_written,
-    seconds_of,
-    synchronize,
-    timing,
-)
+from benchmarks.timings import Timing, plain_device_copy, raise_unless_written, seconds_of, synchronize, timing
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Transfer

@@ -1,8 +1,8 @@
 """Resharding beside its peers: seconds, bytes and peak memory of each case, as JSON and as a table.
 
-    python benchmarks/reshard.py --json FILE [--quick] [--only TEXT]
-    python benchmarks/reshard.py --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth
-    python benchmarks/reshard.py --from FILE --markdown TABLES.md --plot PHASES.svg                 no run
+    python -m benchmarks.reshard --json FILE [--quick] [--only TEXT]
+    python -m benchmarks.reshard --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth
+    python -m benchmarks.reshard --from FILE --markdown TABLES.md --plot PHASES.svg                 no run
 
 Both real engines run on every rank, on CPU and gloo; 4 ranks need about 16 GiB. Contenders and their checks: see the
 package `benchmarks.resharding`; keys of the JSON: `benchmarks/resharding/figures.py`.
@@ -21,14 +21,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.resharding.cases import Case, chosen  # noqa: E402
-from benchmarks.resharding.figures import Figures  # noqa: E402
-from benchmarks.resharding.page import page  # noqa: E402
-from benchmarks.resharding.plots import plot_memory, plot_phases  # noqa: E402
-from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
+from benchmarks.launching import parser_of
+from benchmarks.resharding.cases import Case, chosen
+from benchmarks.resharding.figures import Figures
+from benchmarks.resharding.page import page, plot_memory, plot_phases
+from hybrid_engine.ranks.launching import run_ranks
 
 SECONDS_PER_CASE = 1800
 BUDGET, QUICK_BUDGET = 120.0, 30.0
@@ -66,15 +63,10 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here, after each number of ranks")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a subset, with fewer runs")
     parser.add_argument("--only", default="", help="cases whose name contains this; tiny: a case for trying the script")
-    parser.add_argument(
-        "--runs",
-        type=int,
-        help="timed runs of each contender (default: 7, quick: 3; 0: none)",
-    )
+    parser.add_argument("--runs", type=int, help="timed runs of each contender (default: 7, quick: 3; 0: none)")
     parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
     parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
     parser.add_argument("--bridge", action="store_true", help="with Megatron-Bridge, which you have installed")
@@ -112,10 +104,8 @@ def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[s
 
 def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None:
     """Run the ranks to their end; the last of their output when they failed."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # torch keeps records of a process's last 2,000 collectives: until these are full they look like growth of ours
-    environment["TORCH_FR_BUFFER_SIZE"] = "0"
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_FR_BUFFER_SIZE": "0"}
     program = ["-m", "benchmarks.resharding.ranks", *arguments]
     ended = run_ranks(program, num_ranks, timeout, environment=environment)
     if os.environ.get("RESHARD_VERBOSE"):

@@ -63,11 +63,7 @@ def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
 
 
 def plain_device_copy(
-    device: torch.device,
-    nbytes: int,
-    repeat: int,
-    wait: Callable[[], object] = int,
-    source: torch.device | None = None,
+    device: torch.device, nbytes: int, repeat: int, wait: Callable[[], object] = int, source: torch.device | None = None
 ) -> float:
     """Seconds of one copy of as many bytes within the device, or from `source` to it; `wait` is called before each."""
     there = torch.ones(nbytes, dtype=torch.uint8, device=source or device)

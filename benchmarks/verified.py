@@ -1,6 +1,6 @@
 """What `generate_config.verify` and `incremental` cost, and save: seconds of a switch to vLLM in each mode, in turn.
 
-    python benchmarks/verified.py --json FILE [--model qwen2.5-0.5b] [--modes apart mixed] [--runs 5] [--rounds 2]
+    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes apart mixed] [--runs 5] [--rounds 2]
 
 Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2. The modes take turns, so that a machine
 that slows down slows all of them. "verify" has digests and their comparison; reading weights back through vLLM's
@@ -12,30 +12,24 @@ and all else is written: what is frozen has buckets of its own, as always, or sh
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.fsdp import random_model  # noqa: E402
-from benchmarks.resharding.cases import MODELS  # noqa: E402
-from benchmarks.resharding.measuring import gather  # noqa: E402
-from hybrid_engine import HybridEngine  # noqa: E402
-from hybrid_engine.backends.fsdp import ShardedModel  # noqa: E402
-from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
-from hybrid_engine.ranks.torch_internals import copy_each  # noqa: E402
-from hybrid_engine.switch.states import State  # noqa: E402
+from benchmarks.fsdp import random_model
+from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
+from benchmarks.resharding.cases import MODELS
+from benchmarks.resharding.measuring import gather
+from hybrid_engine import HybridEngine
+from hybrid_engine.backends.fsdp import ShardedModel
+from hybrid_engine.ranks.torch_internals import copy_each
+from hybrid_engine.switch.states import State
 
 INCREMENTAL = {"incremental": "auto", "incremental_mb": 2048}
 MODES: dict[str, dict[str, Any]] = {
@@ -48,33 +42,22 @@ FIGURES = ("switch_seconds", *(f"{phase}_seconds" for phase in PHASES), "copy_se
 NUM_RANKS = 2
 
 
-def main() -> int:
+def main() -> None:
     """Measure; print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="beside off (default: all)")
     parser.add_argument("--runs", type=int, default=5, help="timed switches of a mode in a round (default: 5)")
     parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="verified-") as directory:
-        out = Path(directory) / "figures.json"
-        job = json.dumps({**vars(arguments), "json": None, "out": str(out)})
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        ended = run_ranks(["-m", "benchmarks.verified", job], NUM_RANKS, timeout=1800, environment=environment)
-        if ended.status != 0:
-            sys.exit(f"verified: failed:\n{ended.output}")
-        figures = json.loads(out.read_text())
+    figures = figures_of_ranks("benchmarks.verified", {**vars(arguments), "json": None}, NUM_RANKS, 1800)
     for mode, row in figures.items():
         print(f"{mode:8}", ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
-    return 0
+    write_figures(arguments.json, figures)
 
 
-def run_rank(job: str) -> None:
+def run_rank(values: dict[str, Any]) -> None:
     """All modes on one rank; rank 0 writes the figures."""
-    values = json.loads(job)
     dist.init_process_group("gloo")  # outlives the engines
     seconds: dict[str, list[list[float]]] = {mode: [] for mode in ("off", *values["modes"])}
     for _ in range(values["rounds"]):
@@ -132,8 +115,4 @@ def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
-        torch.set_num_threads(1)
-        run_rank(sys.argv[1])
-    else:
-        sys.exit(main())
+    main_or_rank(main, run_rank)

@@ -36,7 +36,7 @@ class MyTrainer(GuardedState):
                     yield OffloadItem(f"{key} of {name}", "optimizer", value)
 
     def step(self, rows: torch.Tensor) -> float:
-        """Your own loop: gradients are averaged over ranks, each of which has rows of its own."""
+        """Your own loop: gradients are added up over ranks, each of which has rows of its own."""
         loss: torch.Tensor = self.model(rows, labels=rows).loss
         self.optimizer.zero_grad()
         loss.backward()

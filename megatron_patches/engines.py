@@ -154,30 +154,27 @@ class MegatronScript:
     @property
     def timers(self) -> Any:
         """Megatron's timers."""
-        from megatron.training.global_vars import get_timers
-
-        return get_timers()
+        return _global("timers")
 
     @property
     def tokenizer(self) -> Any:
         """Megatron's tokenizer."""
-        from megatron.training.global_vars import get_tokenizer
-
-        return get_tokenizer()
+        return _global("tokenizer")
 
     @property
     def tensorboard_writer(self) -> Any:
         """None on all ranks but the last, and without --tensorboard-dir."""
-        from megatron.training.global_vars import get_tensorboard_writer
-
-        return get_tensorboard_writer()
+        return _global("tensorboard_writer")
 
     @property
     def wandb_writer(self) -> Any:
         """None on all ranks but the last, and without --wandb-project."""
-        from megatron.training.global_vars import get_wandb_writer
+        return _global("wandb_writer")
 
-        return get_wandb_writer()
+
+def _global(name: str) -> Any:
+    """One of Megatron's global variables, by its function `get_<name>`."""
+    return getattr(importlib.import_module("megatron.training.global_vars"), f"get_{name}")()
 
 
 class ReshardingEngine(Protocol):
@@ -189,23 +186,18 @@ class ReshardingEngine(Protocol):
 
     def building(self) -> AbstractContextManager[None]:
         """Entered around Megatron's `get_model`. The tokenizer exists; may raise to refuse the model."""
-        ...
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
         """The DDP-wrapped chunks exist, without an optimizer; parameters may still be moved."""
-        ...
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
         """Training is about to start; the optimizer has taken `num_steps` steps, not counting skipped ones."""
-        ...
 
     def switch(self, iteration: int) -> None:
         """Switch to inference and back; `iteration` iterations are complete."""
-        ...
 
     def detach(self) -> None:
         """Training is over; release what inference holds."""
-        ...
 
 
 EngineFactory = Callable[[MegatronScript], ReshardingEngine]

@@ -14,22 +14,31 @@ MegatronPatchError                  everything below
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class MegatronPatchError(Exception):
     """Base of every error this package raises on purpose."""
 
 
-class PatchSetError(MegatronPatchError):
-    """Patches cannot be applied or reverted. Raised before anything changes.
+class _ListedError(MegatronPatchError):
+    """Says everything that is wrong below a heading.
 
     Attributes:
         violations: one sentence per problem, each with its remedy.
     """
 
+    heading: ClassVar[str]
+
     def __init__(self, violations: Sequence[str]) -> None:
         self.violations = tuple(violations)
-        super().__init__("nothing was changed:\n" + "\n".join(f"- {violation}" for violation in self.violations))
+        super().__init__("\n".join([f"{self.heading}:", *(f"- {violation}" for violation in self.violations)]))
+
+
+class PatchSetError(_ListedError):
+    """Patches cannot be applied or reverted. Raised before anything changes."""
+
+    heading = "nothing was changed"
 
 
 class UnsupportedVersionError(PatchSetError):
@@ -56,13 +65,7 @@ class CpuUnsupportedError(MegatronPatchError, NotImplementedError):
     """A CUDA-only feature was used while the CPU patches are applied."""
 
 
-class ScriptError(MegatronPatchError):
-    """A Megatron script cannot do what --enable-resharding asks for.
+class ScriptError(_ListedError):
+    """A Megatron script cannot do what --enable-resharding asks for."""
 
-    Attributes:
-        violations: one sentence per problem, each with its remedy.
-    """
-
-    def __init__(self, violations: Sequence[str]) -> None:
-        self.violations = tuple(violations)
-        super().__init__("--enable-resharding:\n" + "\n".join(f"- {violation}" for violation in self.violations))
+    heading = "--enable-resharding"

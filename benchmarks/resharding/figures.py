@@ -79,10 +79,6 @@ class Figures:
         """Empty ones."""
         return Figures(case.model, case.ranks, case.train, case.infer, **more)
 
-    @property
-    def name(self) -> str:
-        return f"{self.model}: {self.train} -> {self.infer} on {self.ranks}"
-
     def times_ours(self, key: str) -> float | None:
         """How many times as long as ours a contender into the same destination takes."""
         own = self.ours_to_megatron_seconds if key == "megatron_resharding_seconds" else self.ours_seconds

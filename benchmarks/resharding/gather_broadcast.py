@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.resharding.loading import LoaderTarget
-from benchmarks.resharding.measuring import Clock, Digests, gather
+from benchmarks.resharding.loading import IntoLoader
+from benchmarks.resharding.measuring import Clock, gather
 from hybrid_engine.records.layout import Layout, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -81,11 +80,11 @@ class Cut:
     dst_strides: tuple[int, ...]
 
 
-class GatherBroadcast:
+class GatherBroadcast(IntoLoader):
     """Training weights to vLLM's parameters by whole tensors and whole stages."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._target = LoaderTarget(worker)
+        super().__init__(worker)
         self._weights = [tensor for _, tensor in worker.train.weights.model.named_weights()]
         dtypes = {tensor.dtype for tensor in self._weights}
         if len(dtypes) > 1:
@@ -101,9 +100,6 @@ class GatherBroadcast:
         self._sizes = [_stage_numel(places, rank) for rank in self._stages]
         seen: set[tuple[Shard, Region]] = set()
         self._cuts = [list(_cuts(places, rank, self._target.layout, seen)) for rank in self._stages]
-
-    def prepare(self) -> None:
-        self._target.release()
 
     def run(self, clock: Clock) -> None:
         flats = self._target.allocate(clock)
@@ -123,12 +119,6 @@ class GatherBroadcast:
                         destination.copy_(stage.as_strided(cut.lengths, cut.src_strides, cut.src_offset))
                 del stage
         self._target.commit(clock)
-
-    def digesting(self) -> AbstractContextManager[Digests]:
-        return self._target.digesting()
-
-    def close(self) -> None:
-        self._target.release()
 
     def _describe(self, worker: ActorHybridWorker) -> Place:
         held = _held_by_parameter(worker)

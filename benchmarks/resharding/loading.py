@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -69,27 +68,14 @@ class LoaderTarget:
         return digesting_vllm(self._adaptor)
 
 
-class Export(ABC):
-    """Training weights to vLLM's parameters, tensor by tensor through `load_weights`, as a bridge exports them."""
+class IntoLoader:
+    """Base of contenders that write vLLM's parameters themselves: the methods of `Contender` but for `run`."""
 
-    def __init__(self, worker: ActorHybridWorker) -> None:
+    def __init__(self, worker: Engines) -> None:
         self._target = LoaderTarget(worker)
-        self._chunks = worker.train.chunks
-
-    @abstractmethod
-    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Names in the checkpoint, and whole tensors; makes one at a time. Collective."""
 
     def prepare(self) -> None:
         self._target.release()
-
-    def run(self, clock: Clock) -> None:
-        self._target.allocate(clock)
-        started = time.perf_counter()
-        with torch.no_grad():
-            self._target.load(timed(iter(self._weights()), clock, "export"))
-        clock.add("load", time.perf_counter() - started - clock.seconds["export"])
-        self._target.commit(clock)
 
     def digesting(self) -> AbstractContextManager[Digests]:
         return self._target.digesting()

@@ -31,19 +31,15 @@ class Contender(Protocol):
 
     def prepare(self) -> None:
         """Before every run, not timed: undo the run before."""
-        ...
 
     def run(self, clock: Clock) -> None:
         """Timed. `clock.phase` splits the time; what is in phase `COMMIT` is reported apart."""
-        ...
 
     def digesting(self) -> AbstractContextManager[Digests]:
         """Around a run: gives what it wrote on this rank, complete at the end of the block."""
-        ...
 
     def close(self) -> None:
         """Give back all memory."""
-        ...
 
 
 @dataclass

@@ -8,8 +8,9 @@ runs, are shown to it under Transformer Engine's names. The plan is made before 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,17 +19,67 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
-from benchmarks.resharding.mbridge_export import transformer_engine_name
+from benchmarks.resharding.bridges import transformer_engine_name
 from benchmarks.resharding.measuring import Clock, Digests, digest
-from benchmarks.resharding.megatron_destination import MegatronDestination
 from benchmarks.resharding.ours import connect, fill
-from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.backends.megatron.adaptor import SUMS, MegatronAdaptor
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig, HybridConfig
+from hybrid_engine.errors import StateError
+from hybrid_engine.records.layout import BufferId, Layout
 from hybrid_engine.trainer.megatron import build
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 SECONDS_TO_WAIT = 900
+
+
+class MegatronDestination:
+    """One rank's share of a Megatron model that is filled from another one.
+
+    Args:
+        adaptor: of the model that is filled; made while that model's parallel state is Megatron's present one.
+
+    Every flat buffer is a group of its own. Weights are written in place: nothing is allocated, committed or freed, so
+    `release` keeps memory and contents. Padding is zeroed here, once.
+
+    Raises StateError for a model with LoRA, whose weights do not lie where its sums would be written.
+    """
+
+    def __init__(self, adaptor: MegatronAdaptor) -> None:
+        if SUMS in adaptor.buffers():
+            raise StateError("cannot write a model with LoRA: build it without lora")
+        self._adaptor = adaptor
+        self._buffers = adaptor.buffers()
+        adaptor.zero_padding()
+        layout = adaptor.layout()
+        grouped = {buffer_id: replace(buffer, group=buffer_id.name) for buffer_id, buffer in layout.buffers.items()}
+        self._layout = Layout(layout.tensors, grouped, layout.shards)
+
+    def layout(self) -> Layout:
+        """The records of this rank."""
+        return self._layout
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """The live flat buffers of these groups. Raises StateError for one that this rank does not have."""
+        self._check_known(groups)
+        return {name: self._buffers[name] for name in groups}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        """Nothing to do: what was written is live. Raises StateError for an unknown group."""
+        self._check_known(groups)
+
+    def finish_fill(self) -> None:
+        """Nothing: there is no other memory."""
+
+    def abandon(self) -> None:
+        """Nothing: no rank waits for another in `commit`."""
+
+    def release(self) -> None:
+        """Nothing: the model keeps its memory."""
+
+    def _check_known(self, groups: Sequence[str]) -> None:
+        if unknown := [name for name in groups if BufferId(self._adaptor.rank, name) not in self._layout.buffers]:
+            raise StateError(f"unknown buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")
 
 
 class SecondModel:

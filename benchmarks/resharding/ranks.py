@@ -52,9 +52,8 @@ class Entry:
 def entries(*, bridge: bool = False) -> list[Entry]:
     """All contenders, in the order in which they run; `bridge`: Megatron-Bridge too."""
     # these import Megatron, which is patched when the worker is built
+    from benchmarks.resharding.bridges import MbridgeExport, MegatronBridgeExport
     from benchmarks.resharding.gather_broadcast import GatherBroadcast
-    from benchmarks.resharding.mbridge_export import MbridgeExport
-    from benchmarks.resharding.megatron_bridge_export import MegatronBridgeExport
     from benchmarks.resharding.megatron_core import MegatronResharding, OursToMegatron
 
     optional = [Entry("megatron_bridge", MegatronBridgeExport, "ours")] if bridge else []

@@ -59,9 +59,7 @@ def _demonstrated(left: int, right: int, generator: random.Random) -> Problem:
     return _problem(left, right, f"{shown:03d}")
 
 
-def main(
-    directory: Annotated[Path, typer.Option(help="Where to write.")] = Path(__file__).parent / "data",
-) -> None:
+def main(directory: Annotated[Path, typer.Option(help="Where to write.")] = Path(__file__).parent / "data") -> None:
     """Write train.jsonl and held_out.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, problems in make_problems().items():

@@ -32,7 +32,7 @@ from model_provider import model_provider
 
 from examples.gpt_rl import grpo, rollouts
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
-from hybrid_engine.backends.megatron.forward_probe import causal_inputs
+from hybrid_engine.backends.megatron.forward_probe import causal_inputs, model_device
 from hybrid_engine.files.durable import naming, sync
 from hybrid_engine.models import table_for
 from hybrid_engine.trainer.megatron.build import Actor
@@ -137,8 +137,7 @@ class Reference:
     def __init__(self, args: Any, config: Path) -> None:
         """`config`: the file of --resharding-config, which names the model."""
         self._args = args
-        content = yaml.safe_load(config.read_text())
-        self._model = Path(content["model"])
+        self._model = Path(yaml.safe_load(config.read_text())["model"])
         self._engine: TrainEngine | None = None
 
     @torch.no_grad()
@@ -147,7 +146,7 @@ class Reference:
         engine = self._engine = self._engine or self._build(policy)
         rows = slice(engine.dp_rank, None, engine.dp_size)
         own = engine.log_probs({name: batch[name][rows] for name in ("tokens", "labels")})
-        everyone = engine.gather_over_data_parallel(own.to(_device())).to("cpu")
+        everyone = engine.gather_over_data_parallel(own).to("cpu")
         found = torch.empty_like(everyone)
         for rank, share in enumerate(everyone.chunk(engine.dp_size)):
             found[rank :: engine.dp_size] = share
@@ -161,8 +160,7 @@ class Reference:
                 tensor.copy_(found[name])
         table = table_for(json.loads((self._model / "config.json").read_text()))
         actor = Actor(chunks, None, unwrap_model(chunks)[0].config)
-        size = self._args.micro_batch_size
-        return TrainEngine(actor, table, size)
+        return TrainEngine(actor, table, self._args.micro_batch_size)
 
     def _weights(self, policy: Sequence[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
         """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name. Collective."""
@@ -190,16 +188,12 @@ def _tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 # -- the loss -----------------------------------------------------------------------------------------------------
 
 
 def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """What Megatron's schedules call for every micro batch."""
-    batch = {name: tensor.to(_device()) for name, tensor in next(iterator).items()}
+    batch = {name: tensor.to(model_device()) for name, tensor in next(iterator).items()}
     tokens = batch["tokens"]
     output = model(tokens, *causal_inputs(tokens), labels=batch["labels"])
     return output, partial(loss_function, batch)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +122,12 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         self._report(self._first // settings.batch_size, self._figures(inference, problems, groups))
         if self._score_reference is None or not self._batch:
             return None
-        return functools.partial(self._add_reference, self._score_reference)
+        score = self._score_reference
 
-    def _add_reference(self, score: ScoreReference, policy: Sequence[Any]) -> None:
-        self._batch["ref_log_probs"] = score(self._batch, policy)
+        def add_reference(policy: Sequence[Any]) -> None:
+            self._batch["ref_log_probs"] = score(self._batch, policy)
+
+        return add_reference
 
     def _problem(self, group: int) -> task.Problem:
         """Every problem once before any comes again, in an order that the seed gives."""
@@ -134,20 +135,14 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         return self._problems[_order(len(self._problems), self._settings.seed, epoch)[place]]
 
     def _figures(
-        self,
-        inference: InferenceEngine,
-        problems: Sequence[task.Problem],
-        groups: Sequence[Sequence[Completion]],
+        self, inference: InferenceEngine, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
     ) -> dict[str, float]:
         """Mean reward of the samples, and the share of held-out problems answered rightly, greedily."""
         greedy = Sampling(max_tokens=self._settings.max_tokens, temperature=0.0, stop_token_ids=(task.END,))
         prompts = [task.encode(problem.prompt) for problem in self._held_out]
         answers = inference.generate_over_replicas(prompts, greedy)
-        figures = {"accuracy": statistics.mean(map(_reward, self._held_out, (answer[0] for answer in answers)))}
-        if groups:
-            pairs = zip(problems, groups, strict=True)
-            figures["reward"] = statistics.mean(_reward(problem, one) for problem, group in pairs for one in group)
-        return figures
+        figures = {"accuracy": task.accuracy(self._held_out, answers)}
+        return figures | ({"reward": task.rewards(problems, groups).mean().item()} if groups else {})
 
 
 @functools.cache
@@ -155,10 +150,6 @@ def _order(num_problems: int, seed: int, epoch: int) -> list[int]:
     order = list(range(num_problems))
     random.Random(f"{seed} {epoch}").shuffle(order)
     return order
-
-
-def _reward(problem: task.Problem, completion: Completion) -> float:
-    return task.reward(problem, completion.token_ids)
 
 
 def _batch(
@@ -172,11 +163,8 @@ def _batch(
     responses = [completion.token_ids for _, completion in pairs]
     batch = build_batch([prompt for prompt, _ in pairs], responses, seq_length, task.PADDING)
     del batch["weights"]
-    rewards = torch.tensor(
-        [[_reward(problem, one) for one in group] for problem, group in zip(problems, groups, strict=True)]
-    )
     old_log_probs = grpo.align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
-    advantages = grpo.group_advantages(rewards).flatten()
+    advantages = grpo.group_advantages(task.rewards(problems, groups)).flatten()
     return {**batch, "old_log_probs": old_log_probs, "ref_log_probs": old_log_probs, "advantages": advantages}
 
 
@@ -200,8 +188,7 @@ class Demonstrations(torch.utils.data.Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         """tokens, labels [S] int64; mask [S] fp32."""
         problem = random.Random(f"{self._seed} {index}").choice(self._problems)
-        response = task.encode_response(problem.demonstration or problem.answer)
-        batch = build_batch([task.encode(problem.prompt)], [response], self._seq_length, task.PADDING)
+        batch = task.demonstrations([problem], self._seq_length)
         return {name: batch[name][0] for name in ("tokens", "labels", "mask")}
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybrid_engine.errors import ConfigError, FileError, Violation
+from hybrid_engine.files.durable import write_text
 
 NUM_KEPT = 2
 # All that is there when the first attempt ended before it had anything to keep.
@@ -150,18 +151,18 @@ class RunDirectory:
             self._remove(iteration)
         for path in [self.metrics_file, self.path / "reward.png", *self.path.glob("events.out.tfevents.*")]:
             path.unlink(missing_ok=True)
-        _write(self._settings_file, json.dumps(settings, indent=2) + "\n")
+        write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")
 
     def resume(self, progress: Progress) -> None:
         """Remove the checkpoints that were not completed, and the rows of iterations that will be repeated."""
         for iteration in set(self._iterations()) - set(self._complete()):
             self._remove(iteration)
         kept = [row for row in self.rows() if row["iteration"] <= progress.iteration]
-        _write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
 
     def complete_checkpoint(self, progress: Progress) -> None:
         """Call when the weights are written: makes the checkpoint count, and removes older ones."""
-        _write(self.checkpoint(progress.iteration) / "progress.json", json.dumps(asdict(progress)) + "\n")
+        write_text(self.checkpoint(progress.iteration) / "progress.json", json.dumps(asdict(progress)) + "\n")
         for iteration in self._complete()[1:-NUM_KEPT]:
             self._remove(iteration)
 
@@ -182,16 +183,6 @@ def _read_json(path: Path) -> Any:
     except ValueError as error:
         remedy = "Remove its directory to go on from the checkpoint before it, or start over with --no-resume"
         raise FileError(f"{path} is damaged: {error}. {remedy}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file in one step, whatever interrupts it."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

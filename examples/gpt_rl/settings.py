@@ -109,17 +109,13 @@ class Settings(pydantic.BaseModel):
         """What the curves are of."""
         actor, generate = self.engine.actor_config, self.engine.generate_config
         train, infer = self.engine.train_sizes(self.world_size), generate.sizes(self.world_size)
-        sides = {
-            "FSDP2" if actor.fsdp is not None else "Megatron": train,
-            "vLLM": infer,
-        }
+        sides = {"FSDP2" if actor.fsdp is not None else "Megatron": train, "vLLM": infer}
         layouts = " to ".join(f"{name} {_sizes_text(sizes)}" for name, sizes in sides.items())
         return f"Two-digit sums: {layouts}, seed {self.rl.seed}"
 
-    def fingerprint(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
-        when memory moves and how much there is, and which weights it began with; `exclude_defaults`: only what differs
-        from the defaults."""
+        when memory moves and how much there is, and which weights it began with."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
         unasked = {"prefetch", "prefetch_share", "prefetch_mb", "verify", "trace"}
@@ -127,10 +123,9 @@ class Settings(pydantic.BaseModel):
             "world_size": "any" if has_any_size else self.world_size,
             **self.engine.model_dump(
                 exclude=dict.fromkeys(("model", "revision", "random_weights", "device_budget_gib"), True)
-                | {"generate_config": unasked},
-                exclude_defaults=exclude_defaults,
+                | {"generate_config": unasked}
             ),
-            "rl_config": self.rl.model_dump(exclude=free, exclude_defaults=exclude_defaults),
+            "rl_config": self.rl.model_dump(exclude=free),
         }
         return json.loads(json.dumps(values, default=str, sort_keys=True))
 

@@ -1,6 +1,7 @@
 """The task: characters as tokens, problems in JSON lines, and a reward that code checks.
 
-To train on something else, replace the data, `CHARACTERS` and `reward`; nothing else knows what the text means.
+To train on something else, replace the data, `CHARACTERS` and `reward`; nothing else knows what the text means. The
+rest of this file is what both ways to train, trainer.py and rollouts.py, make of problems and completions.
 """
 
 from __future__ import annotations
@@ -9,9 +10,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from hybrid_engine.errors import ConfigError, Violation, clipped
 from hybrid_engine.files.documents import read_text
+
+if TYPE_CHECKING:  # settings are checked without torch
+    import torch
+
+    from hybrid_engine import Completion
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)  # ends a completion
@@ -54,6 +62,27 @@ def decode(token_ids: Sequence[int]) -> str | None:
 def reward(problem: Problem, token_ids: Sequence[int]) -> float:
     """1 for exactly the right answer, else 0."""
     return float(decode(token_ids) == problem.answer)
+
+
+def rewards(problems: Sequence[Problem], groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
+    """Rewards [P, n] of a group of completions for each problem."""
+    import torch
+
+    pairs = zip(problems, groups, strict=True)
+    return torch.tensor([[reward(problem, one.token_ids) for one in group] for problem, group in pairs])
+
+
+def accuracy(problems: Sequence[Problem], answers: Sequence[Sequence[Completion]]) -> float:
+    """Share of problems whose first completion is right."""
+    return fmean(reward(problem, one[0].token_ids) for problem, one in zip(problems, answers, strict=True))
+
+
+def demonstrations(problems: Sequence[Problem], seq_length: int) -> dict[str, torch.Tensor]:
+    """A batch to imitate."""
+    from hybrid_engine import build_batch
+
+    responses = [encode_response(problem.demonstration or problem.answer) for problem in problems]
+    return build_batch([encode(problem.prompt) for problem in problems], responses, seq_length, PADDING)
 
 
 def load_problems(path: Path) -> list[Problem]:

@@ -89,7 +89,8 @@ class Trainer:
                 self.on_progress(what, step, settings.max_steps)
                 ramp = min(1.0, (step + 1) / settings.ramp_steps)
                 self.worker.set_learning_rate(settings.learning_rate * ramp)
-                report = self.worker.update(self._demonstrations(generator), grpo.cross_entropy)
+                problems = generator.choices(self.train_problems, k=settings.batch_size)
+                report = self.worker.update(task.demonstrations(problems, self.seq_length), grpo.cross_entropy)
                 smoothed = report["loss"] if step == 0 else 0.9 * smoothed + 0.1 * report["loss"]
                 if self._is_stopped():
                     return None
@@ -104,16 +105,6 @@ class Trainer:
         self._save(progress)
         self._freeze_reference()
         return progress
-
-    def _demonstrations(self, generator: random.Random) -> dict[str, torch.Tensor]:
-        """A batch to imitate."""
-        problems = generator.choices(self.train_problems, k=self.rl.warm_up.batch_size)
-        return build_batch(
-            [task.encode(problem.prompt) for problem in problems],
-            [task.encode_response(problem.demonstration or problem.answer) for problem in problems],
-            self.seq_length,
-            task.PADDING,
-        )
 
     def _resume(self, progress: Progress) -> Progress:
         """Restore the reference, then the actor."""
@@ -182,9 +173,7 @@ class Trainer:
         self, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
     ) -> tuple[dict[str, torch.Tensor], Row]:
         """The batch to learn from: rewards, as advantages but with a critic, and log-probabilities by the trainer."""
-        rewards = torch.tensor(
-            [[task.reward(p, c.token_ids) for c in group] for p, group in zip(problems, groups, strict=True)]
-        )
+        rewards = task.rewards(problems, groups)
         prompts = [task.encode(problem.prompt) for problem in problems for _ in range(self.rl.samples_per_prompt)]
         completions = [completion for group in groups for completion in group]
         responses = [completion.token_ids for completion in completions]
@@ -241,9 +230,7 @@ class Trainer:
         """Share of held-out problems that greedy decoding by vLLM gets right."""
         sampling = Sampling(temperature=0.0, max_tokens=self.rl.max_tokens, stop_token_ids=(task.END,), logprobs=False)
         prompts = [task.encode(problem.prompt) for problem in self.held_out]
-        answers = self.worker.generate_sequences(prompts, sampling)
-        pairs = zip(self.held_out, answers, strict=True)
-        return statistics.fmean(task.reward(problem, completions[0].token_ids) for problem, completions in pairs)
+        return task.accuracy(self.held_out, self.worker.generate_sequences(prompts, sampling))
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.process import Ends
 from megatron_patches.buffers import set_buffer_allocator
 from megatron_patches.errors import PatchSetError
 from megatron_patches.review import live_refusals
@@ -190,7 +191,7 @@ def attach(
 
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     values, directory = read_source(config)
-    with ExitStack() as owner:
+    with Ends() as owner:
         job = owner.enter_context(closing(Job.join(_timeout_in(values))))
         with job.agreement.building():
             with job.agreement.phase("checking Megatron's model"):
@@ -226,13 +227,7 @@ def _live_model(
     """The live model; at the end it is its owner's alone."""
     from hybrid_engine.backends.megatron.live_model import in_ddp, live_model
 
-    live = live_model(
-        chunks,
-        optimizer,
-        table,
-        num_steps=num_steps,
-        noop_layers=config.actor_config.noop_layers,
-    )
+    live = live_model(chunks, optimizer, table, num_steps=num_steps, noop_layers=config.actor_config.noop_layers)
     owner.callback(live.close)
     _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))
     return live

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.host_pages import host_tensor_over, libc, raise_errno
+from hybrid_engine.memory.host_pages import host_tensor_over, libc, map_memory, raise_errno
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -38,9 +38,7 @@ NUM_THREADS = 8
 
 _HUGE_PAGE = 2 * 2**20
 _SLICE_NBYTES = 256 * 2**20  # that one thread populates at a time
-_PROT_READ, _PROT_WRITE, _PRIVATE, _ANONYMOUS = 1, 2, 2, 0x20  # <sys/mman.h> on Linux
-_DONTFORK, _HUGEPAGE, _POPULATE_WRITE = 10, 14, 23
-_FAILED = ctypes.c_void_p(-1).value
+_DONTFORK, _HUGEPAGE, _POPULATE_WRITE = 10, 14, 23  # <sys/mman.h> on Linux
 
 
 @dataclass
@@ -63,7 +61,9 @@ class _Pages:
         end = weakref.finalize(self, _end, mapping)
         end.atexit = False  # a copy may be under way until the very end; the system unmaps
         try:
-            _map(mapping)
+            mapping.address = map_memory(nbytes)
+            if libc().madvise(mapping.address, nbytes, _DONTFORK):
+                raise_errno("keeping it from forks")
             if pinned:
                 _populate(mapping)
                 _register(mapping)
@@ -112,21 +112,6 @@ class Arena:
         self.nbytes = nbytes
 
 
-def _map(mapping: _Mapping) -> None:
-    found = libc().mmap(0, mapping.nbytes, _PROT_READ | _PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
-    if found == _FAILED:
-        raise_errno(f"mapping {mapping.nbytes} bytes")
-    mapping.address = found
-    if libc().madvise(found, mapping.nbytes, _DONTFORK):
-        raise_errno("keeping it from forks")
-
-
-def _unmap(mapping: _Mapping) -> None:
-    if mapping.address:
-        libc().munmap(mapping.address, mapping.nbytes)
-        mapping.address = 0
-
-
 def _populate(mapping: _Mapping) -> None:
     """Have pages behind all of it; kernels before 5.14 leave that to the registration."""
     if PINNED_IN_HUGE_PAGES:
@@ -154,38 +139,25 @@ def _register(mapping: _Mapping) -> None:
     mapping.is_registered = True
 
 
-def _unregister(mapping: _Mapping) -> None:
-    if mapping.is_registered:
-        if code := _call_cuda("cudaHostUnregister", mapping.address):
-            raise OSError(f"giving up page-locked host memory failed with CUDA error {code}")
-        mapping.is_registered = False
-
-
 def _call_cuda(name: str, *arguments: int) -> int:
-    """Return the code of a call of CUDA's runtime, 0 for a success."""
-    code = int(getattr(torch.cuda.cudart(), name)(*arguments))
-    if code:
-        _clear_error()
+    """Return the code of a call of CUDA's runtime, 0 for a success.
+
+    CUDA keeps the error of a thread's last call until somebody asks for it. torch asks after each kernel that it
+    launches, and raises what it finds there. `torch.cuda.cudart()` has no `cudaGetLastError`
+    (torch/csrc/cuda/shared/cudart.cpp), so a kernel is launched that nobody needs.
+    """
+    if code := int(getattr(torch.cuda.cudart(), name)(*arguments)):
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
     return code
 
 
-def _clear_error() -> None:
-    """Let what failed be over: CUDA keeps the error of a thread's last call until somebody asks for it.
-
-    torch asks after each kernel that it launches, and raises what it finds there. `torch.cuda.cudart()` has no
-    `cudaGetLastError` (torch/csrc/cuda/shared/cudart.cpp), so a kernel is launched that nobody needs.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")
-
-
 def _end(mapping: _Mapping) -> None:
-    try:
-        _unregister(mapping)
-    except OSError as error:  # a finalizer has nobody to raise to
-        logger.warning("host memory for offloaded state ends page-locked: %s", error)
-    finally:
-        _unmap(mapping)
+    """Give everything back; called once. A finalizer has nobody to raise to."""
+    if mapping.is_registered and (code := _call_cuda("cudaHostUnregister", mapping.address)):
+        logger.warning("host memory for offloaded state ends page-locked: cudaHostUnregister: CUDA error %d", code)
+    if mapping.address:
+        libc().munmap(mapping.address, mapping.nbytes)
 
 
 Direction = Literal["to host", "to device"]

@@ -5,7 +5,7 @@
       .release(start, stop)                   returns memory to the system or the device, contents are lost
       .restore(start, stop)                   takes memory again: zero on the CPU, undefined on CUDA
       .export() -> Handle                     small and picklable; valid while the buffer is open and its process lives
-    open_peer(handle) -> Peer                 in another process of the host
+    open_peer(handle)                         in another process of the host: DevicePeer or HostPeer
       with peer.mapped(extents) as flat:      the same memory, no copy
 
 The two kinds differ in what a released range is: on the CPU it reads as zeros and takes memory again when touched; on
@@ -17,9 +17,9 @@ that outlives `close` stays valid.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import overload
 
 import torch
 
@@ -27,32 +27,10 @@ from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory, DevicePeer
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
-from hybrid_engine.records.layout import Extent
 
 Handle = BufferHandle | DeviceHandle
-
-
-class Peer(Protocol):
-    """A flat tensor of another process of the host."""
-
-    def mapped(self, extents: Sequence[Extent] = (), keep: Container[int] = ()) -> AbstractContextManager[torch.Tensor]:
-        """A context manager: the flat tensor, of which these elements (default: all) may be read within the block.
-
-        Nothing may be kept of it after the block; these `chunks` stay mapped for a later one. Raises TransportError.
-        """
-        ...
-
-    def chunks(self, extents: Sequence[Extent]) -> list[int]:
-        """Numbers of the pieces, mapped one by one, in which these elements lie; none where all is mapped."""
-        ...
-
-    def unmap(self) -> None:
-        """Keep no chunk mapped."""
-        ...
-
-    def close(self) -> None:
-        """Unmap the tensor; idempotent."""
-        ...
+Peer = DevicePeer
+"""What pulls keep open between buckets."""
 
 
 class ElasticBuffer:
@@ -228,7 +206,15 @@ def export_tensor(tensor: torch.Tensor) -> Handle | None:
     return buffer._memory.handle(tensor.data_ptr() - buffer.address, tensor.numel(), tensor.dtype)
 
 
-def open_peer(handle: Handle, device: torch.device | str = "cuda") -> Peer:
+@overload
+def open_peer(handle: DeviceHandle, device: torch.device | str = ...) -> DevicePeer: ...
+
+
+@overload
+def open_peer(handle: BufferHandle, device: torch.device | str = ...) -> HostPeer: ...
+
+
+def open_peer(handle: Handle, device: torch.device | str = "cuda") -> DevicePeer | HostPeer:
     """Return the tensor behind `handle`, of this or another process on the host, to be read without a copy.
 
     `device`: the CUDA device of this process that will read device memory. Raises TransportError, with the remedy, when
@@ -236,44 +222,37 @@ def open_peer(handle: Handle, device: torch.device | str = "cuda") -> Peer:
     """
     if isinstance(handle, DeviceHandle):
         return DevicePeer(handle, _require_driver(torch.device(device)))
-    return _HostPeer(map_pages(handle))
+    return HostPeer(map_pages(handle))
 
 
-def map_peer(handle: Handle, *, writable: bool = False) -> torch.Tensor:
+def map_peer(handle: Handle) -> torch.Tensor:
     """Map the host pages behind `handle` and keep them mapped; no bytes are copied.
 
-    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. Unless
-    `writable`, the pages are mapped read-only and a write through the tensor ends the process with SIGSEGV.
+    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. They are
+    mapped read-only: a write through the tensor ends the process with SIGSEGV.
     Raises TransportError as `open_peer` does, and for device memory: kept mapped it would be outdated, without notice,
     once the owner released and restored it.
     """
     if isinstance(handle, DeviceHandle):
         raise TransportError("device memory is mapped only while it is read: use open_peer(handle).mapped()")
-    return map_pages(handle, writable=writable)
+    return map_pages(handle)
 
 
-class _HostPeer:
+class HostPeer:
     """Host pages, which stay mapped: they are the owner's own, whatever it released and touched again."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat: torch.Tensor | None = flat
 
     @contextmanager
-    def mapped(self, extents: Sequence[Extent] = (), keep: Container[int] = ()) -> Iterator[torch.Tensor]:
-        """See `Peer`."""
+    def mapped(self) -> Iterator[torch.Tensor]:
+        """The flat tensor, of which nothing may be kept after the block."""
         if self._flat is None:
             raise StateError("the peer is closed")
         yield self._flat
 
-    def chunks(self, extents: Sequence[Extent]) -> list[int]:
-        """See `Peer`."""
-        return []
-
-    def unmap(self) -> None:
-        """See `Peer`."""
-
     def close(self) -> None:
-        """See `Peer`."""
+        """Unmap the tensor; idempotent."""
         self._flat = None
 
 

@@ -134,7 +134,7 @@ def _forget() -> None:
 
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-_PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1  # <sys/mman.h> on Linux
+_PROT_READ, _PROT_WRITE, _SHARED, _PRIVATE, _ANONYMOUS = 1, 2, 1, 2, 0x20  # <sys/mman.h> on Linux
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # <linux/falloc.h>
 _STAT_BLOCK = 512  # st_blocks counts these, whatever the file system's own block size
 
@@ -172,7 +172,7 @@ class HostMemory:
         self.numel = self.nbytes = 0
         self.dtype = torch.uint8
         self.token = ""
-        self._unmap = weakref.finalize(self, _munmap, address, reserved_nbytes)
+        self._unmap = weakref.finalize(self, libc().munmap, address, reserved_nbytes)
         self._unmap.atexit = False  # tensors may be read until the very end; the system unmaps
         self._fd = fd
         self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
@@ -188,7 +188,7 @@ class HostMemory:
         fd = os.memfd_create(token)
         try:
             os.ftruncate(fd, file_nbytes)
-            address = _mmap(fd, file_nbytes, writable=True)
+            address = map_memory(file_nbytes, fd)
         except BaseException:
             os.close(fd)
             raise
@@ -241,7 +241,7 @@ class HostMemory:
         return self._fd
 
 
-def map_pages(handle: BufferHandle, *, writable: bool = False) -> torch.Tensor:
+def map_pages(handle: BufferHandle) -> torch.Tensor:
     """Map the tensor behind `handle`; see `elastic.map_peer`."""
     if handle.host != host_id():
         raise TransportError(
@@ -250,7 +250,7 @@ def map_pages(handle: BufferHandle, *, writable: bool = False) -> torch.Tensor:
         )
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError as error:
         raise TransportError(
             f"not permitted to open {path}; run all ranks of a host as one user without dropped capabilities, "
@@ -260,7 +260,7 @@ def map_pages(handle: BufferHandle, *, writable: bool = False) -> torch.Tensor:
         raise TransportError(f"{path} cannot be opened ({error.strerror}): its process ended or closed it") from error
     try:
         _check_identity(fd, handle, path)
-        address = _mmap(fd, handle.file_nbytes, writable=writable)
+        address = map_memory(handle.file_nbytes, fd, writable=False)
     finally:
         os.close(fd)
     return HostMemory(address, handle.file_nbytes).view(handle.offset, handle.numel, getattr(torch, handle.dtype))
@@ -276,17 +276,13 @@ def _check_identity(fd: int, handle: BufferHandle, path: str) -> None:
         )
 
 
-def _mmap(fd: int, nbytes: int, *, writable: bool) -> int:
-    """Address of the mapped file. Not Python's mmap: that keeps a duplicate of the descriptor."""
+def map_memory(nbytes: int, fd: int = -1, *, writable: bool = True) -> int:
+    """Address of a mapped file, or of new memory. Not Python's mmap: that keeps a duplicate of the descriptor."""
     protection = _PROT_READ | (_PROT_WRITE if writable else 0)
-    address = libc().mmap(None, nbytes, protection, _MAP_SHARED, fd, 0)
+    address = libc().mmap(None, nbytes, protection, _PRIVATE | _ANONYMOUS if fd < 0 else _SHARED, fd, 0)
     if address == ctypes.c_void_p(-1).value:
-        raise_errno(f"mmap of {nbytes} bytes")
+        raise_errno(f"mapping {nbytes} bytes")
     return address
-
-
-def _munmap(address: int, nbytes: int) -> None:
-    libc().munmap(address, nbytes)
 
 
 def _punch_hole(fd: int, offset: int, nbytes: int) -> None:

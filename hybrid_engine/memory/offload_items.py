@@ -293,10 +293,6 @@ class Survey:
     storages: list[Storage]
     caches: list[OffloadItem]
 
-    def keys(self) -> set[int]:
-        """Return the keys of everything that is listed."""
-        return {s.key for s in self.storages} | {storage_of(item.owner, item.tensor)[1] for item in self.caches}
-
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes of device memory by kind and owner."""
         resident: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}

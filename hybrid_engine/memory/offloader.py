@@ -63,9 +63,7 @@ class Offloader:
     """
 
     def __init__(
-        self,
-        inventory: Callable[[], Iterable[OffloadItem]],
-        device: torch.device | str | None = None,
+        self, inventory: Callable[[], Iterable[OffloadItem]], device: torch.device | str | None = None
     ) -> None:
         self._device_type = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         self._inventory = inventory

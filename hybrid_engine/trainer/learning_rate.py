@@ -37,7 +37,6 @@ class Scheduler(Protocol):
 
     def step(self, increment: int) -> None:
         """Set learning rate and weight decay of every parameter group for the update after `increment` more."""
-        ...
 
 
 def learning_rate_of(groups: ParamGroups) -> float:

@@ -21,19 +21,15 @@ class Scorer(Protocol):
     @property
     def limits(self) -> BatchLimits:
         """What of a batch can be computed, and which data parallel rank this is."""
-        ...
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        ...
 
     def offload_items(self) -> Iterable[OffloadItem]:
         """Everything that can leave the device."""
-        ...
 
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
         """`log_probs` [B, S] fp32 of every label of this rank's part, and what `outputs` asks for. Collective."""
-        ...
 
 
 def score(
@@ -50,29 +46,7 @@ def score(
 
 
 class ActorTrainer(Trainer, Scorer, Protocol):
-    """Whoever trains for `ActorHybridWorker`: trainer/megatron/actor.py, trainer/fsdp/actor.py.
-
-    `update` and `compute_log_probs` come with `GlobalBatches`.
-    """
-
-    def compute_log_probs(
-        self, batch: Batch, agreement: Agreement, *, data: Data, entropy: bool, top_k: int
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """`HybridEngine.compute_log_probs`, where parameters are on the device."""
-        ...
-
-    def update(
-        self,
-        batch: Batch,
-        loss_function: LossFunction,
-        agreement: Agreement,
-        *,
-        data: Data,
-        entropy: bool,
-        top_k: int,
-    ) -> dict[str, float]:
-        """`HybridEngine.update`, in `train_context`."""
-        ...
+    """Whoever trains for `ActorHybridWorker`, with `GlobalBatches`: `MegatronActor`, `FsdpActor`."""
 
     @property
     def learning_rate(self) -> float:
@@ -87,23 +61,18 @@ class ActorTrainer(Trainer, Scorer, Protocol):
         Raises, with no weight changed, LossError for a loss function that fails or returns no loss, and RemoteError
         with its text on the ranks that are not at fault.
         """
-        ...
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
-        ...
 
     def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write all that a resumed run needs. Collective. `check_nan`: WeightError for NaN and Inf."""
-        ...
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
-        ...
 
     def frozen_copy(self) -> Scorer:
         """A copy of the present weights, adapters added, that is only read. Collective."""
-        ...
 
 
 class GlobalBatches:

@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
-from hybrid_engine.layouts.parallelism import (
-    InferenceParallelism,
-    ShardedParallelism,
-    TrainParallelism,
-    sizes_of,
-)
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models import table_for
 

@@ -117,13 +117,7 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
 class Comparison:
     """The switches of one case on one rank; what it finds goes into `verdict`."""
 
-    def __init__(
-        self,
-        worker: ActorHybridWorker,
-        reference: Reference,
-        scratch: Path,
-        verdict: Verdict,
-    ) -> None:
+    def __init__(self, worker: ActorHybridWorker, reference: Reference, scratch: Path, verdict: Verdict) -> None:
         self.worker, self.reference, self.scratch, self.verdict = worker, reference, scratch, verdict
         self.table: ModelTable = worker.table
         self.rank = worker.rank

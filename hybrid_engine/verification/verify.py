@@ -37,10 +37,7 @@ _SECONDS_TO_WAIT = 300
 
 
 def run_cases(
-    cases: Sequence[Case],
-    num_ranks: int,
-    timeout: float = 1800,
-    module: str = "hybrid_engine.verification.verify",
+    cases: Sequence[Case], num_ranks: int, timeout: float = 1800, module: str = "hybrid_engine.verification.verify"
 ) -> list[Verdict]:
     """Run cases one after the other on the same `num_ranks` processes.
 

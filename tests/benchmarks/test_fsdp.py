@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "fsdp.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.engines
 @pytest.mark.slow
 def test_the_tiniest_case(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT), "--only", "tiny", "--runs", "1", "--json", str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    command = [sys.executable, "-m", "benchmarks.fsdp", "--only", "tiny", "--runs", "1", "--json", str(out)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
     (row,) = json.loads(out.read_text())
     assert row["same_bits"]
@@ -31,6 +31,6 @@ def test_the_tiniest_case(tmp_path: Path) -> None:
 def test_an_unknown_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.fsdp import main
 
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--only", "nothing"])
+    monkeypatch.setattr(sys, "argv", ["fsdp", "--only", "nothing"])
     with pytest.raises(SystemExit, match="no case's name contains 'nothing'"):
         main()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.resharding import megatron_bridge_export
+from benchmarks.resharding import bridges
 from hybrid_engine.errors import DependencyError
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_empty_classes_are_there_during_an_import_and_gone_afterwards() -> None:
-    with megatron_bridge_export._importable_transformer_engine():
+    with bridges._importable_transformer_engine():
         te = importlib.import_module("transformer_engine.pytorch")
         importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
 
@@ -27,10 +27,10 @@ def test_empty_classes_are_there_during_an_import_and_gone_afterwards() -> None:
 
     assert not [name for name in sys.modules if name.startswith("transformer_engine")]
     assert importlib.util.find_spec("transformer_engine") is None
-    assert issubclass(Fused, megatron_bridge_export.torch.nn.Module)
+    assert issubclass(Fused, bridges.torch.nn.Module)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is not None, reason="Megatron-Bridge is installed")
 def test_where_it_is_not_installed_the_hint_says_what_is() -> None:
     with pytest.raises(DependencyError, match=r"cannot be imported \(.*megatron.bridge.*\): pip install 'megatron"):
-        megatron_bridge_export._auto_bridge()
+        bridges._auto_bridge()

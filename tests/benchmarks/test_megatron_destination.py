@@ -36,7 +36,7 @@ def fill_all(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def fill(path: Path, source_sizes: dict[str, Any], target_sizes: dict[str, Any]) -> dict[str, Any]:
-    from benchmarks.resharding.megatron_destination import MegatronDestination
+    from benchmarks.resharding.megatron_core import MegatronDestination
 
     with running(path, ActorConfig(**DENSE_FLOAT32, **source_sizes)) as source:
         load_canonical(source, path)
@@ -107,7 +107,7 @@ def connect(source: Run, destination: Any) -> tuple[WeightContainer, TransportSe
 
 def refusals(path: Path) -> list[str]:
     """On one rank: what is refused, and with which words."""
-    from benchmarks.resharding.megatron_destination import MegatronDestination
+    from benchmarks.resharding.megatron_core import MegatronDestination
 
     messages = []
     with running(path, ActorConfig(**DENSE_FLOAT32)) as run:

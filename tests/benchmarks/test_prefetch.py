@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "prefetch.py"
-    spec = importlib.util.spec_from_file_location("prefetch_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import prefetch
 
 
 def rows(seconds: float, reward: float = 0.5) -> list[dict[str, Any]]:
@@ -27,17 +17,17 @@ def rows(seconds: float, reward: float = 0.5) -> list[dict[str, Any]]:
     ]
 
 
-def test_seconds_and_memory_may_differ(script: ModuleType) -> None:
-    script.require_same([rows(1.0), rows(2.0)])
+def test_seconds_and_memory_may_differ() -> None:
+    prefetch.require_same([rows(1.0), rows(2.0)])
 
 
-def test_a_reward_that_differs_is_named(script: ModuleType) -> None:
+def test_a_reward_that_differs_is_named() -> None:
     with pytest.raises(SystemExit, match="iteration 0: reward differ"):
-        script.require_same([rows(1.0), rows(1.0, reward=0.25)])
+        prefetch.require_same([rows(1.0), rows(1.0, reward=0.25)])
 
 
-def test_the_first_iteration_does_not_count(script: ModuleType) -> None:
+def test_the_first_iteration_does_not_count() -> None:
     slow = rows(1.0)
     slow[1]["iteration_seconds"] = 100.0
-    figures = script.summary([slow, rows(3.0)])
+    figures = prefetch.summary([slow, rows(3.0)])
     assert (figures["iteration_seconds"], figures["peak_bytes"]) == (2.0, 7)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, MODELS, TINY_CASE, chosen
 from hybrid_engine.models import table_for
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reshard.py"
+ROOT = Path(__file__).resolve().parents[2]
 FIXED_KEYS = (
     *("model", "ranks", "train", "infer", "ours_seconds", "ours_commit_seconds", "mbridge_seconds"),
     *("megatron_resharding_seconds", "gather_broadcast_seconds", "floor_seconds", "bytes_received", "bytes_least"),
@@ -41,10 +41,9 @@ def test_the_quick_run_has_both_models_and_both_numbers_of_ranks() -> None:
 @pytest.mark.slow
 def test_the_tiniest_case(tmp_path: Path) -> None:
     out, page, phases = tmp_path / "figures.json", tmp_path / "page.md", tmp_path / "phases.svg"
-    command = [sys.executable, str(SCRIPT), "--only", "tiny", "--runs", "1", "--cycles", "3", "--json", str(out)]
-    run = subprocess.run(
-        [*command, "--markdown", str(page), "--plot", str(phases)], capture_output=True, text=True, timeout=550
-    )
+    options = ["--only", "tiny", "--runs", "1", "--cycles", "3", "--json", out, "--markdown", page, "--plot", phases]
+    command = [sys.executable, "-m", "benchmarks.reshard", *map(str, options)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
     (row,) = json.loads(out.read_text())
     assert row["reasons"] == {}

@@ -45,7 +45,7 @@ def residual(items: Iterable[OffloadItem], reached: Iterable[Reached]) -> dict[s
     """Bytes that are not in host memory, by owner: of the items, of what stays on purpose, and the unaccounted."""
     listed = survey(items, "cpu")
     found = {owner: n for owners in listed.resident_nbytes().values() for owner, n in owners.items() if n}
-    seen = listed.keys()
+    seen = {one.key for one in listed.storages} | {storage_of(one.owner, one.tensor)[1] for one in listed.caches}
     for each in reached:
         storage, key, buffer = storage_of(each.owner, each.tensor)
         nbytes = storage.nbytes() if buffer is None else buffer.resident_nbytes()

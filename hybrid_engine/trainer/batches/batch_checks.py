@@ -255,10 +255,7 @@ def _contents(tensors: Batch, is_compared: bool) -> Contents:
     if not (tensors and is_compared):
         return {}
     return {
-        name: (
-            f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}",
-            box_digest(tensor),
-        )
+        name: (f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}", box_digest(tensor))
         for name, tensor in sorted(tensors.items())
     }
 

@@ -114,8 +114,7 @@ class CheckedLoss:
         if self._reported is not None and self._reported != values.keys():
             other = ", ".join(sorted(self._reported ^ values.keys()))
             raise self._refusal(
-                f"reported {other} for one micro batch and not for another",
-                "Report the same names each time",
+                f"reported {other} for one micro batch and not for another", "Report the same names each time"
             )
         self._reported = set(values)
         self._losses.append(loss.detach().reshape(()).clone())

@@ -80,7 +80,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, group: Group) -> torch.Tensor:
-        shifted, _ = _shifted(logits, group)
+        shifted = _shifted(logits, group)
         weights = shifted.exp()
         sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
         _reduce(sums, group)
@@ -99,7 +99,7 @@ class _Entropy(torch.autograd.Function):
 
 def _most_likely(logits: torch.Tensor, k: int, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and ids [..., k]."""
-    shifted, _ = _shifted(logits, group)
+    shifted = _shifted(logits, group)
     sums = shifted.exp().sum(-1, keepdim=True)
     _reduce(sums, group)
     size = logits.shape[-1]
@@ -111,13 +111,13 @@ def _most_likely(logits: torch.Tensor, k: int, group: Group) -> tuple[torch.Tens
     return values - sums.log(), ids
 
 
-def _shifted(logits: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits less the largest of the whole vocabulary, in a memory of their own, and that."""
+def _shifted(logits: torch.Tensor, group: Group) -> torch.Tensor:
+    """Logits less the largest of the whole vocabulary, in a memory of their own."""
     values = logits if logits.dtype is torch.float64 else logits.float()
     largest = values.amax(-1, keepdim=True)
     _reduce(largest, group, dist.ReduceOp.MAX)
     # -inf hides the padding of a vocabulary; its exponential is 0, as is that of -1000, and 0 * -inf would be NaN
-    return (values - largest).clamp_(min=-1000.0), largest
+    return (values - largest).clamp_(min=-1000.0)
 
 
 def _reduce(values: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

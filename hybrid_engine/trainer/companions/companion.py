@@ -113,17 +113,14 @@ class Companion:
     def _here(self, kinds: frozenset[Kind], *, read_only: bool) -> Iterator[None]:
         """On the device inside the context; all ranks leave it together, but those with an error."""
         try:
-            self._come(kinds, read_only=read_only)
+            with self._agreement.phase(f"onload of the {self.name}"):
+                self._offloader.onload(kinds, read_only=read_only)
+            self._present = kinds
             yield
         except BaseException:
             self._leave()  # alone: the others may be well, and elsewhere
             raise
         self._leave_together()
-
-    def _come(self, kinds: frozenset[Kind], *, read_only: bool) -> None:
-        with self._agreement.phase(f"onload of the {self.name}"):
-            self._offloader.onload(kinds, read_only=read_only)
-        self._present = kinds
 
     def _leave_together(self) -> None:
         with self._agreement.phase(f"offload of the {self.name}"):

@@ -61,7 +61,8 @@ def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) ->
         if _VALUES not in saved.entries(""):
             raise StateError(f"no checkpoint of an FSDP2 trainer: {saved.path}")
         values = saved.value(_VALUES)
-        saved.require_fit([*_model_differences(saved, engine), *_optimizer_differences(saved, values, engine)])
+        of_model = differences(saved.entries(_MODEL), _model_tensors(engine))
+        saved.require_fit([*of_model, *_optimizer_differences(saved, values, engine)])
         state = saved.read(_room_for(saved, values["num_ranks"], engine, job.rank))
         optimizer_state = _on_the_device(state, engine)
     with job.agreement.phase("restoring the checkpoint"):
@@ -115,10 +116,6 @@ def _generators(rank: int) -> dict[str, torch.Tensor]:
 
 
 # -- whether it fits, and room for it ----------------------------------------------------------------------------------
-
-
-def _model_differences(saved: SavedCheckpoint, engine: FsdpTrainEngine) -> Iterator[str]:
-    return differences(saved.entries(_MODEL), _model_tensors(engine))
 
 
 def _optimizer_differences(saved: SavedCheckpoint, values: Mapping[str, Any], engine: FsdpTrainEngine) -> Iterator[str]:

@@ -56,12 +56,7 @@ class MegatronActor(GlobalBatches, _Resumable, TrainEngine):
         """A copy of the present weights, adapters added, that is only read. Collective."""
         actor_config = self._config.actor_config
         model = build.build_reference(actor_config, self._table, self._config.hf_config(), self._job.world_size)
-        copy = TrainEngine(
-            model,
-            self._table,
-            actor_config.micro_batch_size,
-            seq_length=actor_config.seq_length,
-        )
+        copy = TrainEngine(model, self._table, self.micro_batch_size, seq_length=actor_config.seq_length)
         copy.copy_weights_from(self)
         return copy
 
@@ -70,12 +65,7 @@ class MegatronCritic(_Resumable, ValueEngine):
     """A `ValueEngine` built from a configuration; args as of `MegatronActor`."""
 
     def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
-        super().__init__(
-            actor,
-            critic.table,
-            critic.actor.micro_batch_size,
-            seq_length=critic.actor.seq_length,
-        )
+        super().__init__(actor, critic.table, critic.actor.micro_batch_size, seq_length=critic.actor.seq_length)
         self.conclude = job.agreement.conclude
         self.table = critic.table
         self.actor, self._job = actor, job

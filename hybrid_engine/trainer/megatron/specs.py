@@ -183,7 +183,4 @@ _NOOP = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodule
 """A layer that passes its input on: every part of it is Megatron's identity."""
 
 # A family whose layers are not Megatron's GPT layers registers them here, under the name in its table's `layer_spec`.
-LAYER_SPECS: dict[str, LayerSpec] = {
-    "default": _default,
-    "extended": _extended,
-}
+LAYER_SPECS: dict[str, LayerSpec] = {"default": _default, "extended": _extended}

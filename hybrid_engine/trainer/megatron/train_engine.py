@@ -68,16 +68,7 @@ class OutputReader:
 
 
 class TrainEngine(PipelineEngine):
-    """One rank's share of a model that is trained here (or of a reference model that is only read), and its loop.
-
-    Args:
-        actor: the Megatron objects.
-        table: the model's name table.
-        micro_batch_size: sequences per micro batch.
-        separate_lora: reshard LoRA beside the weights instead of added to them.
-        seq_length: the most tokens of a row; None: not known here.
-
-    A batch is this data parallel rank's share; see `batches.Batch`.
+    """A `PipelineEngine` of a language model, or of a reference that is only read; args as there.
 
     MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
     labels where `mask` [B, S] of the batch is 1 (over all without a mask, but for padding and what follows the end of a
@@ -85,8 +76,7 @@ class TrainEngine(PipelineEngine):
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
 
-    A loss function gets the log-probabilities [b, S] of the labels. Training and scoring raise StateError while a
-    `HybridEngine` has the memory that they need off the device.
+    A loss function gets the log-probabilities [b, S] of the labels.
     """
 
     def __init__(

@@ -1,0 +1,51 @@
+"""What benchmarks share: their options, the ranks that they start, and the file of their figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.ranks.launching import run_ranks
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with `--json`, whose help is the docstring of a benchmark."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def write_figures(path: Path | None, figures: object) -> None:
+    """Write what `--json` asks for."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2))
+
+
+def figures_of_ranks(module: str, job: Mapping[str, Any], num_ranks: int, timeout: float) -> Any:
+    """Run `python -m MODULE JOB` on so many ranks; return the JSON that rank 0 wrote to the file named by JOB's `out`.
+
+    Exits with the ranks' output where they fail.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        out = Path(directory) / "figures.json"
+        program = ["-m", module, json.dumps({**job, "out": str(out)})]
+        ended = run_ranks(program, num_ranks, timeout, environment={"OMP_NUM_THREADS": "1"})
+        if ended.status != 0:
+            sys.exit(f"{module} failed:\n{ended.output}")
+        return json.loads(out.read_text())
+
+
+def main_or_rank(main: Callable[[], None], run_rank: Callable[[dict[str, Any]], None]) -> None:
+    """Be a rank of `figures_of_ranks`, or else what starts them."""
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        import torch  # here, for benchmarks that measure a process without it
+
+        torch.set_num_threads(1)
+        run_rank(json.loads(sys.argv[1]))
+    else:
+        main()
