@@ -57,7 +57,7 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         settings: the engine's; `generate.vllm` wins over everything.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    defaults = {"enable_prefix_caching": True, "enable_sleep_mode": is_sleepy(settings, device_type)}
+    defaults: dict[str, Any] = {"enable_prefix_caching": True, "enable_sleep_mode": is_sleepy(settings, device_type)}
     if device_type == "cuda":
         defaults |= _defaults_on_cuda(settings)
     elif device_type == "cpu" and "attention_config" not in settings.generate.vllm:
