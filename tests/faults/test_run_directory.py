@@ -13,6 +13,7 @@ import pytest
 
 from examples.gpt_rl.run_state import RunDirectory
 from tests.faults.job import Fault, Job
+from tests.harness.processes import wait_until
 from tests.harness.small_disks import mounted_disk
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
@@ -32,12 +33,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[..., None]) -> None:
     run = RunDirectory(job.out)
     with job.started() as first:
-        wait_until(lambda: len(run.rows()) > 1)
+        wait_until(lambda: len(run.rows()) > 1, SECONDS_TO_START)
         logs = {path: path.read_text() for path in job.out.glob("log-rank*.txt")}
         second = job.run(None, "--no-resume")
         record(fault="a second job in the same directory", **second.row(), seconds_in_all=round(second.total_seconds))
         rows = len(run.rows())
-        wait_until(lambda: len(run.rows()) > rows)
+        wait_until(lambda: len(run.rows()) > rows, SECONDS_TO_START)
         first.launcher.send_signal(signal.SIGINT)
         first.wait(SECONDS_TO_START)
     assert second.status == 1
@@ -54,7 +55,7 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
     run = RunDirectory(job.out)
     before = len(run.rows())
     with job.started() as running:
-        wait_until(lambda: len(run.rows()) > before)
+        wait_until(lambda: len(run.rows()) > before, SECONDS_TO_START)
         running.launcher.kill()
         started = time.monotonic()
         running.wait(60)
@@ -72,7 +73,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
     run = RunDirectory(job.out)
     before = run.progress().iteration
     with job.started(UPDATE, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
-        wait_until(lambda: job.fault_time is not None)
+        wait_until(lambda: job.fault_time is not None, SECONDS_TO_START)
         running.launcher.send_signal(signal.SIGINT)
         time.sleep(SECONDS_OF_TORCHRUN + 5)
         os.kill(stopped_one(running.processes()), signal.SIGCONT)
@@ -113,10 +114,3 @@ def checkpoints_disk(tmp_path: Path) -> Iterator[Path]:
 def stopped_one(processes: dict[int, str]) -> int:
     """The process that has got SIGSTOP."""
     return next(pid for pid in processes if "State:\tT" in Path(f"/proc/{pid}/status").read_text())
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS_TO_START) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hybrid_engine.ranks import launching
 from hybrid_engine.ranks.launching import Ended, run_ranks
+from tests.harness.processes import is_running, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -59,12 +58,6 @@ for count in range(2):
     dist.destroy_process_group()
 print("sums", sums)
 print("listening", sorted(listening))
-"""
-MANY_LINES = """
-import os
-for number in range(2000):
-    print("rank", os.environ["RANK"], "says", number)
-print("the last line of rank", os.environ["RANK"], "has no end", end="")
 """
 ONE_FAILS = """
 import os, sys, time
@@ -133,7 +126,7 @@ def test_nothing_outlives_its_time(tmp_path: Path) -> None:
     assert ended.status is None
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(set(pids)) == 4
-    _wait_while(lambda: any(map(_is_alive, pids)), 10)  # init may take a moment to bury them
+    wait_until(lambda: not any(map(is_running, pids)), 10)  # init may take a moment to bury them
     assert all(f"the last words of rank {rank}" in ended.output for rank in range(2))
 
 
@@ -143,26 +136,19 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(program), str(tmp_path)])
     places = [tmp_path / str(rank) for rank in range(2)]
     try:
-        _wait_while(lambda: not all(place.is_file() for place in places), 60)
+        wait_until(lambda: all(place.is_file() for place in places))
     finally:
         launcher.kill()
         launcher.wait()
     pids, children = zip(*(map(int, place.read_text().split()) for place in places), strict=True)
     for child in children:
         os.kill(child, signal.SIGKILL)  # what a rank starts is its own to end
-    _wait_while(lambda: any(map(_is_alive, pids)), 10)
+    wait_until(lambda: not any(map(is_running, pids)), 10)
 
 
 def test_a_parent_that_has_ended_before_is_noticed(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), ended.stderr
-
-
-def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _run_until(directory: Path, arguments: list[str]) -> Ended:
@@ -172,11 +158,3 @@ def _run_until(directory: Path, arguments: list[str]) -> Ended:
         if all((directory / str(rank)).is_file() for rank in range(2)):
             break
     return ended
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (ProcessLookupError, FileNotFoundError):
-        return False
