@@ -25,15 +25,12 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
 from tests.zoo.families import write_config
-from tests.zoo.published_configs import LLAMA_3_8B
 
 PlanIt = Callable[..., JobPlan]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> PlanIt:
-    """Plans a job of sizes."""
-
     def plan(
         train: TrainParallelism,
         infer: InferenceParallelism,
@@ -100,23 +97,6 @@ def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
     assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
 
 
-def test_what_stays_longer_adds_to_the_peak(job: PlanIt) -> None:
-    sizes, cluster = (TrainParallelism(4, tensor=2), InferenceParallelism(4, tensor=4)), Cluster(2)
-    plain = job(*sizes, cluster, LLAMA_3_8B)
-    memory = plain.memory
-    assert (memory.interleaved_switch < memory.switch).all()
-    assert (plain.peak == memory.device).all()
-    kept = job(*sizes, cluster, LLAMA_3_8B, release_weights=False)
-    assert (kept.peak == memory.training + memory.inference).all()
-    assert (kept.memory.interleaved_switch == memory.switch).all()
-    assert (kept.bytes.network == plain.bytes.network).all()
-    whole = job(*sizes, replace(cluster, has_elastic_buffers=False), LLAMA_3_8B)
-    assert whole.memory.state.inelastic is not None
-    assert (whole.memory.state.inelastic == memory.state.params).all()
-    assert (whole.memory.interleaved_switch == memory.switch).all()
-    assert (whole.memory.training == memory.training).all()
-
-
 def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:
     """Both ranks of a host need the half that is on the other: it comes once, or to each."""
     train, infer = TrainParallelism(4, pipeline=2), InferenceParallelism(4)
@@ -157,9 +137,6 @@ def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:
     """The same as a plan for vLLM without tensor parallelism."""
     plan = job(TrainParallelism(4, tensor=2, pipeline=2), InferenceParallelism(4))
     assert plan.gathered.tolist() == plan.bytes.received.tolist()
-
-
-# -- the picture -------------------------------------------------------------------------------------------------------
 
 
 @JOBS

@@ -30,13 +30,19 @@ from tests.zoo.published_configs import PUBLISHED
 
 MOST_SECONDS = 1.0
 """Of a core, until a refusal, and for the plan of a tiny job."""
+LONGEST_LINE = 4000
+"""Characters of a refusal."""
 
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 9),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
     st.sampled_from([10**6, 2**31, 2**63, 2**80, -(2**80), 1.5, 4.0, -1.0, 1e308, 5e-324, float("inf"), float("nan")]),
     st.sampled_from(["", "4", "x" * 1000, "silu", "yarn", "llama3", "auto", "sliding_attention", "\ud800", "\0"]),
+    st.sampled_from(["1e-6", "０_2", "Et*999999999|L", "(t|)*99999L", "*", "float32", "bfloat16"]),
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
@@ -55,6 +61,7 @@ ROPE = st.fixed_dictionaries(
 KINDS = st.lists(st.sampled_from(["full_attention", "sliding_attention"]) | VALUES, max_size=5)
 TRAIN_SIZES = st.sampled_from([{}, *({f"{size}_model_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))])
 INFER_SIZES = st.sampled_from([{}, *({f"infer_{size}_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))])
+WORLD_SIZES = st.just(2) | st.integers(-1, 8) | st.integers() | st.booleans()
 Sizes = dict[str, int]
 
 
@@ -105,8 +112,6 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 
 @dataclass
 class Tally:
-    """What became of the examples."""
-
     counts: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
     slow: list[str] = field(default_factory=list)
@@ -119,11 +124,13 @@ class Tally:
             self.slow.append(f"{name}: {seconds:.1f} s for {example!r:.2000}")
 
 
-def check(directory: Path, config: Any, values: dict[str, Any], train: Sizes, infer: Sizes, tally: Tally) -> None:
+def check(
+    directory: Path, config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes, tally: Tally
+) -> None:
     """What `load_config`, `plan`, `verify` and `HybridEngine` do with them; raises what is no ConfigError."""
     (directory / "config.json").write_text(json.dumps(config))
     steps = {
-        "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, 2),
+        "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, ranks),
         "plan": lambda: _plan(directory, train, infer),
         "verify": lambda: _reduce(directory),
         "rollout_config": lambda: generate_values(values.get("generate_config", {})),
@@ -136,6 +143,8 @@ def check(directory: Path, config: Any, values: dict[str, Any], train: Sizes, in
             if not all(found.key and found.problem and found.remedy for found in error.findings):
                 raise AssertionError("a finding lacks a part") from error
             str(error).encode()  # it can be printed
+            if max(map(len, str(error).splitlines())) >= LONGEST_LINE:
+                raise AssertionError("a line of the refusal is too long") from error
             tally.count(f"{name}: refused", begun, config)
         else:
             tally.count(f"{name}: accepted", begun, config)
@@ -162,9 +171,9 @@ def run(examples: int, *, with_published: bool = False) -> Tally:
         (Path(directory) / "small").mkdir()
 
         @hypothesis.settings(max_examples=examples, deadline=None, database=None, phases=[hypothesis.Phase.generate])
-        @hypothesis.given(model_configs(), configurations(), TRAIN_SIZES, INFER_SIZES)
-        def each(config: Any, values: dict[str, Any], train: Sizes, infer: Sizes) -> None:
-            check(Path(directory), config, values, train, infer, tally)
+        @hypothesis.given(model_configs(), configurations(), WORLD_SIZES, TRAIN_SIZES, INFER_SIZES)
+        def each(config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes) -> None:
+            check(Path(directory), config, values, ranks, train, infer, tally)
 
         each()
         for config in PUBLISHED.values() if with_published else ():
@@ -175,7 +184,6 @@ def run(examples: int, *, with_published: bool = False) -> Tally:
 
 
 def main() -> None:
-    """Try many, and print how many were refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=2000)
     tally = run(parser.parse_args().examples, with_published=True)
