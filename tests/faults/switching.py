@@ -59,7 +59,6 @@ class Findings:
 
 
 def break_switches(directory: str, layout: str, num_cycles: int, seed: int) -> Findings:
-    """Train, switch with a fault, generate; again and again."""
     model = workers.write_model(Path(directory) / f"model{os.environ['RANK']}", "qwen3")
     actor, generate = LAYOUTS[layout]
     worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1, "timeout_seconds": 60})
@@ -124,7 +123,6 @@ def _none() -> Iterator[None]:
 
 
 def _attempt(worker: ActorHybridWorker, target: State) -> str | None:
-    """The error of a switch, if it has one."""
     try:
         worker.sharding.enter(target)
     except HybridEngineError as error:
@@ -156,7 +154,6 @@ def _held() -> dict[str, int]:
 
 
 def main(num_cycles: str = "200", *layouts: str) -> None:
-    """These layouts, or all; the cycles are shared out among them."""
     chosen = layouts or tuple(LAYOUTS)
     share = -(-int(num_cycles) // len(chosen))
     run: Callable[..., list[Findings]] = Ranks(with_engines=True).launch

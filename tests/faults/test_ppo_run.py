@@ -16,7 +16,6 @@ RESULTS = ("accuracy", "reward", "kl", "value_loss", "value_clip_fraction", "exp
 
 
 def rows_of(config: Path, out: Path, *iterations: int) -> list[dict[str, Any]]:
-    """Of a run that was started once for each of these numbers of iterations."""
     for number in iterations:
         process = start(config, out, "rl_config.ppo.value_warm_up=1", f"rl_config.iterations={number}")
         output = finish(process)

@@ -17,7 +17,6 @@ MOST_GROWN = {"resident bytes": 16 * 2**20, "descriptors": 4, "threads": 4}
 
 
 def test_every_failed_switch_is_recovered(engines: Ranks, tmp_path: Path, record: Callable[..., None]) -> None:
-    """All ranks agree on what failed and on the state; the next rollout is of the present weights."""
     by_rank = engines.launch(switching.break_switches, 2, str(tmp_path), "tp2 -> dp2", NUM_CYCLES, 1, timeout=400)
     for findings in by_rank:
         record(

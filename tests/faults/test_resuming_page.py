@@ -16,7 +16,6 @@ SETTINGS = 'RUN, NUM_STEPS, LENGTH = Path("runs/ppo"), 8, 11'
 
 
 def run(directory: Path, num_steps: int) -> list[str]:
-    """On a rank, in the root of the checkout: what the loop prints."""
     lines: list[str] = []
     code = CODE.replace(SETTINGS, f"RUN, NUM_STEPS, LENGTH = Path({str(directory)!r}), {num_steps}, 11")
     exec(compile(code, "docs/checkpoints.md", "exec"), {"print": lines.append})

@@ -112,5 +112,4 @@ def checkpoints_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def stopped_one(processes: dict[int, str]) -> int:
-    """The process that has got SIGSTOP."""
     return next(pid for pid in processes if "State:\tT" in Path(f"/proc/{pid}/status").read_text())
