@@ -15,6 +15,7 @@ from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.memory.offloader import Offloader
+from tests.hybrid_engine.memory.failing import fail
 
 NUMEL = 4096
 NBYTES = 4 * NUMEL
@@ -86,15 +87,8 @@ def test_what_came_in_part_leaves_again_without_a_copy(rig: Rig):
 
 
 def test_an_onload_that_failed_half_way_can_be_taken_back(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    take_back = inventory_module.Storage.take_back
-
-    def failing(storage: Any) -> None:
-        if storage.owner == "optimizer 2":
-            raise RuntimeError("out of memory")
-        take_back(storage)
-
     rig.offloader.offload()
-    monkeypatch.setattr(inventory_module.Storage, "take_back", failing)
+    fail(monkeypatch, inventory_module.Storage, "take_back", owner="optimizer 2")
     with pytest.raises(OffloadError, match=r"onload of optimizer 2 .* out of memory"):
         rig.offloader.onload(["optimizer"], read_only=True, wait=False)
     assert rig.on_device("optimizer") == [True, True, False, False]
@@ -160,9 +154,6 @@ def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytes
     assert rig.offloader.take_hidden_seconds() == 0
 
 
-# What a copy in the background that fails, or that nobody can make, leaves.
-
-
 def test_without_a_thread_the_copy_is_made_when_it_is_waited_for_and_never_later(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
@@ -221,9 +212,6 @@ def test_what_was_coming_and_goes_again_is_called_off(rig: Rig, gate: threading.
     assert rig.on_device("optimizer") == [False] * 4
     rig.offloader.onload()
     rig.assert_back()
-
-
-# What fails or is interrupted between two steps.
 
 
 def test_what_fails_while_it_is_listed_leaves_everything_as_it_was(rig: Rig, monkeypatch: pytest.MonkeyPatch):
