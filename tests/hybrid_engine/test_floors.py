@@ -133,7 +133,6 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def is_module(package: str, name: str) -> bool:
-    """Whether `from package import name` names a module of this repository."""
     folder = REPO_ROOT.joinpath(*package.split("."))
     return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
@@ -327,7 +326,6 @@ def test_private_names_of_torch_are_where_their_reasons_are() -> None:
     ],
 )
 def test_private_names_are_found(source: str, names: list[str]) -> None:
-    """The reader of sources itself."""
     assert sorted(private_names_of_torch(source)) == names
 
 
@@ -351,25 +349,3 @@ def test_files_have_at_most_700_lines() -> None:
         if (count := len(path.read_text().splitlines())) > 700
     }
     assert long == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "targets"),
-    [
-        ("import megatron.core as core", ["megatron.core"]),
-        ("def f():\n    from megatron import core", ["megatron"]),
-        ("from hybrid_engine import worker, load_config", ["hybrid_engine.worker", "hybrid_engine"]),
-        ("from .. import worker", ["hybrid_engine.worker"]),
-        ("from ..records.regions import Region", ["hybrid_engine.records.regions"]),
-    ],
-)
-def test_imports_are_found(source: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader of sources itself."""
-    file = tmp_path / "hybrid_engine" / "planning" / "module.py"
-    file.parent.mkdir(parents=True)
-    for name in ("hybrid_engine/worker.py", "hybrid_engine/records/regions.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    file.write_text(source)
-    monkeypatch.setattr(sys.modules[__name__], "REPO_ROOT", tmp_path)
-    assert [found.target for found in imports_of(file)] == targets

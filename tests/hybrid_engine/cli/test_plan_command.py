@@ -25,6 +25,7 @@ from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
+from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
 
 
 def saved(directory: Path, config: dict[str, Any]) -> str:
@@ -33,14 +34,8 @@ def saved(directory: Path, config: dict[str, Any]) -> str:
 
 
 KEYS = {
-    "tp": "actor_config.tensor_model_parallel_size",
-    "pp": "actor_config.pipeline_model_parallel_size",
-    "ep": "actor_config.expert_model_parallel_size",
-    "etp": "actor_config.expert_tensor_parallel_size",
-    "last": "actor_config.num_layers_in_last_pipeline_stage",
-    "infer_tp": "generate_config.infer_tensor_parallel_size",
-    "infer_pp": "generate_config.infer_pipeline_parallel_size",
-    "infer_ep": "generate_config.infer_expert_parallel_size",
+    **{name: f"actor_config.{key}" for name, key in TRAIN_KEYS.items()},
+    **{f"infer_{name}": f"generate_config.{key}" for name, key in INFER_KEYS.items()},
 }
 
 
