@@ -18,13 +18,8 @@ from hybrid_engine.config.loading import ALIASES, generate_values, paths_of, rea
 from hybrid_engine.errors import ConfigError, Violation
 
 MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "vocab_size": 130,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 32},
+    **{"intermediate_size": 48, "vocab_size": 130, "num_attention_heads": 4, "num_key_value_heads": 2},
     "head_dim": 8,
 }
 
