@@ -86,9 +86,7 @@ print("the parent has ended")
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(WELL_OR_BADLY)
-    ended = run_ranks([str(program), str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
+    ended = run_ranks(["-c", WELL_OR_BADLY, str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
     assert ended.status == status
     for rank in range(2):
         assert f"out of rank {rank} " in ended.output
@@ -96,23 +94,19 @@ def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> 
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
 
 
-def test_ranks_meet_more_than_once_on_the_loopback_interface(tmp_path: Path) -> None:
+def test_ranks_meet_more_than_once_on_the_loopback_interface() -> None:
     """The store is not a rank's, so a group may end and another begin."""
-    program = tmp_path / "program.py"
-    program.write_text(GROUPS)
-    ended = run_ranks([str(program)], 2, 100)
+    ended = run_ranks(["-c", GROUPS], 2, 100)
     assert ended.status == 0, ended.output
     assert ended.output.count("sums [3.0, 3.0]") == 2
     on_loopback = [("tcp", "0100007F", "group"), ("tcp", "0100007F", "store")]
     assert ended.output.count(f"listening {on_loopback}\n") == 2, ended.output
 
 
-def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a time in which they may say something."""
     monkeypatch.setattr(launching, "_SECONDS_FOR_THE_OTHERS", 2.0)
-    program = tmp_path / "program.py"
-    program.write_text(ONE_FAILS)
-    ended = run_ranks([str(program)], 2, 100)
+    ended = run_ranks(["-c", ONE_FAILS], 2, 100)
     assert ended.status == 5
     assert "rank 0 heard of it" in ended.output
     assert "rank 0 was left" not in ended.output
@@ -120,9 +114,7 @@ def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nothing_outlives_its_time(tmp_path: Path) -> None:
     """Neither ranks nor what they started, in a session of its own."""
-    program = tmp_path / "program.py"
-    program.write_text(NEVER)
-    ended = _run_until(tmp_path, [str(program), str(tmp_path)])
+    ended = _run_until(tmp_path, ["-c", NEVER, str(tmp_path)])
     assert ended.status is None
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(set(pids)) == 4
@@ -131,9 +123,7 @@ def test_nothing_outlives_its_time(tmp_path: Path) -> None:
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(NEVER)
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(program), str(tmp_path)])
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "-c", NEVER, str(tmp_path)])
     places = [tmp_path / str(rank) for rank in range(2)]
     try:
         wait_until(lambda: all(place.is_file() for place in places))
@@ -146,7 +136,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, pids)), 10)
 
 
-def test_a_parent_that_has_ended_before_is_noticed(tmp_path: Path) -> None:
+def test_a_parent_that_has_ended_before_is_noticed() -> None:
     ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), ended.stderr
 
