@@ -349,3 +349,24 @@ def test_files_have_at_most_700_lines() -> None:
         if (count := len(path.read_text().splitlines())) > 700
     }
     assert long == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ("import megatron.core as core", ["megatron.core"]),
+        ("def f():\n    from megatron import core", ["megatron"]),
+        ("from hybrid_engine import worker, load_config", ["hybrid_engine.worker", "hybrid_engine"]),
+        ("from .. import worker", ["hybrid_engine.worker"]),
+        ("from ..records.regions import Region", ["hybrid_engine.records.regions"]),
+    ],
+)
+def test_imports_are_found(source: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hybrid_engine" / "planning" / "module.py"
+    file.parent.mkdir(parents=True)
+    for name in ("hybrid_engine/worker.py", "hybrid_engine/records/regions.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    file.write_text(source)
+    monkeypatch.setattr(sys.modules[__name__], "REPO_ROOT", tmp_path)
+    assert [found.target for found in imports_of(file)] == targets
