@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
+
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
 from benchmarks.resharding.cases import MODELS
 from benchmarks.resharding.floor import Floor

@@ -12,6 +12,8 @@ from typing import Any
 
 from hybrid_engine.ranks.launching import run_ranks
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser with `--json`, whose help is the docstring of a benchmark."""
@@ -34,7 +36,7 @@ def figures_of_ranks(module: str, job: Mapping[str, Any], num_ranks: int, timeou
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         out = Path(directory) / "figures.json"
         program = ["-m", module, json.dumps({**job, "out": str(out)})]
-        ended = run_ranks(program, num_ranks, timeout, environment={"OMP_NUM_THREADS": "1"})
+        ended = run_ranks(program, num_ranks, timeout, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT)
         if ended.status != 0:
             sys.exit(f"{module} failed:\n{ended.output}")
         return json.loads(out.read_text())

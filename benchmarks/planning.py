@@ -18,13 +18,17 @@ import itertools
 import math
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
 from benchmarks.launching import parser_of, write_figures
 from hybrid_engine.config import GenerateConfig

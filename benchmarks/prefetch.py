@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml
 
-from benchmarks.launching import parser_of, write_figures
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
+
+from benchmarks.launching import ROOT, parser_of, write_figures
 from hybrid_engine.ranks.launching import run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = ("iteration_seconds", "reshard_seconds", "generate_seconds")
 MEMORY = ("peak_bytes", "rss_bytes")
 CHOICES = ("off", "auto")

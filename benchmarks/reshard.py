@@ -21,7 +21,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launching import parser_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
+
+from benchmarks.launching import ROOT, parser_of
 from benchmarks.resharding.cases import Case, chosen
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.page import page, plot_memory, plot_phases
@@ -107,7 +109,7 @@ def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None
     # torch keeps records of a process's last 2,000 collectives: until these are full they look like growth of ours
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_FR_BUFFER_SIZE": "0"}
     program = ["-m", "benchmarks.resharding.ranks", *arguments]
-    ended = run_ranks(program, num_ranks, timeout, environment=environment)
+    ended = run_ranks(program, num_ranks, timeout, environment=environment, directory=ROOT)
     if os.environ.get("RESHARD_VERBOSE"):
         print(ended.output, flush=True)
     if ended.status is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
 from benchmarks.fsdp import random_model
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures

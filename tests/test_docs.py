@@ -51,7 +51,6 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """To a file, and there to a heading."""
     here = REPO_ROOT / page
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):
@@ -64,12 +63,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") or page == "README.md"])
 def test_code_of_a_page_fits_the_site(page: str) -> None:
-    """No line needs a scroll bar."""
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", (REPO_ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
-
-
-# -- the site ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +74,6 @@ def site() -> dict[str, Any]:
 
 
 def pages_in(navigation: Any) -> list[str]:
-    """The pages of a navigation, which is a list of pages and of titles with a page or a list."""
     if isinstance(navigation, str):
         return [navigation]
     parts = navigation.values() if isinstance(navigation, dict) else navigation
@@ -155,8 +149,6 @@ def test_files_that_a_page_names_exist(page: str) -> None:
         == []
     )
 
-
-# -- troubleshooting ---------------------------------------------------------------------------------------------------
 
 # Said by others: pydantic, vLLM, torch, the driver, the operating system.
 BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")

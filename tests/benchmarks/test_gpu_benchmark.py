@@ -64,8 +64,6 @@ def test_extents_hold_what_is_read():
 
 
 def test_the_script_keeps_its_other_figures_where_pulls_are_forbidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The pull itself: tests/gpu/test_stage1_memory.py."""
-
     def forbidden(task: object) -> None:
         raise TransportError("not permitted")
 

@@ -31,7 +31,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def fill_all(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """On every rank: each case in turn."""
     return {name: fill(paths[name], *CASES[name]) for name in CASES}
 
 
@@ -75,7 +74,6 @@ def contents(run: Run) -> dict[str, torch.Tensor]:
 
 
 def words(run: Run, tensor: torch.Tensor, num_words: int) -> torch.Tensor:
-    """Rows of a part of the vocabulary that are words."""
     part = run.engine.weights.layout()
     held = max(
         (shard.region.lengths[0] for shard in part.shards if "embed_tokens" in shard.region.tensor),

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,8 +22,14 @@ from tests.harness.launch import REPO_ROOT
 CONFIGS = Path(settings.__file__).parent / "configs"
 
 
-def short_config(name: str, directory: Path, micro_batch_size: int = 16) -> Path:
-    """A committed configuration, made short."""
+def short_config(
+    name: str,
+    directory: Path,
+    micro_batch_size: int = 16,
+    generate: Mapping[str, Any] | None = None,
+    rl: Mapping[str, Any] | None = None,
+) -> Path:
+    """A committed configuration with little to do and a checkpoint after each iteration; `generate`, `rl`: keys."""
     values = yaml.safe_load((CONFIGS / name).read_text())
     values["model"] = str((CONFIGS / values["model"]).resolve())
     values["actor_config"]["micro_batch_size"] = micro_batch_size
@@ -34,6 +42,8 @@ def short_config(name: str, directory: Path, micro_batch_size: int = 16) -> Path
         checkpoint_every=1,
         warm_up={"max_steps": 10, "batch_size": 32},
     )
+    values["generate_config"].update(generate or {})
+    values["rl_config"].update(rl or {})
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path

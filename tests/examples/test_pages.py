@@ -1,7 +1,8 @@
-"""Code that is shown to readers runs as it stands, and learns: README.md's, and the page-long example."""
+"""Code that is shown to readers runs as it stands, and learns: README.md's, a page-long example, one's own trainer."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -51,3 +52,23 @@ def test_rewards_of_the_page_grow_without_megatron(tmp_path: Path, monkeypatch: 
 def test_they_are_short() -> None:
     assert len([line for line in CODE.splitlines() if line.strip()]) <= 25
     assert len(EXAMPLE.read_text().splitlines()) <= 60
+
+
+OWN_TRAINER = REPO_ROOT / "examples" / "own_trainer.py"
+MOST_LINES = 40
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_vllm_follows_the_trainer() -> None:
+    ended = run_ranks([str(OWN_TRAINER)], 2, timeout=300)
+    assert ended.status == 0, ended.output
+    losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", ended.output)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 2
+    assert "comes [6, 7, 8, 9, 10, 11]" in ended.output
+
+
+def test_a_trainer_of_ones_own_is_short() -> None:
+    (trainer,) = [node for node in ast.parse(OWN_TRAINER.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert trainer.end_lineno - trainer.lineno < MOST_LINES

@@ -15,7 +15,6 @@ SETTINGS = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run with three checkpoints and their rows."""
     directory = RunDirectory(tmp_path / "run")
     directory.lock().close()
     directory.start_over(SETTINGS)

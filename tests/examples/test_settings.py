@@ -103,14 +103,6 @@ def test_the_vocabulary_is_the_tasks(tmp_path: Path) -> None:
     assert wrong_keys(f"model={tmp_path}") == {"model"}
 
 
-@pytest.mark.parametrize("text", [None, "a: [", "- 1", "rl_config: 3"])
-def test_unreadable_files(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "config.yaml"
-    if text is not None:
-        path.write_text(text)
-    assert wrong_keys(config=path)
-
-
 def test_a_resumed_run_may_differ_in_how_long_it_runs_and_with_fsdp_in_its_ranks() -> None:
     first = settings.load_settings(TP2, 2).fingerprint()
     longer = ("rl_config.iterations=99", "rl_config.checkpoint_every=1", "rl_config.evaluate_every=3")

@@ -10,8 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import RunDirectory
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
+from tests.harness.processes import is_running, wait_until
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -88,20 +87,6 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
         launcher.kill()
         launcher.communicate()
     RunDirectory(tmp_path).lock().close()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_signals_ask_for_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:

@@ -15,13 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import RunDirectory
+from tests.examples.launched import short_config
 from tests.faults.running import Outcome, Running
 
-CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 FAULT_VARIABLE = "FAULTY_TRAIN_FAULT"
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -56,7 +53,6 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """Of the exception."""
         return f"injected into {self.function} on rank {self.rank}"
 
 
@@ -67,7 +63,6 @@ class Job:
         directory: gets config.yaml and what is written to the terminal.
         out: the run's directory; default: `run` in `directory`.
         generate: keys of `generate_config` that are not the committed configuration's.
-        rl: keys of `rl_config`.
         prefix: see `Running`.
     """
 
@@ -77,14 +72,14 @@ class Job:
         *,
         out: Path | None = None,
         generate: Mapping[str, Any] | None = None,
-        rl: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
         self.directory = directory
         self.out = out or directory / "run"
         self.prefix = prefix
-        self.config = directory / "config.yaml"
-        self.config.write_text(yaml.safe_dump(_short_configuration(generate or {}, rl or {})))
+        few = {"iterations": 100, "warm_up": {"max_steps": 5, "batch_size": 32}}
+        generate = {"timeout_seconds": 60, **(generate or {})}
+        self.config = short_config("tp2_to_dp2.yaml", directory, generate=generate, rl=few)
         self._happened = directory / "fault-happened"
 
     def run(
@@ -102,16 +97,14 @@ class Job:
             timeout: seconds until all is ended by force.
             environment: added to this process's own.
         """
-        sizes = self._log_sizes()
         with self.started(fault, *options, environment=environment) as running:
             running.wait(timeout)
-        return running.outcome(self.fault_time, self._logs_from(sizes))
+        return running.outcome(self.fault_time)
 
     @contextmanager
     def started(
         self, fault: Fault | None = None, *options: str, environment: Mapping[str, str] | None = None
     ) -> Iterator[Running]:
-        """The job while it runs; at the end of the block every process of it is ended."""
         self._happened.unlink(missing_ok=True)
         program = ["-m", "tests.faults.faulty_train", "--config", str(self.config), "--out", str(self.out), *options]
         variable = json.dumps([None if fault is None else asdict(fault), str(self._happened)])
@@ -131,36 +124,4 @@ class Job:
         return -1 if progress is None else progress.iteration
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl."""
         return RunDirectory(self.out).rows()
-
-    def _log_sizes(self) -> dict[int, int]:
-        logs = {rank: self.out / f"log-rank{rank}.txt" for rank in range(2)}
-        return {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
-
-    def _logs_from(self, sizes: Mapping[int, int]) -> dict[int, str]:
-        """What was added to each rank's log since it had that many bytes."""
-        logs = {}
-        for rank, size in sizes.items():
-            log = self.out / f"log-rank{rank}.txt"
-            logs[rank] = log.read_bytes()[size:].decode(errors="replace") if log.exists() else ""
-        return logs
-
-
-def _short_configuration(generate: Mapping[str, Any], rl: Mapping[str, Any]) -> dict[str, Any]:
-    """The committed configuration, with little to do and a checkpoint after each iteration."""
-    values = yaml.safe_load(CONFIG.read_text())
-    values["model"] = str((CONFIG.parent / values["model"]).resolve())
-    values["actor_config"]["micro_batch_size"] = 16
-    values["generate_config"].update({"timeout_seconds": 60, **generate})
-    values["rl_config"].update(
-        data=str((CONFIG.parent / values["rl_config"]["data"]).resolve()),
-        iterations=100,
-        prompts_per_iteration=16,
-        samples_per_prompt=4,
-        minibatches=2,
-        checkpoint_every=1,
-        warm_up={"max_steps": 5, "batch_size": 32},
-    )
-    values["rl_config"].update(rl)
-    return values

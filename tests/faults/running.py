@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Outcome:
         terminal: what was written to the terminal.
         survivors: command lines of processes that were alive some time after the command had ended.
         shared_memory: names left in /dev/shm.
-        logs: what the job added to OUT/log-rank<r>.txt, by rank.
     """
 
     status: int | None
@@ -56,11 +55,9 @@ class Outcome:
     terminal: str
     survivors: Sequence[str]
     shared_memory: Sequence[str]
-    logs: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def leftovers(self) -> list[str]:
-        """Everything that ought not to be there any more."""
         return [*self.survivors, *self.shared_memory]
 
     @property
@@ -75,7 +72,6 @@ class Outcome:
         return next((lines[number] for number in reports if "failed (exitcode" in lines[number]), "")
 
     def row(self) -> dict[str, Any]:
-        """For the table of all cases."""
         return {
             "seconds": _rounded(self.seconds),
             "seconds_to_message": _rounded(self.seconds_to_message),
@@ -141,7 +137,6 @@ class Running:
 
     @property
     def terminal(self) -> str:
-        """All that was written so far."""
         return self._terminal.read_text(errors="replace")
 
     def processes(self) -> dict[int, str]:
@@ -184,7 +179,7 @@ class Running:
         if has_ended:
             self._survivors = list(alive.values())
 
-    def outcome(self, fault_time: float | None = None, logs: Mapping[int, str] | None = None) -> Outcome:
+    def outcome(self, fault_time: float | None = None) -> Outcome:
         """After the block. `fault_time`: on the monotonic clock."""
         ended = self._ended or time.monotonic()
         return Outcome(
@@ -195,7 +190,6 @@ class Running:
             terminal=self.terminal,
             survivors=self._survivors,
             shared_memory=sorted(self._left_in_shared_memory()),
-            logs=logs or {},
         )
 
     def _names(self) -> set[str]:

@@ -1,8 +1,11 @@
-"""What happens to a run's directory while a job writes it: a second job, a killed torchrun, Ctrl-C, a full disk."""
+"""What happens to a run's directory while a job writes it: a second job, a killed torchrun, Ctrl-C, a full disk,
+damage; and a /dev/shm that is too small.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +16,8 @@ import pytest
 
 from examples.gpt_rl.run_state import RunDirectory
 from tests.faults.job import Fault, Job
+from tests.faults.running import can_mount
+from tests.harness.processes import wait_until
 from tests.harness.small_disks import mounted_disk
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
@@ -32,12 +37,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[..., None]) -> None:
     run = RunDirectory(job.out)
     with job.started() as first:
-        wait_until(lambda: len(run.rows()) > 1)
+        wait_until(lambda: len(run.rows()) > 1, SECONDS_TO_START)
         logs = {path: path.read_text() for path in job.out.glob("log-rank*.txt")}
         second = job.run(None, "--no-resume")
         record(fault="a second job in the same directory", **second.row(), seconds_in_all=round(second.total_seconds))
         rows = len(run.rows())
-        wait_until(lambda: len(run.rows()) > rows)
+        wait_until(lambda: len(run.rows()) > rows, SECONDS_TO_START)
         first.launcher.send_signal(signal.SIGINT)
         first.wait(SECONDS_TO_START)
     assert second.status == 1
@@ -54,7 +59,7 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
     run = RunDirectory(job.out)
     before = len(run.rows())
     with job.started() as running:
-        wait_until(lambda: len(run.rows()) > before)
+        wait_until(lambda: len(run.rows()) > before, SECONDS_TO_START)
         running.launcher.kill()
         started = time.monotonic()
         running.wait(60)
@@ -72,7 +77,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
     run = RunDirectory(job.out)
     before = run.progress().iteration
     with job.started(UPDATE, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
-        wait_until(lambda: job.fault_time is not None)
+        wait_until(lambda: job.fault_time is not None, SECONDS_TO_START)
         running.launcher.send_signal(signal.SIGINT)
         time.sleep(SECONDS_OF_TORCHRUN + 5)
         os.kill(stopped_one(running.processes()), signal.SIGCONT)
@@ -111,12 +116,62 @@ def checkpoints_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def stopped_one(processes: dict[int, str]) -> int:
-    """The process that has got SIGSTOP."""
     return next(pid for pid in processes if "State:\tT" in Path(f"/proc/{pid}/status").read_text())
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS_TO_START) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("surroundings"))
+
+
+@pytest.mark.parametrize("damage", ["latest", "progress.json", "__1_0.distcp"])
+def test_a_damaged_directory_is_refused_and_left_as_it_is(
+    trained: Job, tmp_path: Path, damage: str, record: Callable[..., None]
+) -> None:
+    """The file is named. Each damages a copy of its own."""
+    if not trained.rows():
+        assert trained.run(None, "rl_config.iterations=1").status == 0
+    copy = Job(tmp_path)
+    shutil.copytree(trained.out, copy.out)
+    (path,) = RunDirectory(copy.out).checkpoint(copy.iteration).rglob(damage)
+    if damage == "progress.json":
+        path.write_text(path.read_text()[:20])
+    else:
+        _flip_bytes(path)
+    before = _files(copy.out)
+    outcome = copy.run(None, "rl_config.iterations=2")
+    record(fault=f"damaged: {damage}", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
+    assert outcome.status not in (0, None), outcome.terminal
+    assert damage in outcome.terminal, outcome.terminal
+    assert _files(copy.out) == before, "something was changed"
+
+
+def test_too_small_shared_memory_is_said_before_vllm_is_built(tmp_path: Path, record: Callable[..., None]) -> None:
+    if not can_mount():
+        pytest.skip("this user may not mount a small /dev/shm")
+    small = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    job = Job(tmp_path, generate={"infer_tensor_parallel_size": 2}, prefix=small)
+    outcome = job.run(None)
+    record(fault="/dev/shm of 1 MB", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
+    assert outcome.status not in (0, None)
+    assert outcome.leftovers == []
+    for text in ("/dev/shm", "1.0 MiB are free", "8.0 MiB", "--shm-size"):
+        assert text in outcome.message, outcome.terminal
+    assert outcome.total_seconds < 100
+
+
+def _flip_bytes(path: Path) -> None:
+    """In the middle, where the weights are."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
+    path.write_bytes(content)
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    """Of a run, but for logs and the lock."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.name.startswith("log-") and path.name != "lock"
+    }

@@ -7,13 +7,10 @@ import importlib
 
 import pytest
 
-from tests.faults import test_killed_ranks, test_raised_errors, test_run_directory, test_stopped_ranks
+from tests.faults import test_failing_ranks, test_run_directory
 from tests.faults.job import Fault
 
-FAULTS: list[Fault] = [
-    *(*test_killed_ranks.KILLS.values(), test_killed_ranks.DECODING, test_run_directory.UPDATE),
-    *(*test_raised_errors.FAULTS.values(), *test_stopped_ranks.FAULTS.values()),
-]
+FAULTS: list[Fault] = [*test_failing_ranks.FAULTS, test_run_directory.UPDATE]
 
 
 @pytest.mark.slow  # imports vLLM

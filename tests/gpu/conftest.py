@@ -45,8 +45,6 @@ _RUN = pytest.StashKey["_Run"]()
 
 
 class Noted(Protocol):
-    """The fixture `noted`."""
-
     def __call__(self, figure: str, limit: str = "", **values: float) -> None:
         """Say what was measured: text for the line, the limit that it is judged by, numbers in bytes and seconds."""
 
@@ -65,13 +63,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
-    """Where the checks run: "cuda" or "cpu"."""
     return pytestconfig.getoption("device")
 
 
 @pytest.fixture(scope="session")
 def vllm_arguments(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """Further engine arguments of vLLM."""
     return engine_arguments(pytestconfig.getoption("vllm"))
 
 
@@ -93,8 +89,6 @@ def noted(record_property: Any) -> Noted:
 
 
 class _Inside:
-    """Writes what begins, and each report."""
-
     def __init__(self, config: pytest.Config) -> None:
         self._config, directory = config, Path(config.getoption("inside"))
         self._file, self._output = (directory / REPORTS).open("a"), (directory / OUTPUT).open("ab")
@@ -153,16 +147,13 @@ class _Run:
 
     @property
     def left(self) -> float:
-        """Seconds."""
         return self._ends_at - time.monotonic()
 
     @property
     def over(self) -> str:
-        """The reason of what is skipped for lack of time."""
         return f"the {self.seconds:g} s for all checks were over: --budget gives more, -k chooses fewer"
 
     def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """Run a check, if it can run here, and record it."""
         group = _group(item)
         if group not in self._groups:
             self._groups[group] = self._begun([each for each in item.session.items if _group(each) == group])
@@ -196,8 +187,6 @@ class _Run:
 
 
 class _Process:
-    """The process of one class."""
-
     def __init__(self, run: _Run, number: int, items: Sequence[pytest.Item]) -> None:
         self._run, self._items = run, items
         self._directory = run.directory / str(number)
@@ -222,7 +211,6 @@ class _Process:
             self._ended = run_ranks(arguments, 1, self._run.left, environment=own, directory=config.rootpath)
 
     def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """Wait until a check is over, or the process: with its last check it gives back what it has of the GPU."""
         is_last = item is self._items[-1]
         while True:
             has_ended = not self._thread.is_alive()  # asked first: what it wrote before its end is read then
@@ -247,7 +235,6 @@ class _Process:
         return found
 
     def _output(self, start: int) -> str:
-        """Return the last of what was written since, and what was before the file was there."""
         path = self._directory / OUTPUT
         text = path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
         return text[-_MOST_TEXT:] + (self._ended.output[-_MOST_TEXT:] if self._ended else "")
@@ -287,7 +274,6 @@ def _report(item: pytest.Item, outcome: Any, why: Any, when: Any = "call") -> py
 
 
 def _group(item: pytest.Item) -> str:
-    """Name what shares a process: a class, or a file without one."""
     return item.nodeid.rpartition("::")[0]
 
 

@@ -39,7 +39,6 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """As it is."""
         return cls(dict(_settings()), dict(_children()), frozenset(_shared_memory()))
 
     def changes(self, before: ProcessState, but: Collection[str] = ()) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,26 +10,18 @@ from typing import Any
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.verification.cases import SEQ_LENGTH
+from tests.zoo.families import write_config
+from tests.zoo.published_configs import QWEN3_8B
 
 GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 _ADAM_NBYTES = 18  # of a parameter with bfloat16
 _TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
+    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
 }
 _ON_A_GPU = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }
 _NUM_PARAMETERS = 0.75e9
 """Of the model on a GPU."""
@@ -61,27 +52,12 @@ class SmallJob:
 
     def __post_init__(self) -> None:
         sizes = _ON_A_GPU if self.device == "cuda" else _TINY
-        config = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "max_position_embeddings": 512,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            **sizes,
-        }
+        others = {"max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        model = self.directory / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(config, indent=2))
+        write_config(self.directory / "model", {**QWEN3_8B, **sizes, **others})
 
     @property
     def checkpoint(self) -> Path:
-        """Where the engines leave their weights."""
         return self.directory / ("eager" if self.eager else "graphs") / "checkpoint"
 
     @property
@@ -90,7 +66,6 @@ class SmallJob:
         return self.checkpoint.with_name("completions.json")
 
     def config(self) -> HybridConfig:
-        """Return the checked configuration. Raises ConfigError."""
         on_gpu = self.device == "cuda"
         return load_config(
             {
@@ -118,7 +93,6 @@ class SmallJob:
         )
 
     def prompts(self) -> list[list[int]]:
-        """Return token ids."""
         return [[(7 * start + 3 * at) % 500 for at in range(length)] for start, length in enumerate(_PROMPT_LENGTHS)]
 
 

@@ -214,9 +214,6 @@ class TestPull:
         judge(figures[name], target, noted)
 
 
-# -- inside ------------------------------------------------------------------------------------------------------------
-
-
 def pulled(task: pulls.PullTask) -> dict[str, Timing]:
     """Figures of two processes that read each other's memory; skips where they may not."""
     try:

@@ -112,8 +112,6 @@ class Served:
 
 
 class TestVllm:
-    """Weights that are released and filled again, and a second engine after the first."""
-
     @pytest.fixture(scope="class")
     def ranks(self, job: SmallJob) -> Iterator[Job]:
         with closing(Job.join(job.config().generate_config.timeout_seconds)) as ranks:

@@ -147,7 +147,6 @@ class Engines:
         return completions
 
     def digests(self) -> list[int]:
-        """Of all that an offload copies."""
         items = [item for item in self.worker.train.offload_items() if item.action == "copy"]
         return [box_digest(item.tensor) for item in items]
 
@@ -164,7 +163,6 @@ class Engines:
         return dict(zip(SHORTAGES, found, strict=True))
 
     def error_of(self, shortage: Shortage) -> Exception | None:
-        """What a switch to vLLM raises then."""
         replacement = self.starved(getattr(shortage.owner, shortage.method), shortage)
         with mock.patch.object(shortage.owner, shortage.method, replacement):
             try:
@@ -212,8 +210,6 @@ SHORTAGES = ("weights", "weights half-way", "KV cache")
 
 
 class Together:
-    """The checks of one mode. Fixtures take the steps, in the order of the checks that ask for them."""
-
     eager: bool
 
     @pytest.fixture(scope="class")
@@ -313,7 +309,6 @@ class TestEager(Together):
     eager = True
 
     def test_built_again(self, engines: Engines, completions: list[list[int]], left: list[str]) -> None:
-        """A second engine in the same process."""
         engines.worker = ActorHybridWorker(engines.config)
         engines.worker.load_hf_checkpoint(engines.job.checkpoint)
         engines.enter(State.INFER)
@@ -326,9 +321,6 @@ class TestEager(Together):
 @pytest.mark.gpu
 class TestGraphs(Together):
     eager = False
-
-
-# -- inside ------------------------------------------------------------------------------------------------------------
 
 
 def judge_seconds(engines: Engines, reports: list[ReshardReport], noted: Noted, **more: float) -> None:
@@ -362,7 +354,6 @@ def judge_peak(engines: Engines, noted: Noted) -> None:
 
 
 def judge_memory_back(nbytes: int, noted: Noted) -> None:
-    """Libraries keep some."""
     figure = f"{nbytes / GIB:.2f} GiB more are taken than before the build"
     noted(figure, f"at most {MOST_LEFT / GIB:g} GiB", nbytes=nbytes)
     assert nbytes <= MOST_LEFT

@@ -6,7 +6,6 @@ both engines compute what transformers computes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,43 +22,14 @@ from hybrid_engine.verification.verify import run_cases
 from tests.gpu.conftest import Noted
 from tests.gpu.small_job import KV_CACHE_MB, MEMORY_SHARE
 from tests.gpu.test_stage1_memory import BUCKET_NBYTES, REPEAT, judge, pulled
+from tests.zoo.families import write_config
+from tests.zoo.published_configs import QWEN3_8B, QWEN3_30B_A3B
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LAYERS = 2
 SECONDS = 840.0
 """Longest time of a layout; shorter than the limit of its check, so that the ranks say what they were doing."""
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
-}
-QWEN3_MOE = {
-    **QWEN3,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "router_aux_loss_coef": 0.001,
-}
 
 
 @dataclass(frozen=True)
@@ -68,14 +38,11 @@ class Layouts:
 
     actor: Mapping[str, Any]
     generate: Mapping[str, Any]
-    model: Mapping[str, Any] = field(default_factory=lambda: QWEN3)
+    model: Mapping[str, Any] = field(default_factory=lambda: QWEN3_8B)
     num_ranks: int = 2
 
     def case(self, vllm: Mapping[str, Any], directory: Path) -> Case:
-        """Return the case of `verify`; its models are written below `directory`. Raises ConfigError."""
-        model = directory / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(self.model))
+        model = write_config(directory / "model", self.model)
         memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": KV_CACHE_MB}
         generate = {"enforce_eager": True, "vllm": dict(vllm), **memory, **self.generate}
         actor = {"params_dtype": "bfloat16", **self.actor}
@@ -90,8 +57,8 @@ BY_READING = Layouts(TP2, {"transport": "shared_memory"})
 LAYOUTS = {
     "TP 2 to 1, NCCL": Layouts(TP2, {"transport": "collective"}),
     "PP 2 to TP 2, CUDA graphs": Layouts(PP2, {**INFER_TP2, **GRAPHS}),
-    "experts, EP 2 to TP 2": Layouts(EP2, INFER_TP2, QWEN3_MOE),
-    "experts, EP 2 to EP 2": Layouts(EP2, {**INFER_TP2, "infer_expert_parallel_size": 2}, QWEN3_MOE),
+    "experts, EP 2 to TP 2": Layouts(EP2, INFER_TP2, QWEN3_30B_A3B),
+    "experts, EP 2 to EP 2": Layouts(EP2, {**INFER_TP2, "infer_expert_parallel_size": 2}, QWEN3_30B_A3B),
     "ranks out of order, CUDA graphs": Layouts(
         {**TP2, **PP2}, {"infer_tensor_parallel_size": 4, **GRAPHS}, num_ranks=4
     ),
@@ -99,7 +66,6 @@ LAYOUTS = {
 
 
 def verify(layouts: Layouts, vllm: Mapping[str, Any], directory: Path, noted: Noted) -> None:
-    """Raise AssertionError with what differs, and ReshardError where there is no verdict."""
     (verdict,) = run_cases([layouts.case(vllm, directory)], layouts.num_ranks, SECONDS)
     noted(f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s", seconds=verdict.seconds)
     assert not verdict.faults

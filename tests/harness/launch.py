@@ -145,13 +145,10 @@ def _launch(
 
 
 def _result_of(directory: Path, call: int, rank: int) -> Path:
-    """Where a rank writes what a call returned."""
     return directory / f"result{call}-{rank}.pickle"
 
 
 class _Rank:
-    """A forked process, as `launching` takes it; `calls` as `_run_rank` takes them."""
-
     def __init__(self, environment: Mapping[str, str], output: int, directory: Path, calls: bytes) -> None:
         with Connection(os.dup(output), readable=False) as writer:
             self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, calls))

@@ -51,7 +51,6 @@ def _implied(names: Iterable[str]) -> set[str]:
 
 
 def add_implied(item: pytest.Item) -> None:
-    """Mark a test that was collected."""
     names = {*getattr(item, "fixturenames", ()), *(mark.name for mark in item.iter_markers())}
     for name in sorted(_implied(names) | _of_place(item.path)):
         item.add_marker(name)
@@ -116,7 +115,6 @@ def _arguments(node: ast.FunctionDef) -> set[str]:
 
 
 def running(item: pytest.Item) -> None:
-    """From here on, what is started is this test's."""
     global _test_without_ranks
     _test_without_ranks = item.nodeid if item.get_closest_marker("ranks") is None else None
 

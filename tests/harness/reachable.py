@@ -117,5 +117,4 @@ def _why_stays(name: Any, value: Any) -> str | None:
 
 
 def _label(key: Any) -> str:
-    """A mapping's key in a path."""
     return "a tensor" if isinstance(key, torch.Tensor) else repr(key)[:40]

@@ -1,4 +1,4 @@
-"""Ranks of tests: what they say comes back, and none outlives who launched it."""
+"""Ranks of tests: what they say comes back, and a call that fails is its own failure only."""
 
 from __future__ import annotations
 
@@ -6,31 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.harness.launch import Ranks
-
-LAUNCHER = """
-import pathlib, sys
-from tests.harness import launch, test_launch
-launch._SERVER.set_forkserver_preload([])
-launch.Ranks(with_engines=False).launch(test_launch.wait_for_ever, 2, pathlib.Path(sys.argv[1]))
-"""
 
 
 def speak_and_die() -> None:
     print("the last words of rank", os.environ["RANK"])
     time.sleep(0.5 * int(os.environ["RANK"]))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_for_ever(directory: Path) -> None:
-    place = directory / os.environ["RANK"]
-    place.with_suffix(".new").write_text(str(os.getpid()))
-    place.with_suffix(".new").rename(place)
-    time.sleep(600)
 
 
 def import_a_backend() -> None:
@@ -70,10 +55,3 @@ def test_a_call_that_fails_leaves_those_around_it(ranks: Ranks, function: Callab
     assert outcomes["before"] == outcomes["after"] == [0, 1]
     with pytest.raises(AssertionError, match=words):
         outcomes["broken"]
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

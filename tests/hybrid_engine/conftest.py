@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """The process group of a job of one rank."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -23,8 +23,6 @@ from tests.hybrid_engine.layouts.cases import DENSE
 
 
 class FakeVllm:
-    """What building asks of an `InferenceEngine`."""
-
     def __init__(self, layout: Callable[[], Layout]) -> None:
         self.layout = layout
         self.is_shut_down = False

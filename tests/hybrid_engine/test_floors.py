@@ -133,7 +133,6 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def is_module(package: str, name: str) -> bool:
-    """Whether `from package import name` names a module of this repository."""
     folder = REPO_ROOT.joinpath(*package.split("."))
     return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
@@ -327,7 +326,6 @@ def test_private_names_of_torch_are_where_their_reasons_are() -> None:
     ],
 )
 def test_private_names_are_found(source: str, names: list[str]) -> None:
-    """The reader of sources itself."""
     assert sorted(private_names_of_torch(source)) == names
 
 
@@ -364,7 +362,6 @@ def test_files_have_at_most_700_lines() -> None:
     ],
 )
 def test_imports_are_found(source: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader of sources itself."""
     file = tmp_path / "hybrid_engine" / "planning" / "module.py"
     file.parent.mkdir(parents=True)
     for name in ("hybrid_engine/worker.py", "hybrid_engine/records/regions.py"):

@@ -84,7 +84,6 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
 
 
 def refusals(directory: str) -> dict[str, str]:
-    """What each call below raised on this rank."""
     dist.init_process_group("gloo")
     model = sharded_models.from_config(Path(directory))
     found = {name: _error(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}

@@ -76,7 +76,6 @@ def run(
 
 
 def by_ranks(files: Iterable[str]) -> dict[int, list[str]]:
-    """Ranks -> the files that run with so many."""
     found: dict[int, list[str]] = {}
     for file in files:
         found.setdefault(FILES[file], []).append(file)
@@ -88,7 +87,6 @@ def of_file(file: str, outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
 
 
 def _python_path() -> list[str]:
-    """Where Python is told to look already."""
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 

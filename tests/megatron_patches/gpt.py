@@ -61,7 +61,6 @@ class GptSpec:
 
     @property
     def half(self) -> dict[str, Any]:
-        """What both configurations of Megatron say of the dtype."""
         return {"bf16": self.dtype == "bf16", "fp16": self.dtype == "fp16", "params_dtype": self.params_dtype}
 
 
@@ -178,7 +177,6 @@ class Gpt:
         return total.item()
 
     def _rows(self) -> list[torch.Tensor]:
-        """This data parallel rank's sequences, one a micro batch."""
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, VOCAB_SIZE, (NUM_SEQUENCES, SEQ_LENGTH + 1), generator=generator)
         share = tokens.chunk(parallel_state.get_data_parallel_world_size())

@@ -65,7 +65,6 @@ def check_writes_reach_the_model(records: list[BufferRecord]) -> None:
 
 
 def check_records() -> dict[str, list[tuple[int, str]]]:
-    """On every rank: check all records of all specs; their (chunk, kind)."""
     found = {}
     for name, spec in SPECS.items():
         with running(spec) as gpt:

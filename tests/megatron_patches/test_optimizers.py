@@ -206,56 +206,35 @@ def inventories(engines: Ranks) -> list[dict[str, Inventory]]:
     return engines.launch(run_rank, 2)
 
 
-def moments(nbytes: int) -> dict[tuple[str, str], int]:
-    return {("moment", "exp_avg"): nbytes, ("moment", "exp_avg_sq"): nbytes}
+MAIN, MAIN_GRAD = ("main_param", "param"), ("main_grad", "grad")
+MOMENTS = {("moment", "exp_avg"), ("moment", "exp_avg_sq")}
+FLOAT16, DISTRIBUTED = "Float16OptimizerWithFloat16Params", "DistributedOptimizer"
 
 
-def test_fp32_optimizer_holds_moments_only(inventories: list[dict[str, Inventory]]) -> None:
-    for rank in inventories:
-        found = rank["FP32Optimizer"]
-        assert found.member_types == ["FP32Optimizer"]
-        assert found.before == {}
-        assert found.after == moments(4 * found.num_params)
-
-
-def test_float16_optimizer_holds_whole_main_params_and_moments(inventories: list[dict[str, Inventory]]) -> None:
-    for rank in inventories:
-        found = rank["Float16OptimizerWithFloat16Params"]
-        assert found.member_types == ["Float16OptimizerWithFloat16Params"]
-        assert found.before == {("main_param", "param"): 4 * found.num_params}
-        assert found.after == {**found.before, **moments(4 * found.num_params)}
-
-
-def test_gradients_converted_for_the_main_params_are_listed(inventories: list[dict[str, Inventory]]) -> None:
-    for rank in inventories:
-        found = rank["bf16 gradients"]
-        assert found.after[("main_grad", "grad")] == 4 * found.num_params
-
-
-def test_distributed_optimizer_holds_shards(inventories: list[dict[str, Inventory]]) -> None:
-    num_params = inventories[0]["DistributedOptimizer"].num_params
-    assert all(rank["DistributedOptimizer"].member_types == ["DistributedOptimizer"] for rank in inventories)
-    for key, nbytes in {("main_param", "param"): 4 * num_params, **moments(4 * num_params)}.items():
-        assert sum(rank["DistributedOptimizer"].after[key] for rank in inventories) == nbytes
-    for rank in inventories:
-        assert set(rank["DistributedOptimizer"].before) == {("main_param", "param")}
-
-
-def test_fp32_distributed_optimizer_does_not_list_the_models_params(inventories: list[dict[str, Inventory]]) -> None:
-    assert all(rank["fp32 DistributedOptimizer"].before == {} for rank in inventories)
-    num_params = inventories[0]["fp32 DistributedOptimizer"].num_params
-    for key, nbytes in moments(4 * num_params).items():
-        assert sum(rank["fp32 DistributedOptimizer"].after[key] for rank in inventories) == nbytes
-
-
-def test_chained_optimizer_lists_dense_shards_and_whole_experts(inventories: list[dict[str, Inventory]]) -> None:
-    found = [rank["experts"] for rank in inventories]
-    assert found[0].member_types == ["DistributedOptimizer", "DistributedOptimizer"]
-    dense = found[0].num_params - found[0].num_expert_params
-    experts = sum(inventory.num_expert_params for inventory in found)
-    assert found[0].num_expert_params > 0
-    for key in (("main_param", "param"), *moments(0)):
-        assert sum(inventory.after[key] for inventory in found) == 4 * (dense + experts)
+@pytest.mark.parametrize(
+    ("name", "members", "before", "after"),
+    [
+        ("FP32Optimizer", ["FP32Optimizer"], set(), MOMENTS),
+        (FLOAT16, [FLOAT16], {MAIN}, {MAIN, *MOMENTS}),
+        ("bf16 gradients", [FLOAT16], {MAIN}, {MAIN, MAIN_GRAD, *MOMENTS}),
+        (DISTRIBUTED, [DISTRIBUTED], {MAIN}, {MAIN, *MOMENTS}),
+        ("fp32 DistributedOptimizer", [DISTRIBUTED], set(), MOMENTS),
+        ("experts", [DISTRIBUTED] * 2, {MAIN}, {MAIN, *MOMENTS}),
+    ],
+)
+def test_an_optimizer_holds_four_bytes_of_each_for_an_element(
+    inventories: list[dict[str, Inventory]], name: str, members: list[str], before: set[Any], after: set[Any]
+) -> None:
+    """Each rank has all of it; with the distributed optimizer ranks share dense parameters, and have own experts."""
+    found = [rank[name] for rank in inventories]
+    experts = sum(each.num_expert_params for each in found)
+    assert bool(experts) == (name == "experts")
+    nbytes = 4 * (found[0].num_params - found[0].num_expert_params + experts)
+    for each in found:
+        assert (each.member_types, set(each.before), set(each.after)) == (members, before, after)
+    for key in after:
+        held = [each.after[key] for each in found]
+        assert sum(held) == nbytes if DISTRIBUTED in members else held == [nbytes] * len(found), key
 
 
 def bare(inner: str = "", **config: Any) -> Any:

@@ -235,7 +235,6 @@ def of_torch() -> Snapshot:
 
 
 def of_megatron() -> Snapshot:
-    """The same of megatron."""
     return _of_package("megatron")
 
 
@@ -258,7 +257,6 @@ def _add_class(result: Snapshot, name: str, owner: type) -> None:
 
 
 def differences(before: Snapshot, after: Snapshot) -> set[tuple[str, str]]:
-    """Keys that were added, removed, or hold another object."""
     missing = object()
     return {key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)}
 

@@ -192,7 +192,6 @@ def write_tree(directory: Path) -> Path:
 
 
 def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run python with this repository importable."""
     paths = filter(None, (str(REPO_ROOT), os.environ.get("PYTHONPATH", "")))
     return subprocess.run(
         [sys.executable, *arguments],

@@ -46,7 +46,6 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def there(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Without anything of this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(folder / "run.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent, timeout=60)

@@ -34,8 +34,6 @@ _BASE = ".base_layer.weight"
 
 
 class Fsdp2(Subject):
-    """See the module."""
-
     exact = True
 
     def __init__(self, path: Path, config: HybridConfig, job: Job, ends: ExitStack, *, lora: bool, serve: bool) -> None:

@@ -35,7 +35,6 @@ class MemoryInference(FakeInference):
         self.near_end: object = None
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """What is live, in the tensors' shapes."""
         return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}
 
 
@@ -56,12 +55,10 @@ class Served:
             self.engine.adaptor.model.get_submodule("model.norm").weight.data[:4] *= 2
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """What it computes of `scored_batch`."""
         return {"log-probabilities": torch.stack(self.engine.prompt_logprobs(scored_batch()["tokens"].tolist()))}
 
 
 def scored_batch() -> dict[str, torch.Tensor]:
-    """What both sides compute where a walk has vLLM."""
     return workers.batch(seed=0)
 
 

@@ -81,8 +81,6 @@ def interrupt(directory: str, trainer: str, num_trials: int, seed: int) -> Trial
 
 
 class _Loop:
-    """The script."""
-
     def __init__(self, subject: Subject, directory: Path, trials: Trials) -> None:
         self.subject, self.engine, self._trials = subject, subject.engine, trials
         self.place, self._copy = directory / "run", directory / "copy"

@@ -66,7 +66,6 @@ class Points:
         self._seen: dict[str, Counter[str]] = {}
 
     def known(self, what: str) -> int:
-        """How many places there are."""
         return len(self._seen.get(what, ()))
 
     def record(self, what: str, function: Callable[[], object]) -> None:

@@ -23,8 +23,6 @@ from tests.zoo.megatron_models import whole_weights
 
 
 class Megatron(Subject):
-    """See the module."""
-
     def __init__(self, config: HybridConfig, job: Job, ends: ExitStack, *, serve: bool) -> None:
         apply_patches()
         from hybrid_engine.trainer.megatron.actor import build_actor

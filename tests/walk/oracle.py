@@ -85,8 +85,6 @@ class Subject(ABC):
 
 
 class Shadow:
-    """See above."""
-
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self.parameters: dict[str, torch.Tensor] = {}

@@ -22,10 +22,9 @@ from typing import Any
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
-from tests.walk.attempts import Findings
 from tests.walk.interruptions import Points
 from tests.walk.oracle import Subject
-from tests.walk.walk import Walk
+from tests.walk.walk import Findings, Walk
 from tests.zoo import workers
 
 TRAINERS = ("fsdp2", "fsdp2-lora", "megatron", "megatron-bf16", "megatron-lora")
@@ -65,7 +64,6 @@ def plans(directory: str, trainer: str, first: int = 0, seconds: float = 1e9) ->
 
 @contextmanager
 def walking(directory: str, trainer: str, seed: int, settings: Mapping[str, Any], faults: float) -> Iterator[Walk]:
-    """A walk over a new engine."""
     path, place = written_model(Path(directory)), Path(directory) / f"checkpoint-{seed}"
     faulthandler.enable()
     with ExitStack() as ends:
@@ -82,12 +80,10 @@ def _keep(directory: str, found: Findings) -> None:
 
 
 def written_model(directory: Path) -> Path:
-    """The model's directory, of this rank."""
     return workers.write_model(directory / f"model{os.environ['RANK']}", "qwen3", **SIZES)
 
 
 def _settings(chance: Random) -> dict[str, Any]:
-    """Of `generate_config`."""
     return {
         "incremental": chance.choice(("auto", "auto", "auto", "off")),
         "incremental_mb": chance.choice((1, 1024, 1024)),
@@ -103,7 +99,6 @@ def _settings(chance: Random) -> dict[str, Any]:
 
 
 def configured(path: Path, trainer: str, settings: Mapping[str, Any]) -> HybridConfig:
-    """With these keys of `generate_config`."""
     actor: dict[str, Any] = {"params_dtype": "float32", "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}
     if trainer.startswith("fsdp2"):
         actor["fsdp"] = {}
@@ -131,7 +126,6 @@ def subject_of(path: Path, trainer: str, config: HybridConfig, job: Job, ends: E
 
 
 def report(found: Iterable[Findings]) -> str:
-    """A summary of walks."""
     found = list(found)
     counts: Counter[str] = sum((each.counts for each in found), Counter())
     refused: Counter[str] = sum((each.refused for each in found), Counter())

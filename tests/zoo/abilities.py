@@ -27,7 +27,6 @@ BY_THE_OWNER: dict[str, Callable[[HybridEngine[Any]], object]] = {
 
 
 def refused(engine: HybridEngine[Any]) -> dict[str, str]:
-    """By name: what is said."""
     said = {}
     for name, call in BY_THE_OWNER.items():
         try:

@@ -31,8 +31,6 @@ DENSE_FLOAT32: dict[str, Any] = {"params_dtype": "float32", "make_vocab_size_div
 
 @dataclass(frozen=True)
 class Run:
-    """What `running` gives."""
-
     actor: Actor
     table: ModelTable
     config: ActorConfig

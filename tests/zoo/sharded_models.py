@@ -43,7 +43,6 @@ def shard_over_tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """Of a causal LM of any family, PEFT's wrapping aside."""
     inner = transformers_model(model)
     body = inner.get_submodule(str(inner.base_model_prefix))
     layers = body.h if hasattr(body, "h") else body.layers

@@ -67,7 +67,6 @@ def save_model(directory: Path, family: str, mtp_layers: int = 0, **overrides: A
 
 
 def read_canonical(path: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors by name."""
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -79,7 +78,6 @@ def token_batch(seed: int, num_sequences: int, length: int) -> dict[str, torch.T
 
 
 def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each label."""
     return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 

@@ -47,12 +47,10 @@ def configuration(
 def build_worker(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
 ) -> ActorHybridWorker:
-    """The worker of this rank."""
     return ActorHybridWorker(configuration(model, actor, generate, **more))
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
-    """A global batch of eight sequences."""
     return token_batch(seed, num_sequences=8, length=SEQ_LENGTH)
 
 

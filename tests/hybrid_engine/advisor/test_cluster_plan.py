@@ -16,7 +16,16 @@ from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
 from hybrid_engine.advisor.page import picture_of, ranges
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.memory import GIB, MemoryPeaks, megatron_memory, sharded_memory
+from hybrid_engine.layouts.memory import (
+    GIB,
+    MemoryPeaks,
+    MemoryPlan,
+    Stays,
+    TrainingMemory,
+    megatron_memory,
+    plan_memory,
+    sharded_memory,
+)
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
 from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side
@@ -25,15 +34,12 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
 from tests.zoo.families import write_config
-from tests.zoo.published_configs import LLAMA_3_8B
 
 PlanIt = Callable[..., JobPlan]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> PlanIt:
-    """Plans a job of sizes."""
-
     def plan(
         train: TrainParallelism,
         infer: InferenceParallelism,
@@ -100,23 +106,6 @@ def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
     assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
 
 
-def test_what_stays_longer_adds_to_the_peak(job: PlanIt) -> None:
-    sizes, cluster = (TrainParallelism(4, tensor=2), InferenceParallelism(4, tensor=4)), Cluster(2)
-    plain = job(*sizes, cluster, LLAMA_3_8B)
-    memory = plain.memory
-    assert (memory.interleaved_switch < memory.switch).all()
-    assert (plain.peak == memory.device).all()
-    kept = job(*sizes, cluster, LLAMA_3_8B, release_weights=False)
-    assert (kept.peak == memory.state.total + memory.inference).all()
-    assert (kept.memory.interleaved_switch == memory.switch).all()
-    assert (kept.bytes.network == plain.bytes.network).all()
-    whole = job(*sizes, replace(cluster, has_elastic_buffers=False), LLAMA_3_8B)
-    assert whole.memory.state.inelastic is not None
-    assert (whole.memory.state.inelastic == memory.state.params).all()
-    assert (whole.memory.interleaved_switch == memory.switch).all()
-    assert (whole.memory.state.total == memory.state.total).all()
-
-
 def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:
     """Both ranks of a host need the half that is on the other: it comes once, or to each."""
     train, infer = TrainParallelism(4, pipeline=2), InferenceParallelism(4)
@@ -157,9 +146,6 @@ def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:
     """The same as a plan for vLLM without tensor parallelism."""
     plan = job(TrainParallelism(4, tensor=2, pipeline=2), InferenceParallelism(4))
     assert plan.gathered.tolist() == plan.bytes.received.tolist()
-
-
-# -- the picture -------------------------------------------------------------------------------------------------------
 
 
 @JOBS
@@ -204,3 +190,115 @@ def test_many_columns_are_joined_and_then_some_are_drawn() -> None:
 def test_ranges_are_runs() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, …"
+
+
+def memory(params: int, grads: int, optimizer: int) -> TrainingMemory:
+    """Of two ranks, the second of which has ten times as much."""
+    each = [np.array([nbytes, 10 * nbytes]) for nbytes in (params, grads, optimizer)]
+    return TrainingMemory(*each, copied=each[0] + each[2])
+
+
+ACTOR, CRITIC, WEIGHTS = memory(100, 200, 300), memory(10, 20, 30), np.array([150, 50])
+BUCKET = 5
+
+
+def totals(**stays: object) -> dict[str, list[int]]:
+    plan = plan_memory(ACTOR, WEIGHTS, BUCKET, CRITIC, stays=Stays(**stays))  # type: ignore[arg-type]
+    return {name: phase.total.tolist() for name, phase in plan.phases.items()}
+
+
+ALONE = {
+    "train": [600, 6000],
+    "forward": [100, 1000],
+    "switch": [160, 1010],  # the larger of parameters and inference weights, and two buckets
+    "generate": [150, 50],
+    "reference": [100, 1000],
+    "critic train": [60, 600],
+    "critic forward": [10, 100],
+}
+
+
+@pytest.mark.parametrize(
+    ("stays", "changed"),
+    [
+        ({}, {}),
+        (
+            {"kinds": frozenset({"grad"})},
+            {
+                "forward": [300, 3000],
+                "switch": [360, 3010],
+                "generate": [350, 2050],
+                "reference": [300, 3000],
+                "critic train": [260, 2600],
+                "critic forward": [210, 2100],
+            },
+        ),
+        (
+            {"inference_nbytes": None},
+            {
+                "train": [750, 6050],
+                "forward": [250, 1050],
+                "switch": [255, 1055],  # all at once, and a bucket
+                "reference": [250, 1050],
+                "critic train": [210, 650],
+                "critic forward": [160, 150],
+            },
+        ),
+        (
+            {"inference_nbytes": 60},
+            {
+                "train": [660, 6050],
+                "forward": [160, 1050],
+                "switch": [220, 1060],
+                "reference": [160, 1050],
+                "critic train": [120, 650],
+                "critic forward": [70, 150],
+            },
+        ),
+        (
+            {"critic": True},
+            {
+                "train": [660, 6600],
+                "forward": [160, 1600],
+                "switch": [220, 1610],
+                "generate": [210, 650],
+                "reference": [160, 1600],
+                "critic forward": [60, 600],
+            },
+        ),
+        ({"prefetches": True}, {"switch": [600, 6000], "generate": [600, 6000]}),
+    ],
+    ids=["nothing", "gradients", "all weights", "some weights", "the critic", "prefetched"],
+)
+def test_a_phase_takes_what_it_needs_and_what_stays(stays: dict[str, object], changed: dict[str, list[int]]) -> None:
+    assert totals(**stays) == {**ALONE, **changed}
+
+
+def test_phases_over_the_budget_are_found_on_any_rank() -> None:
+    def over(budget: int | None) -> list[str]:
+        plan = plan_memory(ACTOR, WEIGHTS, BUCKET, CRITIC, budget=budget)
+        return [phase.name for phase in plan.over_budget()]
+
+    assert over(None) == over(6000) == []
+    assert over(5999) == ["train"]
+    assert over(599) == ["train", "forward", "switch", "reference", "critic train"]
+
+
+def test_without_a_critic_there_are_no_phases_of_one() -> None:
+    assert list(plan_memory(ACTOR, WEIGHTS, BUCKET).phases) == list(ALONE)[:5]
+
+
+@pytest.fixture
+def plan() -> MemoryPlan:
+    mib = 2**20
+    return plan_memory(memory(mib, 2 * mib, 3 * mib), mib * np.array([4, 5]), 1, budget=100 * mib)
+
+
+def test_the_table_shows_the_rank_with_most_or_one_with_what_was_measured(plan: MemoryPlan) -> None:
+    title, heads, train, *_ = str(plan).splitlines()
+    assert "MiB on the rank with most, of a budget of 100.00" in title
+    assert heads.split() == ["phase", "actor", "vLLM", "reference", "critic", "all"]
+    assert train.split() == ["train", "60.00", "-", "-", "-", "60.00"]
+    of_first = [line.split() for line in plan.lines(0, {"generate": 2**20})]
+    assert of_first[2] == ["train", "6.00", "-", "-", "-", "6.00", "-"]
+    assert of_first[5] == ["generate", "-", "4.00", "-", "-", "4.00", "1.00"]

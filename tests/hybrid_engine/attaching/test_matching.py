@@ -18,6 +18,7 @@ from hybrid_engine.models import table_for
 from megatron_patches.review import FUNCTION_FIELDS
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, transformer_config
 from tests.zoo.families import YARN, served_config
+from tests.zoo.published_configs import LLAMA_3_8B
 
 
 def mismatches(
@@ -43,13 +44,7 @@ def of_model(hf: dict[str, Any], config: dict[str, Any] | None = None, args: dic
     return {violation.key for violation in found}
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = LLAMA_3_8B["rope_scaling"]
 MODELS = {
     "llama": LLAMA,
     "mixtral": served_config("mixtral"),
@@ -65,7 +60,6 @@ def test_the_same_model_matches(model: str) -> None:
 
 
 def another(value: Any) -> Any:
-    """Some other value of a setting."""
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return (value or 0) + 3
     return {bool: lambda: not value, list: list, str: lambda: "another"}.get(type(value), lambda: gelu)()
@@ -222,10 +216,8 @@ def test_interpolation_in_a_script_is_linear_scaling() -> None:
 
 def test_fused_bias_and_gelu_is_the_approximation_by_tanh() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2}
-    table = table_for({**gpt2, "vocab_size": 64, "n_positions": 128})
-    config = transformer_config(
-        {**gpt2, "vocab_size": 64, "n_positions": 128}, activation_func=gelu, softmax_scale=None
-    )
+    gpt2 |= {"vocab_size": 64, "n_positions": 128}
+    table, config = table_for(gpt2), transformer_config(gpt2, activation_func=gelu, softmax_scale=None)
     args = Namespace(
         **{**ARGS, "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
     )

@@ -227,7 +227,6 @@ BREAKS = (*MODEL_BREAKS, *SIZE_BREAKS, *TRAINER_BREAKS, *GENERATE_BREAKS, *CRITI
 
 
 def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
-    """The rules that are broken, each with the key of a finding."""
     (directory / "config.json").write_text(json.dumps(case.model))
     config = HybridConfig(**values_of(case, directory))
     context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)

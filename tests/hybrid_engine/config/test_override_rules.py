@@ -40,35 +40,20 @@ def wrong_keys(overrides: dict[str, Any]) -> set[str]:
 
 SOUND = {
     "transformer": {
-        "attention_dropout": 0.1,
-        "attention_backend": "unfused",
-        "autocast_dtype": "bfloat16",
-        "cpu_offloading": False,
-        "cp_comm_type": ["p2p"],
-        "deallocate_pipeline_outputs": True,
-        "init_method_std": 1,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_router_dtype": None,
+        **{"attention_dropout": 0.1, "attention_backend": "unfused", "autocast_dtype": "bfloat16"},
+        **{"cpu_offloading": False, "cp_comm_type": ["p2p"], "deallocate_pipeline_outputs": True},
+        **{"init_method_std": 1, "moe_router_load_balancing_type": "aux_loss", "moe_router_dtype": None},
         "transformer_impl": "local",
     },
     "optimizer": {"decoupled_lr": 1.0e-5, "loss_scale": None, "decoupled_weight_decay": False},
     "ddp": {"bucket_size": 40_000_000, "grad_reduce_in_fp32": False, "align_param_gather": True},
 }
 
-
 WRONG = {
     "transformer": {
-        "attention_backend": "flas",
-        "attention_dropout": True,
-        "autocast_dtype": "bf16",
-        "fp8": "hybrid",
-        "hidden_dropout": "1e-1",
-        "hiden_dropout": 0.1,
-        "init_method": "normal",
-        "num_layers": 3,
-        "moe_grouped_gemm": True,
-        "recompute_granularity": "full",
-        "rotary_interleaved": True,
+        **{"attention_backend": "flas", "attention_dropout": True, "autocast_dtype": "bf16", "fp8": "hybrid"},
+        **{"hidden_dropout": "1e-1", "hiden_dropout": 0.1, "init_method": "normal", "num_layers": 3},
+        **{"moe_grouped_gemm": True, "recompute_granularity": "full", "rotary_interleaved": True},
         "calculate_per_token_loss": True,
     },
     "optimizer": {"min_lr": 0.1, "optimizer": "sgd"},

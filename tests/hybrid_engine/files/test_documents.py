@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,17 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from examples.gpt_rl import settings as rl_settings
 from examples.gpt_rl import task
-from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, shortened
 from hybrid_engine.files.documents import MOST_YAML_BYTES, read_json, read_yaml
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.engines import ReshardingOptions
-from tests.zoo.published_configs import LLAMA_3_8B
 
 LONGEST_MESSAGE = 4000
 
@@ -143,42 +139,3 @@ def test_a_message_shows_the_beginning_of_a_value_without_unfolding_it() -> None
     assert shortened(10**100_000) == "a number of 332193 bits"
     assert shortened({"a": [1, 2.5, None]}) == "{'a': [1, 2.5, None]}"
     assert shortened("x" * 300)[0] == "'"
-
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers(min_value=2**31, max_value=10**30),
-    st.floats(),
-    st.text(max_size=20),
-    st.sampled_from(["1e-6", "０_2", "auto", "Et*999999999|L", "(t|)*99999L", "*", "float32", "bfloat16"]),
-)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
-
-
-def section(model: type[Any]) -> st.SearchStrategy[Any]:
-    keys = st.sampled_from(sorted(model.model_fields)) | st.text(max_size=8)
-    return st.dictionaries(keys, VALUES, max_size=4) | VALUES
-
-
-@given(
-    actor=section(ActorConfig),
-    generate=section(GenerateConfig),
-    others=st.dictionaries(st.sampled_from(sorted(HybridConfig.model_fields)), VALUES, max_size=1),
-    world_size=st.integers(-1, 8) | st.integers() | st.booleans(),
-)
-def test_every_value_loads_or_is_refused(
-    actor: Any, generate: Any, others: Any, world_size: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    model = tmp_path_factory.getbasetemp() / "model of any value"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "num_hidden_layers": 2}))
-    try:
-        values = {"model": str(model), "random_weights": True, "actor_config": actor, "generate_config": generate}
-        load_config({**values, **others}, world_size)
-        return
-    except ConfigError as refused:
-        error = refused
-    assert all(finding.key and finding.problem and finding.remedy for finding in error.findings)
-    assert max(map(len, str(error).splitlines())) < LONGEST_MESSAGE

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 from hybrid_engine.cli import app
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.verification.reference import Reference
+from tests.harness.processes import is_running, wait_until
 from tests.hybrid_engine.cli.test_plan_command import job, saved
 from tests.zoo.published_configs import LLAMA_3_8B
 
@@ -82,10 +82,7 @@ def test_the_process_of_transformers_ends_with_its_parent() -> None:
     process, pid = start(REFERENCE)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while _is_alive(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_alive(int(pid))
+    wait_until(lambda: not is_running(int(pid)), 20)
 
 
 def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
@@ -93,10 +90,3 @@ def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path
     assert result.exit_code == 2
     assert f"on {len(os.sched_getaffinity(0))} cores" in result.output
     assert "--oversubscribe" in result.output
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False

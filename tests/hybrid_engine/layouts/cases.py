@@ -24,49 +24,24 @@ from hybrid_engine.records.regions import Region, StridedView, contiguous_stride
 
 # 12 heads of 2 elements: 1, 2, 3, 4, 6 and 12 ranks can share them. 150 tokens: vLLM pads to 192, Megatron otherwise.
 DENSE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 3,
-    "intermediate_size": 12,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 2,
-    "vocab_size": 150,
-    "tie_word_embeddings": False,
+    **{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 3, "intermediate_size": 12},
+    **{"num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 2},
+    **{"vocab_size": 150, "tie_word_embeddings": False},
 }
 EXPERTS = {
     **DENSE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
+    **{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 12, "norm_topk_prob": True, "mlp_only_layers": [1]},
 }
 LATENT = {
     **DENSE,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 1,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 1,
-    "hidden_size": 12,
-    "moe_intermediate_size": 12,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 140,
+    **{"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 12, "kv_lora_rank": 10},
+    **{"qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "hidden_size": 12},
+    **{"moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 4},
+    **{"n_shared_experts": 1, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1, "vocab_size": 140},
 }
 GPT2: dict[str, Any] = {
-    "architectures": ["GPT2LMHeadModel"],
-    "n_embd": 12,
-    "n_head": 12,
-    "n_layer": 4,
-    "n_positions": 5,
+    **{"architectures": ["GPT2LMHeadModel"], "n_embd": 12, "n_head": 12, "n_layer": 4, "n_positions": 5},
     "vocab_size": 150,
 }
 
@@ -107,7 +82,6 @@ class LayoutCase:
 
     @property
     def positions(self) -> SideLayout:
-        """What inference positions need, by position."""
         return inference_side(self.table, replace(self.infer, rank_order=None), self.infer_dtype)
 
     @property
@@ -148,7 +122,6 @@ SPLIT = (
 
 @functools.cache
 def possible_splits(num_mtp_layers: int) -> list[dict[str, Any]]:
-    """Ways to deal out four layers, as sizes."""
     kinds = itertools.product(
         (2, 3, 4), (None, 2), (None, 1, 2), (None, 1, 2), (False, True), (False, True), ((), (1,), (2, 4))
     )
@@ -188,7 +161,6 @@ def infer_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> Inferenc
 
 @st.composite
 def layout_cases(draw: st.DrawFn) -> LayoutCase:
-    """Only possible ones."""
     table = table_for(draw(configs()))
     world_size = draw(st.sampled_from([12, 8, 6, 4, 12, 8, 3, 2, 1]))
     train = draw(train_sizes(world_size, table))

@@ -115,15 +115,12 @@ def test_impossible_sizes_are_refused() -> None:
         inference_side(table_for(DENSE), InferenceParallelism(8, pipeline=0))
 
 
-# -- differences from what an engine holds ---------------------------------------------------------------------------
-
 SHAPE = (3, 4)
 BUFFER = BufferId(0, "buffer")
 
 
 @st.composite
 def boxes(draw: st.DrawFn) -> list[Region]:
-    """Some boxes of a small matrix, which may overlap."""
     spans = [[(start, stop) for start in range(size) for stop in range(start + 1, size + 1)] for size in SHAPE]
     chosen = draw(st.lists(st.tuples(*map(st.sampled_from, spans)), max_size=4))
     return [Region("weight", (a, c), (b - a, d - c)) for (a, b), (c, d) in chosen]

@@ -67,7 +67,6 @@ LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, list[Region]]]:
-    """On every rank: what the adaptor says of each model."""
     found = []
     for family, changes, settings in cases:
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
@@ -92,9 +91,6 @@ def test_every_rank_holds_what_the_live_model_does(engines: Ranks) -> None:
         for rank in range(4):
             found = regions_by_tensor(side.layout_of(rank))
             assert found == by_rank[rank][number], (family, settings, rank)
-
-
-# -- rank groups -------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -123,9 +119,6 @@ def test_ranks_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> N
         for axis, name in enumerate(names):
             groups = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis]).tolist()
             assert sorted(groups) == sorted(generator.get_ranks(name)), name
-
-
-# -- layers on stages --------------------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -52,7 +52,6 @@ class Cudart:
 
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
-    """In the place of CUDA's runtime."""
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", runtime.launch)

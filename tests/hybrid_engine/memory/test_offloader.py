@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
+from tests.hybrid_engine.memory.failing import fail
 
 SIZE = 32
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -171,34 +171,13 @@ def test_storage_that_cannot_be_freed_names_its_owner_before_anything_moves(tens
     assert not offloader.is_offloaded("param")
 
 
-def test_impossible_item():
-    with pytest.raises(ValueError, match="x: kind 'weights', action 'copy'"):
-        OffloadItem("x", "weights", torch.zeros(1))
-
-
-# Failures in the middle.
-
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, owner: str, times: int = 1) -> None:
-    """Make a step of one storage's move fail, as running out of memory would."""
-    original = getattr(inventory_module.Storage, method)
-    failures = iter(range(times))
-
-    def failing(storage):
-        if storage.owner == owner and next(failures, None) is not None:
-            raise RuntimeError("out of memory")
-        return original(storage)
-
-    monkeypatch.setattr(inventory_module.Storage, method, failing)
-
-
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 def test_offload_that_fails_puts_everything_back(monkeypatch: pytest.MonkeyPatch, elastic: bool):
     model = Model(elastic=elastic)
     model.step(0)
     before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
     offloader = MegatronOffloader(model.inventory, "cpu")
-    fail_at(monkeypatch, "bytes_view", "exp_avg 2")
+    fail(monkeypatch, Storage, "bytes_view", owner="exp_avg 2")
     with pytest.raises(OffloadError, match="offload failed, everything was put back: out of memory"):
         offloader.offload()
     assert not any(offloader.is_offloaded(kind) for kind in KINDS)
@@ -214,7 +193,7 @@ def test_onload_that_fails_says_what_is_where_and_can_be_continued(monkeypatch: 
     before = [tensor.clone() for tensor in model.tensors()]
     offloader = MegatronOffloader(model.inventory, "cpu")
     offloader.offload()
-    fail_at(monkeypatch, "take_back", "exp_avg 1")
+    fail(monkeypatch, Storage, "take_back", owner="exp_avg 1")
     with pytest.raises(OffloadError) as failure:
         offloader.onload()
     message = str(failure.value)
@@ -235,8 +214,8 @@ def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
     model.step(0)
     before = [tensor.clone() for tensor in model.tensors()]
     offloader = MegatronOffloader(model.inventory, "cpu")
-    fail_at(monkeypatch, "free", "exp_avg 2")
-    fail_at(monkeypatch, "take_back", "flat params")
+    fail(monkeypatch, Storage, "free", owner="exp_avg 2")
+    fail(monkeypatch, Storage, "take_back", owner="flat params")
     with pytest.raises(OffloadError, match=r"putting back failed: onload of flat params"):
         offloader.offload()
     away = offloader.away_nbytes()
@@ -244,9 +223,6 @@ def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
     assert away["optimizer"]
     offloader.onload()
     assert all(map(torch.equal, model.tensors(), before))
-
-
-# Caches.
 
 
 class Holder:

@@ -15,6 +15,7 @@ from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.memory.offloader import Offloader
+from tests.hybrid_engine.memory.failing import fail
 
 NUMEL = 4096
 NBYTES = 4 * NUMEL
@@ -50,6 +51,16 @@ class Rig:
     def assert_back(self) -> None:
         assert all(map(torch.equal, self.all(), self.expected))
 
+    def assert_comes_back(self) -> None:
+        self.offloader.onload()
+        self.assert_back()
+
+    def assert_goes_on(self) -> None:
+        """With other contents."""
+        self.write(1)
+        self.offloader.offload()
+        self.assert_comes_back()
+
 
 @pytest.fixture(params=[False, True], ids=["resized", "elastic"])
 def rig(request: pytest.FixtureRequest) -> Rig:
@@ -77,32 +88,22 @@ def test_what_came_in_part_leaves_again_without_a_copy(rig: Rig):
     assert moved.nbytes == {"optimizer": 3 * NBYTES}
     assert moved.copied_nbytes == {"optimizer": 0}
     assert rig.on_device("optimizer") == [False] * 4
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
     rig.write(1)
     assert rig.offloader.offload().copied_nbytes["optimizer"] == 4 * NBYTES
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 def test_an_onload_that_failed_half_way_can_be_taken_back(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    take_back = inventory_module.Storage.take_back
-
-    def failing(storage: Any) -> None:
-        if storage.owner == "optimizer 2":
-            raise RuntimeError("out of memory")
-        take_back(storage)
-
     rig.offloader.offload()
-    monkeypatch.setattr(inventory_module.Storage, "take_back", failing)
+    fail(monkeypatch, inventory_module.Storage, "take_back", owner="optimizer 2")
     with pytest.raises(OffloadError, match=r"onload of optimizer 2 .* out of memory"):
         rig.offloader.onload(["optimizer"], read_only=True, wait=False)
     assert rig.on_device("optimizer") == [True, True, False, False]
     monkeypatch.undo()
     rig.offloader.offload()
     assert rig.on_device("optimizer") == [False] * 4
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 def test_an_onload_does_not_wait_unless_asked(gate: threading.Event):
@@ -111,8 +112,7 @@ def test_an_onload_does_not_wait_unless_asked(gate: threading.Event):
     rig.offloader.onload(["optimizer"], read_only=True, wait=False)
     assert not any(map(torch.equal, rig.tensors["optimizer"], rig.expected[4:]))
     gate.set()
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 def test_an_offload_that_began_frees_nothing_before_it_is_asked_to(rig: Rig, gate: threading.Event):
@@ -122,8 +122,7 @@ def test_an_offload_that_began_frees_nothing_before_it_is_asked_to(rig: Rig, gat
     gate.set()
     assert rig.offloader.offload().nbytes == {"grad": 0, "optimizer": 4 * NBYTES}
     assert rig.on_device("optimizer") == [False] * 4
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 def test_an_offload_that_began_can_be_called_off(rig: Rig, gate: threading.Event):
@@ -134,8 +133,7 @@ def test_an_offload_that_began_can_be_called_off(rig: Rig, gate: threading.Event
     rig.assert_back()
     rig.write(1)  # the arena holds older values now
     assert rig.offloader.offload().copied_nbytes == {"param": 4 * NBYTES, "grad": 0, "optimizer": 4 * NBYTES}
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 def test_an_offload_that_cannot_begin_moves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
@@ -146,10 +144,7 @@ def test_an_offload_that_cannot_begin_moves_nothing(rig: Rig, monkeypatch: pytes
     with pytest.raises(OffloadError, match="offload could not begin, nothing was moved: no host memory"):
         rig.offloader.begin_offload()
     monkeypatch.undo()
-    rig.write(1)
-    rig.offloader.offload()
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_goes_on()
 
 
 def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytest.MonkeyPatch):
@@ -158,9 +153,6 @@ def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytes
     rig.offloader.offload()
     assert rig.offloader.take_hidden_seconds() == pytest.approx(40, abs=1)
     assert rig.offloader.take_hidden_seconds() == 0
-
-
-# What a copy in the background that fails, or that nobody can make, leaves.
 
 
 def test_without_a_thread_the_copy_is_made_when_it_is_waited_for_and_never_later(
@@ -177,13 +169,11 @@ def test_without_a_thread_the_copy_is_made_when_it_is_waited_for_and_never_later
     rig.offloader.offload()
     rig.offloader.onload(wait=False)
     assert not refused
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
     rig.write(1)  # over which a copy that was left in a queue would go
     rig.offloader.begin_offload(["optimizer"])
     rig.offloader.offload()
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 @pytest.mark.parametrize("is_lasting", [False, True])
@@ -202,12 +192,8 @@ def test_contents_whose_copy_failed_stay_in_host_memory(rig: Rig, is_lasting: bo
         with pytest.raises(OffloadError, match=r"onload of optimizer failed: bus\. Nothing is lost"):
             rig.offloader.wait()
         errors.clear()
-    rig.offloader.onload()
-    rig.assert_back()
-    rig.write(1)
-    rig.offloader.offload()
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
+    rig.assert_goes_on()
 
 
 @pytest.mark.parametrize("copies_first", [False, True])
@@ -219,11 +205,7 @@ def test_what_was_coming_and_goes_again_is_called_off(rig: Rig, gate: threading.
     threading.Timer(0.05, gate.set).start()  # one copy may be under way, and is waited for
     assert rig.offloader.offload().copied_nbytes["optimizer"] == 0
     assert rig.on_device("optimizer") == [False] * 4
-    rig.offloader.onload()
-    rig.assert_back()
-
-
-# What fails or is interrupted between two steps.
+    rig.assert_comes_back()
 
 
 def test_what_fails_while_it_is_listed_leaves_everything_as_it_was(rig: Rig, monkeypatch: pytest.MonkeyPatch):
@@ -241,10 +223,7 @@ def test_what_fails_while_it_is_listed_leaves_everything_as_it_was(rig: Rig, mon
     with pytest.raises(MemoryError):
         rig.offloader.offload()
     monkeypatch.undo()
-    rig.write(1)
-    rig.offloader.offload()
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_goes_on()
 
 
 class Stop(BaseException):
@@ -267,8 +246,7 @@ def test_a_copy_that_began_before_an_interrupt_is_over_before_anything_follows(
     threading.Timer(0.1, gate.set).start()
     rig.offloader.offload()
     assert gate.is_set()
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()
 
 
 @pytest.mark.parametrize("error", [Stop, MemoryError])
@@ -287,5 +265,4 @@ def test_memory_that_was_taken_in_vain_goes_again(rig: Rig, error: type, monkeyp
     monkeypatch.undo()
     rig.offloader.offload()
     assert rig.on_device("optimizer") == [False] * 4
-    rig.offloader.onload()
-    rig.assert_back()
+    rig.assert_comes_back()

@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import HostMemory
-from hybrid_engine.memory.offload_items import OffloadItem, Part, Spans
+from hybrid_engine.memory.offload_items import OffloadItem, Part, Spans, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
+from tests.hybrid_engine.memory.failing import fail
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def filled(numel: int, dtype: torch.dtype = torch.int32, seed: int = 0) -> torch.Tensor:
-    """An elastic tensor in which every byte is random."""
     flat = allocate_elastic(numel, dtype, "cpu", "param")
     refill(flat, seed)
     return flat
@@ -134,7 +133,6 @@ class Rig:
 
 
 def pages_of(flat: torch.Tensor) -> list[range]:
-    """Byte numbers of each page."""
     return [range(start, min(start + PAGE, flat.nbytes)) for start in range(0, flat.nbytes, PAGE)]
 
 
@@ -239,28 +237,13 @@ def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
     assert all(map(torch.equal, flats, expected))
 
 
-# Failures in the middle.
-
-
-def fail(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int) -> None:
-    """Make one call fail, after `after` good ones, as running out of memory would."""
-    original, calls = getattr(owner, method), iter(range(after + 1))
-
-    def failing(self, *arguments, **options):
-        if next(calls, None) == after:
-            raise RuntimeError("out of memory")
-        return original(self, *arguments, **options)
-
-    monkeypatch.setattr(owner, method, failing)
-
-
 @pytest.mark.parametrize(
     ("owner", "method", "after"),
     [
         (Copier, "copy", 0),
         (Copier, "copy", 1),
-        (inventory_module.Storage, "release_inside", 0),
-        (inventory_module.Storage, "release_inside", 1),
+        (Storage, "release_inside", 0),
+        (Storage, "release_inside", 1),
     ],
 )
 @pytest.mark.parametrize("then", ["onload", "parts", "offload"])
@@ -286,6 +269,7 @@ def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: ty
         (lambda: Part(torch.zeros(4), 1, 5), r"part \[1, 5\) of a tensor of 4 elements"),
         (lambda: Part(torch.zeros(4), 3, 2), r"part \[3, 2\) of a tensor of 4 elements"),
         (lambda: Part(torch.zeros(2, 2), 0, 1), r"shape \(2, 2\)"),
+        (lambda: OffloadItem("x", "weights", torch.zeros(1)), "x: kind 'weights', action 'copy'"),
         (lambda: OffloadItem("cache", "param", torch.zeros(1), "rebuild"), "rebuild needs forget"),
         (lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list), "rebuild needs forget"),
     ],

@@ -22,13 +22,7 @@ from tests.zoo import published_configs
 from tests.zoo.families import FAMILIES, SIZES, YARN, read_config, tiny_config
 from tests.zoo.tiny_models import read_canonical, save_model
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+LLAMA3 = {**published_configs.LLAMA_3_8B["rope_scaling"], "original_max_position_embeddings": 16}
 TIED, UNTIED, BIASED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"attention_bias": True}
 # what is changed of each family's tiny model, beside nothing
 VARIANTS: dict[str, list[dict[str, Any]]] = {

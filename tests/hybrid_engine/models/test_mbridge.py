@@ -79,7 +79,6 @@ class Comparison:
 
 
 def compare_all(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, Comparison]:
-    """In a process of its own."""
     mock_transformer_engine.install()
     return {name: compare(case, paths[name]) for name, case in cases.items()}
 
@@ -150,7 +149,6 @@ def filled_by_records(adaptor: Any, numbers: dict[str, torch.Tensor]) -> dict[in
 
 
 def mock_constructed_bridge(config: ActorConfig, table: ModelTable, path: Path) -> Any:
-    """An mbridge object whose constructor did not run."""
     import mbridge  # noqa: F401  (registers its models)
     from mbridge.core.bridge import _MODEL_REGISTRY
     from mbridge.core.parallel_states import ParallelStates

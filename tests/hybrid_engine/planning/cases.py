@@ -43,7 +43,6 @@ class Case:
 
 
 def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
-    """One tensor in a buffer of its own."""
     buffer_id = BufferId(rank, name)
     shard = Shard(Region(tensor, (0,) * len(shape), shape), Place(buffer_id, 0, contiguous_strides(shape)))
     return Layout({tensor: shape}, {buffer_id: Buffer(math.prod(shape), "bfloat16", group)}, (shard,))
@@ -211,12 +210,10 @@ def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtyp
 
 
 def plan(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any, **named: Any) -> ReshardPlan:
-    """`planner.plan` of explicit records of all ranks."""
     sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
     return planner.plan(*sides, hosts, *settings, **named)
 
 
 def box_transfers(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any) -> list[Transfer]:
-    """`planner.box_transfers` of explicit records of all ranks."""
     sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
     return planner.box_transfers(*sides, hosts, *settings)

@@ -69,7 +69,6 @@ def test_no_rank_holds_more_than_the_larger_layout_and_two_layers(train_stages: 
 
 
 def test_in_the_models_order_a_late_stage_would_hold_both() -> None:
-    """What the order is for."""
     needs = layers(pipeline(32, 1, 4, 4000), pipeline(32, 4, 4, 4000))
     in_order = [Outline((name,), need.groups, 0) for name, need in needs.items()]
     peak, larger = highest(needs, in_order, 4)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.coalescing import coalesce
-from hybrid_engine.planning.plan import Link, ReshardPlan
-from hybrid_engine.records.layout import BufferId, Layout
+from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer, wire_dtype
+from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes
+from hybrid_engine.records.holdings import BoxOwners, groups_of_columns
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from tests.hybrid_engine.planning.cases import (
     NOT_WRITTEN,
@@ -28,6 +33,7 @@ from tests.hybrid_engine.planning.cases import (
     network_lower_bound,
     plan,
     positions_of,
+    whole,
     wire_itemsizes,
 )
 
@@ -41,7 +47,6 @@ Element = tuple[str, tuple[int, ...]]
 
 
 def held_by(layout: Layout) -> dict[Element, set[int]]:
-    """The ranks that hold each element."""
     ranks: dict[Element, set[int]] = {}
     for shard in layout.shards:
         for index, _ in elements_of(shard):
@@ -69,7 +74,6 @@ class Journey:
 
 
 def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
-    """Of every element that is written anywhere."""
     canonical = {
         (shard.place.buffer, position): (shard.region.tensor, index)
         for shard in case.destination.shards
@@ -280,3 +284,234 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     for bucket in buckets:
         named = {name for transfer in bucket.transfers for name in transfer.tensor.split(" … ")}
         assert named <= set(bucket.tensors)
+
+
+SOURCE, DESTINATION = BufferId(0, "source"), BufferId(1, "destination")
+
+
+@given(cases())
+def test_what_a_pair_of_ranks_gets_depends_on_the_pair_alone(case: Case) -> None:
+    """So both ends derive the same, whatever else is in their plans; bytes stay."""
+    sides = case.source, case.destination
+    of_ranks = [box_transfers(*sides, case.hosts, rank) for rank in range(len(case.hosts))]
+    boxes = list(dict.fromkeys(itertools.chain(*of_ranks)))  # most are in those of two ranks
+    everything = coalesce(boxes)
+    assert sum(one.nbytes for one in everything) == sum(one.nbytes for one in boxes)
+    assert all(stride >= 0 for one in everything for stride in (*one.src.strides, *one.dst.strides))
+    for src, dst in {(one.src_rank, one.dst_rank) for one in boxes}:
+        own = [one for one in boxes if (one.src_rank, one.dst_rank) == (src, dst)]
+        assert coalesce(own) == [one for one in everything if (one.src_rank, one.dst_rank) == (src, dst)]
+
+
+@given(cases())
+def test_a_plan_is_coalesced_as_far_as_it_can_be(case: Case) -> None:
+    for bucket in plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying).buckets:
+        assert coalesce(bucket.transfers) == list(bucket.transfers)
+        assert coalesce(bucket.fan_out) == list(bucket.fan_out)
+
+
+def box(tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: tuple[int, ...]) -> Transfer:
+    strides = (lengths[1], 1)
+    src_place, dst_place = Place(SOURCE, src, src_strides), Place(DESTINATION, dst, strides)
+    return Transfer(tensor, lengths, src_place, dst_place, 2 * lengths[0] * lengths[1], Link.HOST)
+
+
+def test_experts_of_a_layer_are_one_copy() -> None:
+    experts = [box(f"experts.{e}.down", (4, 8), 100 * e, 32 * e, (8, 1)) for e in range(6)]
+    (one,) = coalesce(experts)
+    assert (one.lengths, one.src.strides, one.dst.strides) == ((6, 32), (100, 1), (32, 1))
+    assert one.tensor == "experts.0.down … experts.5.down"
+
+
+def test_a_source_that_runs_backwards_stays_apart() -> None:
+    assert len(coalesce([box("a", (2, 8), 50, 0, (8, 1)), box("b", (2, 8), 0, 16, (8, 1))])) == 2
+
+
+def test_an_odd_box_does_not_break_the_run_after_it() -> None:
+    boxes = [
+        box(str(n), (2, 8), src, dst, (8, 1)) for n, (src, dst) in enumerate([(0, 0), (90, 16), (130, 80), (170, 144)])
+    ]
+    assert sorted(len(one.lengths) for one in coalesce(boxes)) == [1, 2]
+
+
+def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
+    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for shard in layout.shards_by_tensor()[tensor]:
+        box = shard.region.offsets, shard.region.lengths
+        by_box.setdefault(box, []).append(shard.place.buffer.rank)
+    return [BoxOwners(*box, np.array(ranks)) for box, ranks in sorted(by_box.items())]
+
+
+@given(cases(), st.integers(0, 50), st.integers(1, 9))
+def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors: int) -> None:
+    """Over any number of tensors of a class, whoever receives over the same link."""
+    for tensor in case.destination.tensors:
+        sources = owners_of(case.source, tensor)
+        routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying))
+        received: Counter[tuple[int, Link, str]] = Counter()
+        sent: Counter[tuple[int, Link, str, int]] = Counter()
+        for receivers in routes.receivers:
+            for part in {part.source: part for part in receivers.parts}.values():
+                for index in range(num_tensors):
+                    senders = routes.senders(receivers, part, RoundRobinOffset(first, index))
+                    for dst, src in zip(receivers.ranks.tolist(), senders.tolist(), strict=True):
+                        host = case.hosts[dst] if part.link is Link.HOST else ""
+                        received[part.source, part.link, host] += part.link is not Link.SELF
+                        sent[part.source, part.link, host, src] += 1
+        # boxes of one source have the same sender to a host
+        of_hosts: dict[tuple[int, tuple[int, ...]], HostIngress] = {}
+        for ingress in routes.ingress:
+            of_hosts.setdefault((ingress.source, tuple(ingress.positions.tolist())), ingress)
+        for (number, _), ingress in of_hosts.items():
+            for index in range(num_tensors):
+                for src in routes.ingress_senders(ingress, RoundRobinOffset(first, index)).tolist():
+                    received[number, Link.NETWORK, ""] += 1
+                    sent[number, Link.NETWORK, "", src] += 1
+        for (number, link, host), count in received.items():
+            holders = [rank for rank in set(sources[number].ranks.tolist()) if host in ("", case.hosts[rank])]
+            shares = [sent[number, link, host, rank] for rank in holders] if link is not Link.SELF else []
+            assert sum(shares) == count
+            assert max(shares, default=0) - min(shares, default=0) <= 1
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=20))
+def test_equal_columns_are_one_group(rows: list[list[bool]]) -> None:
+    groups = groups_of_columns([np.array(row) for row in rows], 7)
+    columns = {tuple(row[number] for row in rows) for number in range(7)}
+    assert len(groups) == len(columns)
+    assert sorted(index for group in groups for index in group.tolist()) == list(range(7))
+    for group in groups:
+        assert group.tolist() == sorted(group.tolist())
+        assert len({tuple(row[number] for row in rows) for number in group}) == 1
+
+
+def sent_by_rank(transfers: Iterable[Transfer]) -> Counter[int]:
+    sent: Counter[int] = Counter()
+    for transfer in transfers:
+        sent[transfer.src_rank] += transfer.nbytes
+    return sent
+
+
+def test_windows_that_overlap_are_cut() -> None:
+    """Rank 1 needs rows 0 to 5, rank 2 rows 4 to 9: 4 and 5 come once, the others straight."""
+    source = whole("t", (10, 3), 0, "src")
+    windows = [(1, 0), (2, 4)]
+    destination = Layout(
+        {"t": (10, 3)},
+        {BufferId(rank, "dst"): Buffer(18, "bfloat16") for rank, _ in windows},
+        tuple(
+            Shard(Region("t", (start, 0), (6, 3)), Place(BufferId(rank, "dst"), 0, (3, 1))) for rank, start in windows
+        ),
+    )
+    result = plan(source, destination, ["a", "b", "b"], relaying_hosts="b")
+    (bucket,) = result.buckets
+    (relay,) = result.relays
+    assert sorted((t.lengths, t.dst.buffer == relay) for t in bucket.transfers) == [
+        ((6,), True),
+        ((12,), False),
+        ((12,), False),
+    ]
+    assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [((6,), 12, 1), ((6,), 0, 2)]
+    assert [result.bytes_by_rank[rank].received for rank in (1, 2)] == [36, 36]
+    assert network_lower_bound(source, destination, ["a", "b", "b"]) == {"a": 0, "b": 60}
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "expected"),
+    [
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "float16", "bfloat16"),
+        ("float32", "float32", "float32"),
+    ],
+)
+def test_the_narrower_dtype_crosses_the_link(source: str, destination: str, expected: str) -> None:
+    assert wire_dtype(source, destination) == expected
+
+
+def test_only_groups_that_share_tensors_are_joined() -> None:
+    """Groups of tensors that alternate still make buckets of their own."""
+    layouts = [
+        whole(f"t{number}", (4,), 0, f"b{number}", group="even" if number % 2 == 0 else "odd") for number in range(6)
+    ]
+    layout = Layout.merge(layouts)
+    buckets = plan(layout, layout, ["a"], bucket_nbytes=1).buckets
+    assert [bucket.groups for bucket in buckets] == [("even",), ("odd",)]
+    assert [bucket.tensors for bucket in buckets] == [("t0", "t2", "t4"), ("t1", "t3", "t5")]
+    shared = Layout.merge([layout, whole("t0", (4,), 0, "again", group="odd")])
+    (bucket,) = plan(layout, shared, ["a"], bucket_nbytes=1).buckets
+    assert bucket.tensors == ("t0", "t1", "t2", "t3", "t4", "t5")
+    assert len(bucket.transfers) == 7
+
+
+def test_tensors_that_nobody_reads() -> None:
+    source = Layout.merge([whole("read", (4,), 0, "read"), whole("tied", (4,), 0, "tied")])
+    destination = whole("read", (4,), 0, "weight")
+    result = plan(source, destination, ["a"], may_stay_unread=["tied", "unheard of"])
+    assert result.unread == ("tied",)
+    with pytest.raises(PlanError, match="tied: a training parameter that no inference rank reads"):
+        plan(source, destination, ["a"])
+    with pytest.raises(PlanError, match=r"tied: .* needed by rank 0, but no training rank holds them"):
+        plan(destination, source, ["a"])
+
+
+def test_every_fault_is_in_one_error() -> None:
+    source = Layout.merge(
+        [
+            whole("sound", (4, 4), 0, "s.sound"),
+            whole("reshaped", (4, 4), 0, "s.reshaped"),
+            whole("flattened", (16,), 0, "s.flattened"),
+            whole("never read", (4,), 0, "s.never"),
+            whole("short", (8,), 0, "s.short"),
+        ]
+    )
+    wrong = BufferId(1, "s.too small")
+    half = Shard(Region("half", (0,), (5,)), Place(BufferId(1, "s.half"), 0, (1,)))
+    source = Layout(
+        {**source.tensors, "half": (10,), "beyond": (3,)},
+        {**source.buffers, wrong: Buffer(2, "bfloat16"), BufferId(1, "s.half"): Buffer(5, "bfloat16")},
+        (
+            *source.shards,
+            half,
+            Shard(Region("beyond", (0,), (3,)), Place(wrong, 0, (1,))),
+        ),
+    )
+    overlap = BufferId(1, "d.overlap")
+    destination = Layout.merge(
+        [
+            whole("reshaped", (2, 8), 0, "d.reshaped"),
+            whole("flattened", (4, 4), 0, "d.flattened"),
+            whole("half", (10,), 1, "d.half"),
+            whole("unknown", (7,), 1, "d.unknown"),
+            Layout(
+                {"sound": (4, 4), "short": (8,)},
+                {overlap: Buffer(24, "bfloat16"), BufferId(1, "d.short"): Buffer(9, "bfloat16")},
+                (
+                    Shard(Region("sound", (0, 0), (4, 4)), Place(overlap, 0, (4, 1))),
+                    Shard(Region("short", (0,), (8,)), Place(overlap, 12, (1,))),  # as much as the gap behind it
+                    Shard(Region("short", (0,), (8,)), Place(BufferId(1, "d.short"), 0, (1,))),
+                    Shard(Region("short", (4,), (8,)), Place(BufferId(1, "d.short"), 0, (1,))),
+                ),
+            ),
+        ]
+    )
+    with pytest.raises(PlanError) as caught:
+        plan(source, destination, ["a", "b"])
+    expected = [
+        ("beyond", "elements [0, 2] of buffer 's.too small' on rank 1, which has 2"),
+        ("short", "shard [(4,), (12,)) on rank 1 is outside shape (8,)"),
+        ("'d.overlap' on rank 1", "element 12 is written more than once"),
+        ("'d.short' on rank 1", "9 elements, but 8 are written and 0 are padding"),
+        ("reshaped", "shape (4, 4) in training, (2, 8) in inference"),
+        ("flattened", "shape (16,) in training, (4, 4) in inference"),
+        ("half", "elements [(5,), (10,)) are needed by rank 1, but no training rank holds them"),
+        ("unknown", "elements [(0,), (7,)) are needed by rank 1, but no training rank holds them"),
+        ("never read", "a training parameter that no inference rank reads"),
+        ("beyond", "a training parameter that no inference rank reads"),
+    ]
+    findings = caught.value.findings
+    for name, text in expected:
+        assert any(name in finding and text in finding for finding in findings), (name, text, findings)
+    # the overlapping buffer also has the wrong volume: 24 written of 24, so only the overlap is said of it
+    assert len(findings) == len(expected), findings
+    assert f"({len(findings)})" in str(caught.value)

@@ -24,7 +24,6 @@ LOST_SECONDS = 60.0  # of those whose peer ends: its end is noticed long before
 
 
 def outcome_of(call: Callable[[], object]) -> str:
-    """What became of a call, to be compared in the process of the test."""
     try:
         return f"returned {call()}"
     except Exception as error:
@@ -32,11 +31,8 @@ def outcome_of(call: Callable[[], object]) -> str:
 
 
 @pytest.fixture
-def alone() -> Iterator[Agreement]:
-    """The agreement of a job with one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Job.join(30).agreement
-    dist.destroy_process_group()
+def alone(job: None) -> Agreement:
+    return Job.join(30).agreement
 
 
 def test_a_phase_that_succeeds_goes_on(alone: Agreement):
@@ -119,8 +115,6 @@ def test_what_a_signals_handler_raises_in_a_collective_is_no_lost_rank(
         alone.conclude("next")
 
 
-# Two real ranks.
-
 DIFFERENT_CALLS: list[tuple[str, Callable[[Agreement], object], Callable[[Agreement], object]]] = [
     # what the message says, what rank 0 calls, what rank 1 calls; without the message gloo would abort both processes
     (
@@ -147,7 +141,7 @@ COLLECTIVES: list[Callable[[Agreement], object]] = [
 ]
 
 
-def _phase(agreement: Agreement, error: Exception | None) -> str:
+def phase_outcome(agreement: Agreement, error: Exception | None) -> str:
     def run() -> None:
         with agreement.phase("commit"):
             if error is not None:
@@ -198,12 +192,12 @@ def fail_on_rank() -> dict[str, object]:
     rank = dist.get_rank()
     agreement = Job.join(60).agreement
     foreign, own = OSError("disk on fire"), StateError("not now")
-    results: dict[str, object] = {"both well": _phase(agreement, None)}
-    results["rank 0, foreign"] = _phase(agreement, foreign if rank == 0 else None)
-    results["rank 1, own"] = _phase(agreement, own if rank == 1 else None)
-    results["both"] = _phase(agreement, foreign if rank == 0 else own)
+    results: dict[str, object] = {"both well": phase_outcome(agreement, None)}
+    results["rank 0, foreign"] = phase_outcome(agreement, foreign if rank == 0 else None)
+    results["rank 1, own"] = phase_outcome(agreement, own if rank == 1 else None)
+    results["both"] = phase_outcome(agreement, foreign if rank == 0 else own)
     results["conclude"] = outcome_of(lambda: agreement.conclude("fill", own if rank == 0 else None))
-    results["long text"] = len(_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
+    results["long text"] = len(phase_outcome(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
     results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str])
     results["share"] = agreement.share([b"of all", b"of rank %d" % rank, b""][: 3 - rank])
     with mock.patch("hybrid_engine.ranks.agreement.MOST_SHARED", 5):
@@ -214,7 +208,7 @@ def fail_on_rank() -> dict[str, object]:
     results["no memory"] = outcome_of(lambda: _without_memory(agreement, rank))
     results["cannot be said"] = outcome_of(lambda: agreement.gather("\udc80" if rank == 1 else "", str))
     with mock.patch("hybrid_engine.ranks.agreement.LIMIT", 8 * 2 * 100):
-        results["clipped"] = _phase(agreement, ValueError("x" * 1000) if rank == 1 else None)
+        results["clipped"] = phase_outcome(agreement, ValueError("x" * 1000) if rank == 1 else None)
     results["same"] = [
         agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
     ]
@@ -222,7 +216,7 @@ def fail_on_rank() -> dict[str, object]:
     for name, one, other in DIFFERENT_CALLS:
         results[name] = outcome_of(lambda run=(one, other)[rank]: run(agreement))
     results["interrupted"] = _interrupted(agreement) if rank == 0 else _late(agreement)
-    results["both well again"] = _phase(agreement, None)
+    results["both well again"] = phase_outcome(agreement, None)
     dist.destroy_process_group()
     return results
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
@@ -46,12 +47,10 @@ def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
 
 
 @pytest.fixture
-def watch() -> Iterator[FailureWatch]:
+def watch(job: None) -> Iterator[FailureWatch]:
     """Of rank 0 of 2, whose peer never comes."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield (made := FailureWatch(0, 2, 60.0))
-    made.close()
-    dist.destroy_process_group()
+    with closing(FailureWatch(0, 2, 60.0)) as made:
+        yield made
 
 
 def test_no_question_starts_a_thread(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:

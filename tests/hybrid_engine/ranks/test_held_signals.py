@@ -18,7 +18,6 @@ Handler = Callable[[int, FrameType | None], None]
 
 @pytest.fixture
 def handle() -> Iterator[Callable[[int, Handler], None]]:
-    """Sets a handler for this test."""
     before: dict[int, object] = {}
 
     def put(number: int, handler: Handler) -> None:

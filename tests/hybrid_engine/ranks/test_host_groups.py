@@ -16,7 +16,7 @@ from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.groups import HostGroup, end_groups
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.ranks.test_agreement import outcome_of
+from tests.hybrid_engine.ranks.test_agreement import outcome_of, phase_outcome
 
 HOSTS = "abab"
 NUM_WALKED = 5 * agreement.NUM_STEPS
@@ -29,15 +29,6 @@ def joined(rank: int) -> Job:
         return Job.join(LOST_SECONDS, host=HOSTS[rank])
 
 
-def phase_of(agreed: Agreement, error: Exception | None) -> str:
-    def run() -> None:
-        with agreed.phase("commit"):
-            if error is not None:
-                raise error
-
-    return outcome_of(run)
-
-
 def meet_on_two_hosts() -> dict[str, object]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -46,14 +37,14 @@ def meet_on_two_hosts() -> dict[str, object]:
     group.close()
     results: dict[str, object] = {"host": values.tolist()}
     agreed = joined(rank).agreement
-    results["well"] = phase_of(agreed, None)
+    results["well"] = phase_outcome(agreed, None)
     results["flags"] = agreed.any_of([rank == 3, rank == 1, False], "flags")
     results["told"] = agreed.gather("x" * rank, str)
     for failing in (0, 3):
-        results[f"rank {failing} fails"] = phase_of(agreed, StateError("not now") if rank == failing else None)
+        results[f"rank {failing} fails"] = phase_outcome(agreed, StateError("not now") if rank == failing else None)
     with agreed.building():
-        results["building"] = phase_of(agreed, StateError("not built") if rank == 3 else None)
-    results["well again"] = phase_of(agreed, None)
+        results["building"] = phase_outcome(agreed, StateError("not built") if rank == 3 else None)
+    results["well again"] = phase_outcome(agreed, None)
     results.update(walk_apart(joined(rank), rank))
     results.update(lose_rank_3(joined(rank).agreement, rank))
     dist.destroy_process_group()

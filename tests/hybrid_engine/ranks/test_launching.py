@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hybrid_engine.ranks import launching
 from hybrid_engine.ranks.launching import Ended, run_ranks
+from tests.harness.processes import is_running, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -60,12 +59,6 @@ for count in range(2):
 print("sums", sums)
 print("listening", sorted(listening))
 """
-MANY_LINES = """
-import os
-for number in range(2000):
-    print("rank", os.environ["RANK"], "says", number)
-print("the last line of rank", os.environ["RANK"], "has no end", end="")
-"""
 ONE_FAILS = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -93,9 +86,7 @@ print("the parent has ended")
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(WELL_OR_BADLY)
-    ended = run_ranks([str(program), str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
+    ended = run_ranks(["-c", WELL_OR_BADLY, str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
     assert ended.status == status
     for rank in range(2):
         assert f"out of rank {rank} " in ended.output
@@ -103,23 +94,19 @@ def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> 
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
 
 
-def test_ranks_meet_more_than_once_on_the_loopback_interface(tmp_path: Path) -> None:
+def test_ranks_meet_more_than_once_on_the_loopback_interface() -> None:
     """The store is not a rank's, so a group may end and another begin."""
-    program = tmp_path / "program.py"
-    program.write_text(GROUPS)
-    ended = run_ranks([str(program)], 2, 100)
+    ended = run_ranks(["-c", GROUPS], 2, 100)
     assert ended.status == 0, ended.output
     assert ended.output.count("sums [3.0, 3.0]") == 2
     on_loopback = [("tcp", "0100007F", "group"), ("tcp", "0100007F", "store")]
     assert ended.output.count(f"listening {on_loopback}\n") == 2, ended.output
 
 
-def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a time in which they may say something."""
     monkeypatch.setattr(launching, "_SECONDS_FOR_THE_OTHERS", 2.0)
-    program = tmp_path / "program.py"
-    program.write_text(ONE_FAILS)
-    ended = run_ranks([str(program)], 2, 100)
+    ended = run_ranks(["-c", ONE_FAILS], 2, 100)
     assert ended.status == 5
     assert "rank 0 heard of it" in ended.output
     assert "rank 0 was left" not in ended.output
@@ -127,42 +114,31 @@ def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nothing_outlives_its_time(tmp_path: Path) -> None:
     """Neither ranks nor what they started, in a session of its own."""
-    program = tmp_path / "program.py"
-    program.write_text(NEVER)
-    ended = _run_until(tmp_path, [str(program), str(tmp_path)])
+    ended = _run_until(tmp_path, ["-c", NEVER, str(tmp_path)])
     assert ended.status is None
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(set(pids)) == 4
-    _wait_while(lambda: any(map(_is_alive, pids)), 10)  # init may take a moment to bury them
+    wait_until(lambda: not any(map(is_running, pids)), 10)  # init may take a moment to bury them
     assert all(f"the last words of rank {rank}" in ended.output for rank in range(2))
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(NEVER)
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(program), str(tmp_path)])
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "-c", NEVER, str(tmp_path)])
     places = [tmp_path / str(rank) for rank in range(2)]
     try:
-        _wait_while(lambda: not all(place.is_file() for place in places), 60)
+        wait_until(lambda: all(place.is_file() for place in places))
     finally:
         launcher.kill()
         launcher.wait()
     pids, children = zip(*(map(int, place.read_text().split()) for place in places), strict=True)
     for child in children:
         os.kill(child, signal.SIGKILL)  # what a rank starts is its own to end
-    _wait_while(lambda: any(map(_is_alive, pids)), 10)
+    wait_until(lambda: not any(map(is_running, pids)), 10)
 
 
-def test_a_parent_that_has_ended_before_is_noticed(tmp_path: Path) -> None:
+def test_a_parent_that_has_ended_before_is_noticed() -> None:
     ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), ended.stderr
-
-
-def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _run_until(directory: Path, arguments: list[str]) -> Ended:
@@ -172,11 +148,3 @@ def _run_until(directory: Path, arguments: list[str]) -> Ended:
         if all((directory / str(rank)).is_file() for rank in range(2)):
             break
     return ended
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (ProcessLookupError, FileNotFoundError):
-        return False

@@ -136,8 +136,6 @@ def store_error(rank: int, agreement: Agreement) -> None:
 
 
 class _Flaky:
-    """A store that does not answer for a while."""
-
     def __init__(self, store: dist.Store) -> None:
         self._store, self._until = store, time.monotonic() + 1.2
 
@@ -236,7 +234,6 @@ def not_a_peer(rank: int, agreement: Agreement) -> None:
 
 
 def store_goes(rank: int, agreement: Agreement) -> None:
-    """The rank that holds the store is killed."""
     with agreement.phase("generate", PATIENCE):
         time.sleep(2.0)  # for the others to have seen who is there
         if rank == 0:

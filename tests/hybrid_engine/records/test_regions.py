@@ -35,7 +35,6 @@ def regions(draw: st.DrawFn, num_dims: int) -> Region:
 
 
 def several_regions(smallest: int, largest: int) -> st.SearchStrategy[list[Region]]:
-    """Boxes of one tensor of 0 to 3 dims."""
     return st.integers(0, 3).flatmap(lambda dims: st.lists(regions(dims), min_size=smallest, max_size=largest))
 
 
@@ -83,9 +82,6 @@ def test_other_tensors_share_nothing() -> None:
 def test_what_is_no_box_cannot_be_made(offsets: Index, lengths: Index, numbers: str) -> None:
     with pytest.raises(ValueError, match=rf"my\.tensor: .*{numbers}"):
         Region("my.tensor", offsets, lengths)
-
-
-# -- copies --------------------------------------------------------------------------------------------------------
 
 
 def narrowed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """Buckets, source buffers of all ranks with contents, destination sizes."""
-
     buckets: tuple[Bucket, ...]
     sources: Mapping[BufferId, torch.Tensor]
     destinations: Mapping[BufferId, Buffer]
@@ -77,7 +75,6 @@ class Case:
 
 
 def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the buffers whose bytes differ."""
     assert found.keys() == expected.keys()
     return [name for name in found if not torch.equal(_bytes(found[name]), _bytes(expected[name]))]
 
@@ -173,3 +170,11 @@ def outcome_of(action: Callable[[], object]) -> str:
     except HybridEngineError as error:
         pickle.loads(pickle.dumps(error))  # errors travel between ranks
         return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"
+
+
+def assert_says(outcome: object, *parts: str, within: float = 30) -> None:
+    """That a call failed with an error that says all of it, in so many seconds."""
+    seconds, message = str(outcome).split(" ", 1)
+    for part in parts:
+        assert part in message, message
+    assert float(seconds) < within

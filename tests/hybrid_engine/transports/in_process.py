@@ -14,8 +14,6 @@ from hybrid_engine.transports.pull import PullTransport
 
 
 class InProcessTransport(PullTransport):
-    """Reads the flat source buffers of all ranks."""
-
     name = "in_process"
 
     def __init__(self, rank: int, sources: Mapping[BufferId, torch.Tensor]) -> None:

@@ -113,7 +113,6 @@ class Rank:
         self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
 
     def run(self, index: int, **changes: object) -> str:
-        """Run a bucket; "ok", or the seconds it took with the error's type and message."""
         values = {"source": self.source, "destination": self.destination, **changes}
         return outcome_of(lambda: self.router.run(self.plan.buckets[index], **values))
 

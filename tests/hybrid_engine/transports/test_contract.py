@@ -44,15 +44,12 @@ SEED = 20240607
 
 
 def elastic_sources(case: Case, rank: int) -> dict[str, torch.Tensor]:
-    """The rank's sources in elastic buffers."""
     sources = {}
     for name, flat in case.sources_of(rank).items():
         sources[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param")
         sources[name].copy_(flat)
     return sources
 
-
-# One process.
 
 shapes = st.builds(
     Shape,
@@ -84,8 +81,6 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         transport.close()
         assert differing(destination, case.expected(rank)) == []
 
-
-# Real ranks.
 
 KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed"]
 """Every registered transport that goes between ranks, and several of them at once."""

@@ -19,10 +19,8 @@ from hybrid_engine.transports.router import REGISTRY
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
-from tests.hybrid_engine.transports.cases import outcome_of
+from tests.hybrid_engine.transports.cases import assert_says, outcome_of
 from tests.hybrid_engine.transports.relay_ranks import HOSTS, RESHARDS, Rank, Reshard
-
-# What goes right.
 
 
 def run_reshard(make: Callable[[], Reshard]) -> dict[str, object]:
@@ -234,13 +232,6 @@ def test_the_manager_relays_where_all_ranks_of_a_host_can(four_ranks: list[dict[
         entered = [four_ranks[rank]["manager"]["relayed"]["bytes_across_hosts"] for rank in (first, first + 1)]
         assert sum(entered) == 2 * quarter
         assert min(entered) > 0
-
-
-def assert_says(outcome: object, *parts: str, within: float = 30) -> None:
-    seconds, message = str(outcome).split(" ", 1)
-    for part in parts:
-        assert part in message, message
-    assert float(seconds) < within
 
 
 def test_a_sender_that_fails_reaches_those_who_read_from_a_relay_rank(four_ranks: list[dict[str, object]]):

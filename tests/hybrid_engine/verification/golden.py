@@ -38,7 +38,6 @@ def main(job: str, out: str) -> None:
 
 
 def look(worker: ActorHybridWorker) -> Entry:
-    """Describe the plan that this rank switches with."""
     sharding, rank = worker.sharding, worker.rank
     sides = (side.layout().buffers for side in (sharding.training, sharding.inference))
     return part_of(sharding.plan, rank, *sides, worker.job.hosts)
@@ -122,7 +121,6 @@ def faults(verdict: Verdict, golden: Mapping[str, Entry]) -> list[str]:
 
 
 def read(file: Path = GOLDEN) -> dict[str, Entry]:
-    """The recorded entries by name of cell."""
     entries: dict[str, Entry] = json.loads(file.read_text())
     return entries
 

@@ -32,23 +32,8 @@ from hybrid_engine.verification.verify import run_cases
 from tests.hybrid_engine.verification import golden
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import PUBLISHED
+from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
 
-_TRAIN_KEYS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "first": "num_layers_in_first_pipeline_stage",
-    "last": "num_layers_in_last_pipeline_stage",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "vocab": "make_vocab_size_divisible_by",
-}
-_INFER_KEYS = {
-    "tp": "infer_tensor_parallel_size",
-    "pp": "infer_pipeline_parallel_size",
-    "ep": "infer_expert_parallel_size",
-}
 _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
     "bf16": {"params_dtype": "bfloat16"},
@@ -89,8 +74,8 @@ class Combination:
         actor: dict[str, Any] = {"params_dtype": "float32"}
         for word in self.train.split():
             actor |= _TRAIN_FLAGS.get(word, {})
-        actor |= _fsdp(self.train) or _keys(self.train, _TRAIN_KEYS)
-        generate = {**_keys(self.infer, _INFER_KEYS), **self.generate}
+        actor |= _fsdp(self.train) or _keys(self.train, TRAIN_KEYS)
+        generate = {**_keys(self.infer, INFER_KEYS), **self.generate}
         actor |= self.actor
         return case_of(self.name, published, directory / "model", self.num_ranks, actor, generate, self.num_layers)
 
@@ -102,7 +87,6 @@ def _keys(words: str, names: dict[str, str]) -> dict[str, int]:
 
 
 def _fsdp(words: str) -> dict[str, Any]:
-    """The section of FSDP2, if it trains."""
     if not words.startswith("fsdp"):
         return {}
     replicas = int(words.partition(" replicas")[2] or 1)

@@ -28,6 +28,7 @@ from hybrid_engine.verification.comparison import LOGITS_ATOL, NUM_SWITCHES, Ver
 from hybrid_engine.verification.verify import _heads_refused_here
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
+from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
 
 GOOD = Verdict(
     "case",
@@ -152,16 +153,6 @@ def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
 QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
 
 
-KEYS = {
-    **{"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"},
-    **{"pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size"},
-    **{"first": "num_layers_in_first_pipeline_stage", "layout": "pipeline_model_parallel_layout"},
-}
-INFER_KEYS = {
-    name: f"infer_{size}_parallel_size" for name, size in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
-}
-
-
 @pytest.mark.parametrize(
     ("model", "ranks", "train", "infer", "num_layers"),
     [
@@ -186,7 +177,7 @@ def test_small_models_keep_what_the_layouts_need(
 ) -> None:
     """Of a configuration for the published model; `train` None: FSDP2."""
     sections = {
-        "actor_config": {"fsdp": {}} if train is None else {KEYS[name]: size for name, size in train.items()},
+        "actor_config": {"fsdp": {}} if train is None else {TRAIN_KEYS[name]: size for name, size in train.items()},
         "generate_config": {INFER_KEYS[name]: size for name, size in infer.items()},
     }
     published = write_config(tmp_path / "published", model)

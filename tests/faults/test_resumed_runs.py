@@ -1,7 +1,8 @@
-"""The example with a critic: a run that was stopped does what one does that was not."""
+"""What was stopped and goes on does what one does that was not: the example with a critic, the loop of a page."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from examples.gpt_rl.run_state import RunDirectory
 from tests.examples.launched import finish, short_config, start
+from tests.harness.launch import REPO_ROOT, Ranks
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
@@ -16,7 +18,6 @@ RESULTS = ("accuracy", "reward", "kl", "value_loss", "value_clip_fraction", "exp
 
 
 def rows_of(config: Path, out: Path, *iterations: int) -> list[dict[str, Any]]:
-    """Of a run that was started once for each of these numbers of iterations."""
     for number in iterations:
         process = start(config, out, "rl_config.ppo.value_warm_up=1", f"rl_config.iterations={number}")
         output = finish(process)
@@ -36,3 +37,25 @@ def test_a_critic_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     report = (tmp_path / "stopped" / "memory.txt").read_text()
     assert "measured" in report
     assert "[Memory] rank" not in (tmp_path / "stopped" / "log-rank0.txt").read_text(), "more than was planned"
+
+
+CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)[1]
+SETTINGS = 'RUN, NUM_STEPS, LENGTH = Path("runs/ppo"), 8, 11'
+
+
+def run(directory: Path, num_steps: int) -> list[str]:
+    lines: list[str] = []
+    code = CODE.replace(SETTINGS, f"RUN, NUM_STEPS, LENGTH = Path({str(directory)!r}), {num_steps}, 11")
+    exec(compile(code, "docs/checkpoints.md", "exec"), {"print": lines.append})
+    return lines
+
+
+def test_the_loop_goes_on_from_its_checkpoints(engines: Ranks, tmp_path: Path) -> None:
+    once, stopped = tmp_path / "once", tmp_path / "stopped"
+    calls = {"once": (run, (once, 3)), "stopped": (run, (stopped, 2)), "resumed": (run, (stopped, 3))}
+    found = engines.launch_in_turn(2, calls)
+    assert SETTINGS in CODE
+    for rank in range(2):
+        at_once, first, second = (found[name][rank] for name in calls)
+        assert len(at_once) == 3
+        assert at_once == first + second

@@ -1,0 +1,121 @@
+"""The benchmarks' scripts on their tiniest cases, and what they make of figures; that each can be imported at all."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import prefetch
+from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, MODELS, TINY_CASE, chosen
+from hybrid_engine.models import table_for
+from tests.harness.launch import REPO_ROOT
+
+FIXED_KEYS = (
+    *("model", "ranks", "train", "infer", "ours_seconds", "ours_commit_seconds", "mbridge_seconds"),
+    *("megatron_resharding_seconds", "gather_broadcast_seconds", "floor_seconds", "bytes_received", "bytes_least"),
+    *("peak_bytes", "max_layout_bytes"),
+)
+
+
+def test_every_case_is_possible_and_large_enough(tmp_path: Path) -> None:
+    for case in (*CASES, TINY_CASE):
+        config = case.config(tmp_path)  # raises for an impossible one
+        generate = config.generate_config
+        assert case.ranks % (generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size) == 0
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert sum(".experts." in name for name in table_for(MODELS[EXPERTS]).shapes) >= 2000
+
+
+def test_the_quick_run_has_both_models_and_both_numbers_of_ranks() -> None:
+    quick = chosen("", quick=True)
+    assert {case.model for case in quick} == {DENSE, EXPERTS}
+    assert {case.ranks for case in quick} == {2, 4}
+    assert [case.ranks for case in quick] == sorted(case.ranks for case in quick)
+    assert {case.model for case in chosen(DENSE, quick=False)} == {DENSE}
+
+
+def tiniest_case_of(script: str, directory: Path, *options: str) -> dict[str, Any]:
+    """The only row of figures of `benchmarks/<script>`."""
+    out = directory / "figures.json"
+    command = [sys.executable, str(REPO_ROOT / "benchmarks" / script), "--only", "tiny", "--runs", "1"]
+    run = subprocess.run([*command, "--json", str(out), *options], capture_output=True, text=True, timeout=550)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (row,) = json.loads(out.read_text())
+    assert row["bytes_received"] == row["bytes_least"] > 0
+    return row
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_every_contender_runs_is_right_and_every_key_is_there(tmp_path: Path) -> None:
+    page, phases = tmp_path / "page.md", tmp_path / "phases.svg"
+    row = tiniest_case_of("reshard.py", tmp_path, "--cycles", "3", "--markdown", str(page), "--plot", str(phases))
+    assert row["reasons"] == {}
+    assert [key for key in FIXED_KEYS if row.get(key) is None] == []
+    assert row["max_layout_bytes"] < row["peak_bytes"] <= row["max_layout_bytes"] + 2 * row["bucket_bytes"]
+    assert row["growth"]["cycles"] == 3
+    assert row["growth"]["last"]["memfd_bytes"] == row["growth"]["first"]["memfd_bytes"] > 0
+    assert row["growth"]["last"]["fds"] == row["growth"]["first"]["fds"] > 0
+    assert "mbridge" in page.read_text()
+    assert "tp=2" in page.read_text()
+    assert "<svg" in phases.read_text()
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_with_fsdp2_both_contenders_write_the_same_bits(tmp_path: Path) -> None:
+    row = tiniest_case_of("fsdp.py", tmp_path)
+    assert row["same_bits"]
+    assert row["ours_seconds"] > 0
+    assert row["full_tensor_ratio"] == row["full_tensor_seconds"] / row["ours_seconds"]
+    assert row["floor_ratio"] == row["ours_seconds"] / row["floor_seconds"]
+
+
+@pytest.mark.slow
+def test_an_unknown_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.fsdp import main
+
+    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--only", "nothing"])
+    with pytest.raises(SystemExit, match="no case's name contains 'nothing'"):
+        main()
+
+
+MODULES = sorted(
+    ".".join(path.relative_to(REPO_ROOT).with_suffix("").parts) for path in (REPO_ROOT / "benchmarks").rglob("*.py")
+)
+
+
+@pytest.mark.slow  # some import both engines
+@pytest.mark.parametrize("name", MODULES)
+def test_it_can_be_imported(name: str) -> None:
+    importlib.import_module(name)
+
+
+def rows(seconds: float, reward: float = 0.5) -> list[dict[str, Any]]:
+    times = {"iteration_seconds": seconds, "reshard_seconds": seconds / 10, "generate_seconds": seconds / 2}
+    return [
+        {"iteration": number, "reward": reward, "reshard_share": seconds, "peak_bytes": 7, "rss_bytes": 9, **times}
+        for number in range(4)
+    ]
+
+
+def test_seconds_and_memory_may_differ() -> None:
+    prefetch.require_same([rows(1.0), rows(2.0)])
+
+
+def test_a_reward_that_differs_is_named() -> None:
+    with pytest.raises(SystemExit, match="iteration 0: reward differ"):
+        prefetch.require_same([rows(1.0), rows(1.0, reward=0.25)])
+
+
+def test_the_first_iteration_does_not_count() -> None:
+    slow = rows(1.0)
+    slow[1]["iteration_seconds"] = 100.0
+    figures = prefetch.summary([slow, rows(3.0)])
+    assert (figures["iteration_seconds"], figures["peak_bytes"]) == (2.0, 7)

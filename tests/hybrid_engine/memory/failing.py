@@ -1,0 +1,19 @@
+"""One call that fails, as running out of memory would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, after: int = 0, owner: str | None = None) -> None:
+    """Make one call of a method fail, after `after` good ones; `owner`: of the storage of that name only."""
+    original, calls = getattr(kind, method), iter(range(after + 1))
+
+    def failing(self: Any, *arguments: Any, **options: Any) -> Any:
+        if owner in (None, getattr(self, "owner", None)) and next(calls, None) == after:
+            raise RuntimeError("out of memory")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, method, failing)
