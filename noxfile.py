@@ -31,12 +31,12 @@ CORE_TESTS = (
     "tests/benchmarks/test_megatron_destination.py",
 )
 PURE_TESTS = (
-    *("planning", "advisor", "config", "cli", "records/test_layout.py", "records/test_validation.py"),
+    *("planning", "advisor", "config", "cli", "records/test_layout.py", "records/test_sides.py"),
     *("layouts/test_stages.py", "layouts/test_inference.py", "layouts/test_sharded.py"),
-    *("models/test_packing.py", "models/test_config_json.py", "test_tracing.py"),
+    *("models/test_packing.py", "models/test_config_json.py", "test_tracing.py", "test_messages.py"),
 )
 PURE_PACKAGES = (
-    *("huggingface-hub", "hypothesis", "jinja2", "markupsafe", "numpy", "packaging", "pydantic", "pytest"),
+    *("huggingface-hub", "hypothesis", "jinja2", "markupsafe", "msgspec", "numpy", "packaging", "pydantic", "pytest"),
     *("pytest-timeout", "pyyaml", "rich", "safetensors", "scipy", "setuptools", "typer"),
 )
 # Since 0.17 megatron-core's wheels ask for Python 3.12. On 3.11 they are installed past that check, and this folder
