@@ -152,7 +152,7 @@ def measure(model: str, ranks: int, path: Path, unserved: Sequence[str]) -> Row:
     told, messages = fed["destination"]
     own = rank_plan(rank, hosts, source, told, messages, GenerateConfig(), unserved)
     # this rank's own part of the exchange, which its adaptors' layouts go through
-    for layout in (source.of_rank(rank), own.destination.of_rank(rank)):
+    for layout in (source.kind(rank), own.destination.kind(rank)):
         layout_messages(layout)
     seconds = time.process_time() - started
     others: dict[bool, set[int]] = {True: set(), False: set()}

@@ -255,7 +255,7 @@ def rank_plan(
         frozen=frozen,
     )
     keys = config.bucket_mb, config.transport, config.verify, config.incremental, config.incremental_mb
-    held = source.of_rank(rank)
+    held = source.kind(rank)
     incremental = None
     if config.incremental == "auto":
         # where inference weights keep their memory in any case there is nothing to bound

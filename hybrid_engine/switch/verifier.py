@@ -280,8 +280,8 @@ class CommonRegions:
         self._starts = tuple(accumulate(map(len, self._overlaps.values()), initial=0))
         self._first = dict(zip(self._names, self._starts, strict=False))
         self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in self._names}
-        self.source = self._own(source.of_rank(rank), is_source=True)
-        self.destination = self._own(destination.of_rank(rank), is_source=False)
+        self.source = self._own(source.kind(rank), is_source=True)
+        self.destination = self._own(destination.kind(rank), is_source=False)
 
     def region(self, number: int) -> Region:
         """The region of a number."""
