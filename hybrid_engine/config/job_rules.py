@@ -2,6 +2,8 @@
 
 The critic has the actor's parallel sizes, for Megatron has one set of process groups, and one schedule for pipelines.
 So it is an `ActorConfig` too, made from the actor's, and must keep the same rules.
+
+FSDP2's memory is computed for `plan` alone, in advisor/cluster_plan.py: it takes the modules that transformers builds.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ With prefetch: auto, optimizer state is copied beside 1 to 3 and leaves in 4, or
 
 and back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3, then `restore`.
 
-To change: what is on the device in a state, states.py; a phase of a switch, sharding_manager.py; how long a fence
-waits, `generate_config.timeout_seconds`; the text of the report's line, report.py.
+To change: what is on the device in a state, states.py; a phase of a switch, or how a fence waits, sharding_manager.py
+(its group, made in rendezvous.py, has the job's timeout, which a longer wait needs changed too); the text of the
+report's line, report.py.
 """

@@ -2,8 +2,9 @@
 
     sharded_tensors.py   applies `fully_shard`; what of each parameter this rank holds, and the flat buffer it lies in
     names.py             a tensor's name in the state dict, by transformers, and in a checkpoint, whatever PEFT,
-                         torch.compile and checkpointing put around modules; the same from a config.json, for plans
-    model_checks.py      what makes a model impossible to read or to drive, and a config that is not the model's
+                         torch.compile and checkpointing put around modules; the same from a config.json, for plans;
+                         which LoRA a model has, and the methods of PEFT that are refused
+    model_checks.py      all else that makes a model impossible to read or drive, and a config that is not the model's
     adaptor.py           records of this rank (port `TrainingWeights`), with LoRA added or beside the weights
     sharded_model.py     `ShardedModel`: the model as the switch sees it, and what can be offloaded (port `Trainer`)
     internals.py         names of torch and transformers that are not documented
