@@ -298,8 +298,7 @@ def test_what_is_lost_without_prepare_is_said(attached: list[dict[str, Any]]) ->
         assert not any("prepare" in text for text in found["warned_if_prepared"])
         (text,) = (text for text in found["warned"] if "prepare" in text)
         assert re.match(
-            rf"rank {rank}: [1-9][\d.]* MiB of parameters and gradients are in ordinary memory, since hybrid_eng",
-            text,
+            rf"rank {rank}: [1-9][\d.]* MiB of parameters and gradients are in ordinary memory, since hybrid_eng", text
         )
 
 
