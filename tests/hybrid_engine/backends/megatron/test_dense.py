@@ -121,7 +121,7 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 pp2, padded": ("gpt2", {**PP2, "micro_batch_size": 2}),
 }
 """As LAYOUTS: read with padding on either side and packed."""
-BFLOAT16 = ("llama 3.1", "qwen2 with windows", "glm", "glm4", "gemma2", "gemma3", "gpt2")
+BFLOAT16 = ("llama 3.1", "qwen2 with windows", "qwen3", "glm", "glm4", "gemma2", "gemma3", "gpt2")
 SCALINGS = (("llama3", 8.0, 1.0, 4.0, 8192), ("llama3", 32.0, 1.5, 6.0, 4096), ("linear", 8.0, 1.0, 4.0, 8192))
 
 
