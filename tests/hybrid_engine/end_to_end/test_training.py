@@ -249,6 +249,7 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
         version = second.train.version
         if second.rank == 1:
             (directory / (directory / "latest").read_text().strip() / "__1_0.distcp").unlink()
+        second.barrier("the file is gone")  # rank 0, which verifies it, must not come before
         with pytest.raises(HybridEngineError, match=r"__1_0\.distcp: no such file"):
             second.load_checkpoint(directory)
         refused = second.compute_log_probs(batch)
