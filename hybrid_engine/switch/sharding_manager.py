@@ -226,7 +226,7 @@ class ShardingManager(SwitchHooks):
     def require_kinds(self, kinds: Iterable[str]) -> None:
         """Raise StateError unless the present state needs these kinds of training state on the device.
 
-        No collective. Before the start, what was not offloaded may be used.
+        No collective. Before the start, all of it may be used until something is offloaded.
         """
         if not self._is_started and not any(self.offloader.away_nbytes().values()):
             return

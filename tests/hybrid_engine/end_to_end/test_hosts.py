@@ -92,51 +92,46 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return engines.launch_in_turn(4, calls, timeout=400)
 
 
-@pytest.fixture
-def together(outcomes: Outcomes) -> list[Switched]:
-    return outcomes[TOGETHER]
+Both = tuple[list[Switched], list[Switched]]
+"""By rank: on one host, and on two."""
 
 
 @pytest.fixture
-def apart(outcomes: Outcomes) -> list[Switched]:
-    return outcomes[APART]
+def both(outcomes: Outcomes) -> Both:
+    return outcomes[TOGETHER], outcomes[APART]
 
 
-def test_vllm_holds_the_same_bits_on_every_rank(together: list[Switched], apart: list[Switched]) -> None:
+def test_vllm_holds_and_says_the_same_on_every_rank(both: Both) -> None:
+    together, apart = both
     assert [found.digests for found in (*together, *apart)] == [together[0].digests] * 8
-
-
-def test_vllm_says_the_same(together: list[Switched], apart: list[Switched]) -> None:
     assert [found.token_ids for found in apart] == [found.token_ids for found in together]
-
-
-def test_the_update_arrives(together: list[Switched]) -> None:
     before, after = together[0].digests
     assert before.keys() == after.keys()
-    assert before != after
+    assert before != after, "the update did not arrive"
 
 
-def test_no_byte_is_received_twice(together: list[Switched], apart: list[Switched]) -> None:
+def test_no_byte_is_received_twice(both: Both) -> None:
+    together, apart = both
     for found in (*together, *apart):
         assert found.bytes_received == found.bytes_least > 0
     assert [found.bytes_least for found in apart] == [found.bytes_least for found in together]
 
 
-def test_shared_memory_serves_a_host_and_messages_the_rest(together: list[Switched], apart: list[Switched]) -> None:
+def test_shared_memory_serves_a_host_and_messages_the_rest(both: Both) -> None:
+    together, apart = both
     assert [found.transports for found in together] == [{"shared_memory"}] * 4
     assert [found.transports for found in apart] == [{"shared_memory", "collective"}] * 4
 
 
-def test_each_host_receives_once_what_it_lacks(apart: list[Switched]) -> None:
+def test_each_host_receives_once_what_it_lacks_and_its_ranks_share_that(both: Both) -> None:
+    _, apart = both
     for host, ranks in {"a": apart[:2], "b": apart[2:]}.items():
         assert sum(rank.bytes_across_hosts for rank in ranks) == ranks[0].network_lower_bound[host] > 0
-
-
-def test_all_ranks_of_a_host_share_what_comes_over_the_network(apart: list[Switched]) -> None:
     assert min(found.bytes_across_hosts for found in apart) > 0
 
 
-def test_relays_stage_what_is_planned(together: list[Switched], apart: list[Switched]) -> None:
+def test_relays_stage_what_is_planned(both: Both) -> None:
+    together, apart = both
     assert [(found.staging_bytes, found.planned_staging_bytes) for found in together] == [(0, 0)] * 4
     for found in apart:
         assert 0 < found.planned_staging_bytes <= found.staging_bytes

@@ -230,12 +230,7 @@ class ScriptedOffloader(MegatronOffloader):
         return report
 
     def onload(
-        self,
-        kinds: Iterable[str] = KINDS,
-        *,
-        read_only: bool = False,
-        wait: bool = True,
-        limit: int | None = None,
+        self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True, limit: int | None = None
     ) -> OffloadReport:
         """The kinds before the one that fails are back, as with the real one."""
         coming = self._that(kinds, away=True)

@@ -157,17 +157,6 @@ def test_whatever_writes_is_seen(job: None, written: str) -> None:
     assert sent(rig) == set()
 
 
-def test_an_engine_that_lost_what_it_was_to_keep_gets_it_again(job: None) -> None:
-    rig = rig_with(2)
-    rig.manager.enter(INFER)
-    rig.manager.enter(TRAIN)
-    rig.inference.release()  # the user's own call
-    rig.script.take()
-    rig.manager.enter(INFER)
-    rig.assert_is(INFER)
-    assert sent(rig) == BOTH
-
-
 FAILURES = ["prepare", "check", "allocate second", "commit second", "offload param", "reset"]
 
 

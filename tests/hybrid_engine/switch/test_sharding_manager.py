@@ -68,10 +68,13 @@ def test_a_start_that_fails_can_be_made_again_or_the_manager_closed(unstarted: R
         unstarted.manager.start()
 
 
-def test_what_was_not_offloaded_may_be_used_before_the_start(job: None):
+def test_before_the_start_training_state_may_be_used_as_long_as_all_is_there(job: None):
     rig = Rig(build=False)
     rig.build(start=False)
     rig.manager.require_kinds(KINDS)
+    rig.offloader.offload(["grad"])
+    with pytest.raises(StateError):
+        rig.manager.require_kinds(KINDS)
 
 
 ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWARD, IDLE, INFER, IDLE, TRAIN]

@@ -189,22 +189,6 @@ def test_follower_hears_of_a_bucket_before_it_is_in_force():
     assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
 
 
-@pytest.mark.parametrize("phase", ["allocate", "commit"])
-def test_failure_of_the_engine_is_located_and_can_be_released(phase: str):
-    weights = FakeWeights(0, fail_in=phase, fail_at="group2")
-    container = WeightContainer(weights, make_plan(), in_process_router(0))
-    with pytest.raises(ReshardError, match=rf"rank 0, bucket 1, phase {phase}, groups group2: MemoryError: no memory"):
-        container.fill(source_of(0))
-    assert container.state is ContainerState.PARTIAL
-    assert tuple(weights.in_force) == ("group0", "group1")
-    with pytest.raises(StateError, match="is partial"):
-        container.fill(source_of(0))
-    container.release()
-    weights.fail_in = ""
-    container.fill(source_of(0))
-    assert_filled(weights)
-
-
 def test_failing_release_leaves_it_partial():
     weights = FakeWeights(0, fail_in="release")
     container = WeightContainer(weights, make_plan(), in_process_router(0))
@@ -220,6 +204,8 @@ def test_errors_of_the_engine_pass_as_they_are():
     with pytest.raises(WeightError, match="tensor0: NaN"):
         container.fill(source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
+    with pytest.raises(StateError, match="is partial"):
+        container.fill(source_of(0))
     container.release()
     with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
         broken = InProcessTransport(0, {})

@@ -175,10 +175,7 @@ REFUSED: dict[str, tuple[Callable[[Rank], None], str]] = {
     "a mixed optimizer": (steps_of_a_mixed_optimizer, "optimizer 0 has 1 of 22 parameters that are not the model's"),
     "another optimizer": (optimizer_of_another_model, "ModelError: optimizer 0 has 21 of 21 parameters that are not"),
     "another config": (another_config, "lm_head.weight: shape (140, 64) in the model, (130, 64) in a checkpoint"),
-    "added later": (
-        added_later,
-        "ReshardError: 1 parameters moved, came or went since the layout was made, first ",
-    ),
+    "added later": (added_later, "ReshardError: 1 parameters moved, came or went since the layout was made, first "),
     "sharded later": (sharded_later, "ReshardError: 1 parameters moved, came or went"),
     "replaced later": (replaced_later, "ReshardError: 21 parameters moved"),
     "not finite": (not_finite, "WeightError: unusable weights (1):\n  - model.norm.weight on rank"),

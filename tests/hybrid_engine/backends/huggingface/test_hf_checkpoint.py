@@ -93,10 +93,7 @@ DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
 # name -> (errors of the ranks in any order, part of every message): saves that fail and change nothing
 REFUSED = {
     "below a file": ({"FileError", "RemoteError"}, "config.json/below.*: not a directory"),
-    "another model": (
-        {"ConfigError", "RemoteError"},
-        "holds other weights than this .*gate_proj.weight: shape",
-    ),
+    "another model": ({"ConfigError", "RemoteError"}, "holds other weights than this .*gate_proj.weight: shape"),
     "limited": ({"FileError", "RemoteError"}, r"limited\.incomplete/model-00002-of-\d+\.safetensors: file too large"),
     "too long": ({"FileError", "RemoteError"}, "x{300}.*: file name too long"),
     "no path": ({"ArgumentError"}, "path: 5 is not a path"),

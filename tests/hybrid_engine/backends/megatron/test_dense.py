@@ -94,10 +94,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 dp2": ("gemma2", {}),
     "gemma2 tp2": ("gemma2", TP2),
     "gemma2, four layers tp2 sp": ("gemma2, four layers", SP2),
-    "gemma2, four layers pp2 vpp2": (
-        "gemma2, four layers",
-        VPP2,
-    ),
+    "gemma2, four layers pp2 vpp2": ("gemma2, four layers", VPP2),
     "gemma2, four layers pp2, ends do nothing": ("gemma2, four layers", {**PP2, "noop_layers": (0, 3)}),
     "gemma3 dp2": ("gemma3", {}),
     "gemma3 tp2 sp": ("gemma3", SP2),
@@ -119,15 +116,12 @@ LAYOUTS = TWO_RANKS | FOUR_RANKS
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1 dp2, padded": ("llama 3.1", {"micro_batch_size": 2}),
     "qwen2 with windows tp2, padded": ("qwen2 with windows", {**TP2, "micro_batch_size": 4}),
-    "gemma2, four layers pp2 vpp2, padded": (
-        "gemma2, four layers",
-        VPP2,
-    ),
+    "gemma2, four layers pp2 vpp2, padded": ("gemma2, four layers", VPP2),
     "gemma3 tp2 sp, padded": ("gemma3", SP2),
     "gpt2 pp2, padded": ("gpt2", {**PP2, "micro_batch_size": 2}),
 }
 """As LAYOUTS: read with padding on either side and packed."""
-BFLOAT16 = ("llama 3.1", "qwen2 with windows", "glm", "glm4", "gemma2", "gemma3", "gpt2")
+BFLOAT16 = ("llama 3.1", "qwen2 with windows", "qwen3", "glm", "glm4", "gemma2", "gemma3", "gpt2")
 SCALINGS = (("llama3", 8.0, 1.0, 4.0, 8192), ("llama3", 32.0, 1.5, 6.0, 4096), ("linear", 8.0, 1.0, 4.0, 8192))
 
 
@@ -163,9 +157,7 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
             engine.log_probs(batch)  # scoring between steps changes nothing
         assert engine.version == NUM_STEPS
         return Seen(
-            engine.gather_over_data_parallel(logits),
-            reports,
-            engine.gather_over_data_parallel(engine.log_probs(batch)),
+            engine.gather_over_data_parallel(logits), reports, engine.gather_over_data_parallel(engine.log_probs(batch))
         )
 
 

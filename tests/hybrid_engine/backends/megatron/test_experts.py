@@ -109,11 +109,7 @@ CASES: dict[int, dict[str, Case]] = {
         "qwen3 pp2, first 1": Case("qwen3, three layers", {**PP2, **FIRST1}),
         "qwen3 pp2, both ends count": Case(
             "qwen3, four layers, tied",
-            {
-                **PP2,
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
+            {**PP2, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
         ),
         "qwen3 pp2 vpp2, layout": Case(
             "qwen3, four layers, tied", {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|L"}
@@ -135,8 +131,7 @@ CASES: dict[int, dict[str, Case]] = {
             "deepseek_v3", {**TP2, "tensor_model_parallel_size": 4, **EP2, **ETP2, **OVERLAP}
         ),
         "qwen3 pp4, nothing in the middle": Case(
-            "qwen3, three layers",
-            {"pipeline_model_parallel_size": 4, "noop_layers": (1, 3, 4), **FIRST1, **LAST1},
+            "qwen3, three layers", {"pipeline_model_parallel_size": 4, "noop_layers": (1, 3, 4), **FIRST1, **LAST1}
         ),
     },
 }

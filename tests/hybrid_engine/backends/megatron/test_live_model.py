@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from hybrid_engine.errors import ConfigError, ParameterMismatchError, WeightErro
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.torch_internals import PrivateName
 from megatron_patches.patch import CORE_VERSIONS
+from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.private_names import exists
 from tests.zoo.families import read_config, served_config
@@ -102,16 +102,13 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def test_prepare_finishes_pending_gathers(outcomes: Outcomes) -> None:
-    """Without it a data parallel replica still holds the other rank's old weights."""
+    """Without it a data parallel replica still holds the other rank's old weights; once more it changes nothing."""
     first, second = outcomes["gathers"]
     for step in range(2):
         assert differing(first.stale[step], second.stale[step]), "they agree before prepare: this test shows nothing"
         assert differing(first.stale[step], first.ready[step])
         assert differing(second.stale[step], second.ready[step])
         assert differing(first.ready[step], second.ready[step]) == []
-
-
-def test_prepare_with_nothing_pending_changes_nothing(outcomes: Outcomes) -> None:
     for found in outcomes["gathers"]:
         assert differing(found.again, found.ready[-1]) == []
 
@@ -166,9 +163,6 @@ def refuse_other_models(path: Path) -> dict[str, str]:
 def test_every_parameter_that_does_not_fit_is_named(outcomes: Outcomes, name: str) -> None:
     for messages in outcomes["models"]:
         assert [named for named in OTHERS[name][1] if named not in messages[name]] == []
-
-
-INSTALLED = Version(megatron.core.__version__)
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)

@@ -165,10 +165,7 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
         for name, parameter in run.engine.weights.model.named_parameters():
             assert torch.equal(before[name], parameter.detach()) == kept[name], name
     messages = []
-    for wrong in (
-        {"frozen_parameters": ["decoder.layer.*"]},
-        {"lora": {"target_modules": ["input_layernorm"]}},
-    ):
+    for wrong in ({"frozen_parameters": ["decoder.layer.*"]}, {"lora": {"target_modules": ["input_layernorm"]}}):
         with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
             pass
         messages.append(str(caught.value))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.elastic import exported_buffer_of
@@ -15,6 +13,7 @@ from hybrid_engine.memory.offload_items import KINDS, Part
 from hybrid_engine.memory.offloader import MegatronOffloader
 from tests.harness.launch import Ranks
 from tests.harness.reachable import UNACCOUNTED, reachable, residual
+from tests.hybrid_engine.end_to_end.digests import digest
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
@@ -46,7 +45,7 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
                 found["left"].append(offload_in_parts(run.engine, offloader))
         if offloads:
             found["buffers"] = state_storages(run.engine)
-        found["digest"] = digest(run.engine)
+        found["digest"] = digests(run.engine)
         return found
 
 
@@ -86,18 +85,13 @@ def state_storages(engine: Any) -> tuple[int, bool]:
     return len(storages), all(exported_buffer_of(tensor) is not None for tensor in tensors)
 
 
-def digest(engine: Any) -> dict[str, str]:
+def digests(engine: Any) -> dict[str, str]:
     """Of every parameter, main param and moment, by name."""
     from megatron_patches import optimizer_tensors
 
     tensors = dict(engine.weights.model.named_parameters())
     tensors |= {f"{t.path}.{t.key}": t.tensor for t in optimizer_tensors(engine.optimizer) if t.kind != "main_grad"}
-    return {name: hashlib.sha256(contents(tensor)).hexdigest() for name, tensor in tensors.items()}
-
-
-def contents(tensor: torch.Tensor) -> bytes:
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # .numpy() would pin the live storage
-    return copy.view(-1).view(torch.uint8).numpy().tobytes()
+    return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 def run_cases(paths: dict[str, Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:

@@ -11,11 +11,10 @@ done with the local spec (test_experts and others).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,10 +333,3 @@ def test_projections_to_latent_vectors_are_whole(views: Views) -> None:
             for layer in range(table.dims.num_layers):
                 assert view.shapes[f"decoder.layers.{layer}.self_attention.linear_{part}_proj.weight"] == shape
         assert view.shapes["decoder.layers.0.self_attention.linear_q_up_proj.weight"][0] == 4 * 14 // 2
-
-
-def test_the_mock_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    with pytest.raises(RuntimeError, match="transformer_engine imported already"):
-        mock_transformer_engine.install()

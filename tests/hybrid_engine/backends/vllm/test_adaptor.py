@@ -363,7 +363,9 @@ def test_only_filled_groups_are_committed_and_only_they_fail() -> None:
     assert sources[Event.ALLOCATE] == sources[Event.RELEASE] == sources[Event.VOID] == set(GroupState)
 
 
-def test_a_rank_without_weights_is_always_ready() -> None:
-    states = GroupStates(())
+@pytest.mark.parametrize("groups", [(), ("a",)])
+def test_only_a_rank_without_weights_is_ready_once_they_are_released(groups: tuple[str, ...]) -> None:
+    states = GroupStates(groups)
     states.advance(Event.RELEASE)
-    states.require_committed()
+    with pytest.raises(StateError, match="are released") if groups else contextlib.nullcontext():
+        states.require_committed()

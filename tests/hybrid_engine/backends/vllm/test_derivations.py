@@ -80,9 +80,7 @@ def test_a_fill_leaves_what_a_fresh_load_would(processing: Processing, keeps_add
 
 
 @pytest.mark.parametrize("processing", LIVE, ids=lambda processing: processing.__name__)
-def test_weights_that_are_computed_with_as_loaded_are_written_and_not_processed(
-    processing: Processing,
-) -> None:
+def test_weights_that_are_computed_with_as_loaded_are_written_and_not_processed(processing: Processing) -> None:
     model = Model(layer=processing)
     adaptor = built(model, keeps_addresses=True)
     model.layer.quant_method.process_weights_after_loading = pytest.fail

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from hybrid_engine.backends.vllm import internals, version
-from hybrid_engine.backends.vllm.internals import READ, Internal, Replacement, _has, internal_names, missing_names
+from hybrid_engine.backends.vllm.internals import READ, Internal, Replacement, internal_names, missing_names
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.errors import DependencyError, StateError
 
@@ -141,10 +141,14 @@ class Inherits(Thing):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Thing, Inherits])
-def test_only_what_an_object_has_is_found(kind: type) -> None:
+def test_only_what_an_object_has_is_found(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    target = f"{__name__}:{kind.__name__}"
     names = ("annotated", "own", "__init__", "local", "read", "other")
-    assert [name for name in names if _has(kind, name)] == ["annotated", "own", "__init__"]
+    monkeypatch.setitem(READ, "is searched", {target: names})
+    missing = [text.partition(" ")[0] for text in missing_names("cpu")]
+    assert missing == [f"{target}.{name}" for name in ("local", "read", "other")]
 
 
 @pytest.mark.slow

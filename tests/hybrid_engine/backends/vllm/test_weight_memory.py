@@ -92,11 +92,7 @@ def another_way_of_sleeping(vllm: SleepingVllm) -> None:
     ],
 )
 def test_what_wakes_at_once(
-    vllm: SleepingVllm,
-    memory: SleepMode,
-    change: Callable[[SleepingVllm], None],
-    derived: list[str],
-    asleep: list[str],
+    vllm: SleepingVllm, memory: SleepMode, change: Callable[[SleepingVllm], None], derived: list[str], asleep: list[str]
 ) -> None:
     change(vllm)
     memory.free(vllm.live)

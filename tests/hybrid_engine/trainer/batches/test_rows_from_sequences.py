@@ -88,10 +88,7 @@ class One:
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sequences that do not fit": (
         {"prompts": [[1] * 7, []], "completions": [[1], [2]]},
-        [
-            r"prompts\[0\]: with its completion has 8 tokens, but seq_length 6 takes 7",
-            r"prompts\[1\]: has no tokens",
-        ],
+        [r"prompts\[0\]: with its completion has 8 tokens, but seq_length 6 takes 7", r"prompts\[1\]: has no tokens"],
     ),
     "nothing to learn": ({"prompts": [[1, 2]], "completions": [[]]}, ["no token to learn from"]),
     "groups": (

@@ -20,14 +20,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.trainer import checkpoint_directory
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
-from tests.hybrid_engine.backends.fsdp.actors import (
-    TIED_WITH_ODD_ROWS,
-    State,
-    actor,
-    assert_same,
-    state_of,
-    train,
-)
+from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, State, actor, assert_same, state_of, train
 from tests.zoo.families import tiny_config, write_config
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}

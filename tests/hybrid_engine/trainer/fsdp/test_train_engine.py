@@ -194,18 +194,16 @@ def test_padding_and_packing_do_not_change_what_a_token_gets(alone: Outcomes, fa
     padded_batches.assert_all_ways_agree(found[family], atol=1e-5)
 
 
-@pytest.mark.parametrize(("micro_batch_size", "attention"), [(1, "flash_attention_2"), (2, "sdpa"), (2, None)])
-def test_attention_that_heeds_positions(micro_batch_size: int, attention: str | None) -> None:
-    assert reason_not_to_pack(micro_batch_size, attention) == ""
-
-
-def test_flash_attention_heeds_positions_in_single_rows_only() -> None:
-    assert "single rows only" in reason_not_to_pack(2, "flash_attention_2")
-
-
-def reason_not_to_pack(micro_batch_size: int, attention: str | None) -> str:
+@pytest.mark.parametrize(
+    ("micro_batch_size", "attention", "heeds"),
+    [(1, "flash_attention_2", True), (2, "sdpa", True), (2, None, True), (2, "flash_attention_2", False)],
+)
+def test_flash_attention_heeds_positions_in_single_rows_only(
+    micro_batch_size: int, attention: str | None, heeds: bool
+) -> None:
     """Of a caller's own model."""
     engine = FsdpTrainEngine.__new__(FsdpTrainEngine)
     engine.micro_batch_size = micro_batch_size
     engine.model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))  # type: ignore[assignment]
-    return engine._no_packing
+    assert (engine._no_packing == "") == heeds
+    assert ("single rows only" in engine._no_packing) != heeds
