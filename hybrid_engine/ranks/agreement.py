@@ -48,6 +48,7 @@ from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.groups import is_lost_connection, plain_text
 from hybrid_engine.ranks.process import signals_held
 from hybrid_engine.ranks.rank_tree import RankTree, TreeShape
+from hybrid_engine.ranks.world import World
 
 SECONDS_TO_BUILD = 300.0
 """Floor of the longest wait while engines are built: ranks of a busy host import for a minute, and not at one speed."""
@@ -77,7 +78,7 @@ class Agreement:
     """Lets every rank know whether any rank failed. One small maximum over all ranks when all is well.
 
     Args:
-        rank: global rank of this process.
+        world: the ranks.
         hosts: by rank.
         timeout_seconds: longest wait for a peer, then LostRankError.
 
@@ -90,14 +91,14 @@ class Agreement:
         nbytes_received: of what the ranks told each other, in all; without maxima.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
-        self._rank, self._shape, self.world_size = rank, TreeShape(hosts), len(hosts)
+    def __init__(self, world: World, hosts: Sequence[str], timeout_seconds: float) -> None:
+        self._world, self._rank, self._shape, self.world_size = world, world.rank, TreeShape(hosts), world.size
         self.timeout_seconds = timeout_seconds
-        self._tree: RankTree | None = RankTree(rank, self._shape, timeout_seconds)
+        self._tree: RankTree | None = RankTree(world, self._shape, timeout_seconds)
         self.lost: LostRankError | None = None
         self.nbytes_received = 0
         self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
-        self._watch = FailureWatch(rank, self.world_size, timeout_seconds)
+        self._watch = FailureWatch(world, timeout_seconds)
 
     def pace(self, hosts: Sequence[str]) -> Pace:
         """Return what keeps hosts near each other within a phase of many steps; `hosts` by rank."""
@@ -119,7 +120,7 @@ class Agreement:
         """Set-up: the longest wait is `SECONDS_TO_BUILD`, or the timeout if that is longer. Collective."""
         tree, seconds = self._connections(), self.timeout_seconds
         longer = max(seconds, SECONDS_TO_BUILD)
-        self._tree = RankTree(self._rank, self._shape, longer)
+        self._tree = RankTree(self._world, self._shape, longer)
         self.timeout_seconds = longer
         self._watch.set_silence(longer)
         try:

@@ -41,7 +41,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from hybrid_engine.ranks.groups import has_ended, process_space, state_of
-from hybrid_engine.ranks.torch_internals import job_store
+from hybrid_engine.ranks.world import World
 
 logger = logging.getLogger("hybrid_engine.failures")
 
@@ -113,9 +113,9 @@ class _Heard:
 class FailureWatch:
     """One rank's view of the others, for one `Agreement`. Created on all ranks alike."""
 
-    def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+    def __init__(self, world: World, timeout_seconds: float) -> None:
         """`timeout_seconds`: see `set_silence`."""
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._may_end = world.rank, world.size, world.may_end
         self._neighbour = (self._rank + 1) % self._world_size
         self.set_silence(timeout_seconds)
         self._place, self._heard = _Place(), _Heard()
@@ -126,8 +126,10 @@ class FailureWatch:
         self._thread: threading.Thread | None = None
         self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if self._world_size > 1:
-            prefix = f"hybrid_engine/watch/{next(_numbers)}"
-            self._store, self._threads_store = _own_connection(prefix), _own_connection(prefix)
+            name = f"watch/{world.next_number()}"
+            self._store, self._threads_store = world.store(name), world.store(name)
+            for store in (self._store, self._threads_store):
+                store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
             self._pid = os.getpid()
             self._space = process_space()
             if self._space is not None:
@@ -349,7 +351,9 @@ class FailureWatch:
         logger.error("[Reshard] %s%s", failure, waits)
 
     def _end(self, failure: Failure, place: _Place, seconds: float) -> None:
-        """The main thread waits for a rank that does not come, where no timeout ends it."""
+        """The main thread waits for a rank that does not come, where no timeout ends it; or where one will."""
+        if not self._may_end:
+            return
         logger.critical(
             "[Reshard] rank %d ends: after %.0f s it still waits in %r, and nothing but the end of the process stops "
             "that. The cause: %s",
@@ -361,13 +365,6 @@ class FailureWatch:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
-
-
-def _own_connection(prefix: str) -> dist.Store:
-    """The job's store, apart from what others do with it."""
-    store = dist.PrefixStore(prefix, job_store())
-    store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
-    return store
 
 
 def _append(store: dist.Store, key: str, line: str) -> None:
@@ -385,6 +382,3 @@ def _beat(rank: int) -> str:
 def _beat_of(store: dist.Store, rank: int) -> str:
     """How far a rank's thread has counted; a store waits for a key that is not there."""
     return store.get(_beat(rank)).decode() if store.check([_beat(rank)]) else ""
-
-
-_numbers = itertools.count()

@@ -1,12 +1,12 @@
 """Hosts, and process groups: which processes can see each other, groups of some ranks, and the end of groups.
 
-What only the ranks of a host need stays there (`HostGroup`); what all ranks must know goes by way of few
-(ranks/rank_tree.py). torch keeps every group until it is told to end it (`end_groups`), or until the job ends.
+What all ranks must know goes by way of few (ranks/rank_tree.py); everything else among some of them over gloo has a
+group of these (`RankGroup`). torch keeps every group of its own until it is told to end it (`end_groups`), or until the
+job ends.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from hybrid_engine.messages import LIMIT, require_size
 from hybrid_engine.ranks.process import own_groups
-from hybrid_engine.ranks.torch_internals import is_alive, job_store
+from hybrid_engine.ranks.torch_internals import is_alive
+from hybrid_engine.ranks.world import World
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -116,7 +117,7 @@ def let_device_finish() -> None:
 
 
 class RankGroup:
-    """Some ranks over gloo, each connected with each other.
+    """Some ranks over gloo, each connected with each other: for one purpose only, after a timeout it is dead.
 
     Not one of torch's own groups: every rank of the job has to call for each of those, hundreds where there are
     hundreds of hosts. A rank that is not in one returns at once, unless the default group is bound to a device: then
@@ -126,23 +127,18 @@ class RankGroup:
         ranks: of the group; the first tells the others.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout_seconds: float) -> None:
+    def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> None:
         """`name`: among all groups of the job. Collective, for its ranks."""
         self.ranks = ranks
-        self._gloo: dist.ProcessGroupGloo | None = _connected(name, ranks, rank, timeout_seconds)
-
-    @staticmethod
-    def new_number() -> int:
-        """One that makes names differ, the same on all ranks: all make their groups in the same order."""
-        return next(_numbers)
+        self._gloo: dist.ProcessGroupGloo | None = _connected(world, name, ranks, timeout_seconds)
 
     def begin_maximum(self, values: torch.Tensor) -> dist.Work:
         """Let every element be the largest of all ranks', in place, once what is returned has been waited for."""
         return self._open().allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]
 
-    def gather(self, message: bytes) -> dict[int, bytes]:
-        """By rank of the group, its message. Raises MessageError for more than a message may have."""
-        return dict(zip(self.ranks, gathered(message, len(self.ranks), self._all_gather), strict=True))
+    def gather(self, message: bytes, limit: int = LIMIT) -> dict[int, bytes]:
+        """By rank of the group, its message. Raises MessageError for more than `limit` bytes together."""
+        return dict(zip(self.ranks, gathered(message, len(self.ranks), self._all_gather, limit), strict=True))
 
     # what is waited for is in no variable: an error's traceback would keep its connections open
 
@@ -150,13 +146,13 @@ class RankGroup:
         """Let all have the first rank's, in place."""
         self._open().broadcast(values, 0).wait()  # type: ignore[attr-defined]  # none of these is in torch's stubs
 
-    def send(self, values: torch.Tensor, rank: int) -> None:
-        """Give them to another rank, which calls `receive`."""
-        self._open().send([values], self.ranks.index(rank), 0).wait()  # type: ignore[attr-defined]
+    def begin_send(self, values: torch.Tensor, rank: int) -> dist.Work:
+        """Give them to another rank, which receives as often; done once what is returned has been waited for."""
+        return self._open().send([values], self.ranks.index(rank), 0)  # type: ignore[attr-defined]
 
-    def receive(self, values: torch.Tensor, rank: int) -> None:
-        """Take what another rank sends, in place."""
-        self._open().recv([values], self.ranks.index(rank), 0).wait()  # type: ignore[attr-defined]
+    def begin_receive(self, values: torch.Tensor, rank: int) -> dist.Work:
+        """Take what another rank sends, in place, once what is returned has been waited for."""
+        return self._open().recv([values], self.ranks.index(rank), 0)  # type: ignore[attr-defined]
 
     def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor) -> None:
         self._open().allgather([rows], [row]).wait()  # type: ignore[attr-defined]
@@ -168,15 +164,6 @@ class RankGroup:
     def close(self) -> None:
         """End the connections; idempotent."""
         self._gloo = None
-
-
-class HostGroup(RankGroup):
-    """The ranks of this one's host, in order."""
-
-    def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
-        """`hosts`: of all ranks, by rank. Collective: all ranks make their groups in the same order."""
-        (ranks,) = [mates for mates in ranks_by_host(hosts) if rank in mates]
-        super().__init__(f"{self.new_number()}/{ranks[0]}", ranks, rank, timeout_seconds)
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
@@ -234,11 +221,8 @@ def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch
     return told.cpu().numpy().tobytes()
 
 
-def _connected(name: str, ranks: Sequence[int], rank: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
-    store = dist.PrefixStore(f"hybrid_engine/groups/{name}", job_store())
-    group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_seconds))
+def _connected(world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> dist.ProcessGroupGloo:
+    store, seconds = world.store(f"groups/{name}"), timedelta(seconds=timeout_seconds)
+    group = dist.ProcessGroupGloo(store, ranks.index(world.rank), len(ranks), seconds)
     own_groups.add(group)
     return group
-
-
-_numbers = itertools.count()

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, LostRankError, Violation
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD, Agreement
-from hybrid_engine.ranks.groups import HostGroup, end_groups, host_id, let_device_finish
+from hybrid_engine.ranks.groups import RankGroup, end_groups, host_id, let_device_finish, ranks_by_host
 from hybrid_engine.ranks.process import Ends
-from hybrid_engine.ranks.torch_internals import job_store
+from hybrid_engine.ranks.world import World
 
 
 def join_process_group(timeout_seconds: float) -> bool:
@@ -112,14 +112,14 @@ class Job:
     """One rank's place among all ranks of a job.
 
     Attributes:
-        rank: global rank of this process.
+        world: the ranks.
         hosts: of all ranks, by rank; equal for two of them exactly when they can read each other's memory.
         device: of this rank's training weights.
         timeout_seconds: longest wait for another rank, in the agreement and in groups; the configuration's.
         agreement: of all ranks.
     """
 
-    rank: int
+    world: World
     hosts: tuple[str, ...]
     device: torch.device
     timeout_seconds: float
@@ -127,64 +127,84 @@ class Job:
     _ends: Ends = field(repr=False)
 
     @classmethod
-    def join(cls, timeout_seconds: float, *, host: str | None = None, device: torch.device | None = None) -> Job:
+    def join(
+        cls,
+        timeout_seconds: float,
+        *,
+        host: str | None = None,
+        device: torch.device | None = None,
+        world: World | None = None,
+    ) -> Job:
         """Take part in the job; in the process group that is there, else under torchrun. Collective.
 
         Args:
             timeout_seconds: longest wait for another rank; for the start, at least `agreement.SECONDS_TO_BUILD`.
             host: where this rank is; default: what /proc says.
             device: of the training weights; default: the current GPU, without one the CPU.
+            world: of the job, where that is not the process group's.
 
         Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
         """
         device = device or own_device()  # before NCCL, which takes the current one
         with Ends() as undo:
-            if join_process_group(timeout_seconds):
+            if world is None and join_process_group(timeout_seconds):
                 undo.callback(_end_process_group)
-            rank = dist.get_rank()
-            store = dist.PrefixStore(f"hybrid_engine/jobs/{next(_numbers)}", job_store())
+            world = world or World.of_default_group()
             seconds = max(timeout_seconds, SECONDS_TO_BUILD)
-            hosts = _meet(store, rank, dist.get_world_size(), seconds, host or host_id())
-            agreement = Agreement(rank, hosts, timeout_seconds)
+            hosts = _meet(world.store("hosts"), world.rank, world.size, seconds, host or host_id())
+            agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
-            return cls(rank, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
+            return cls(world, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.world.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.hosts)
+        return self.world.size
 
-    def new_group(
-        self, backend: str, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
-    ) -> dist.ProcessGroup:
-        """A group for one purpose only: after a timeout it is dead. It ends with `owner`. Collective.
+    def new_group(self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None) -> RankGroup:
+        """A group over gloo, for one purpose only. It ends with `owner`. Collective, of all ranks.
 
-        Of all ranks, or of those in this rank's part; each rank is in one of the `parts`. gloo connects each rank with
-        all others of its group, NCCL with those that it sends something.
+        Of all ranks, or of those in this rank's part; each rank is in one of the `parts`.
         """
-        with self.agreement.phase(f"connecting a {backend} group"):
-            # NCCL's watchdog ends the process at a group's timeout: whoever waits for a peer is to say so before
-            seconds = self.timeout_seconds * (2 if backend == "nccl" else 1)
-            # All ranks call for all parts: with use_local_synchronization torch would name a group by how many groups
-            # a rank has, which differs where Megatron's stages do.
-            groups = [
-                (ranks, dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=seconds)))
-                for ranks in parts or [range(self.world_size)]
-            ]
-            (group,) = [each for ranks, each in groups if self.rank in ranks]
-            owner.callback(end_groups, group)
-            # A group's connections are made at first use, NCCL's by all ranks together: they would wait for one that
-            # has nothing to send in the first bucket.
-            if group.size() > 1:
-                dist.all_reduce(torch.zeros(1, device=self.device if backend == "nccl" else "cpu"), group=group)
-        return group
-
-    def new_host_group(self, owner: ExitStack) -> HostGroup:
-        """A group of this host's ranks, for one purpose only. It ends with `owner`. Collective, over all hosts."""
-        with self.agreement.phase("connecting the ranks of a host"):
-            group = HostGroup(self.rank, self.hosts, self.timeout_seconds)
+        with self.agreement.phase("connecting ranks"):
+            number, own = self.world.next_number(), self._own_part(parts)
+            group = RankGroup(self.world, f"{number}/{own[0]}", own, self.timeout_seconds)
             owner.callback(group.close)
         return group
+
+    def new_nccl_group(self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
+        """The same over NCCL, which connects a rank with those that it sends something. Never run.
+
+        Raises ConfigError where these are not the ranks of torch's default process group.
+        """
+        with self.agreement.phase("connecting GPUs"):
+            if not self.world.is_default:
+                problem = "these ranks are not torch's default process group, in which alone GPUs can send messages yet"
+                raise ConfigError([Violation("generate_config.transport", problem, "Run them on one host")])
+            # NCCL's watchdog ends the process at a group's timeout: whoever waits for a peer is to say so before
+            timeout = timedelta(seconds=2 * self.timeout_seconds)
+            # All ranks call for all parts: with use_local_synchronization torch would name a group by how many groups
+            # a rank has, which differs where Megatron's stages do.
+            own, every = self._own_part(parts), parts or [range(self.world_size)]
+            groups = [dist.new_group(ranks, timeout, "nccl") for ranks in every]
+            group = groups[every.index(own)]
+            owner.callback(end_groups, group)
+            if len(own) > 1:  # the first operation is everybody's: they would wait for one that has nothing to send
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
+
+    def _own_part(self, parts: Sequence[Sequence[int]] | None) -> Sequence[int]:
+        (own,) = [ranks for ranks in parts or [range(self.world_size)] if self.rank in ranks]
+        return own
+
+    def new_host_group(self, owner: ExitStack) -> RankGroup:
+        """A group of this host's ranks, for one purpose only. It ends with `owner`. Collective, over all hosts."""
+        return self.new_group(owner, ranks_by_host(self.hosts))
 
     @property
     def is_inherited(self) -> bool:

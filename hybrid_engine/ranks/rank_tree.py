@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.ranks.groups import RankGroup, ranks_by_host
+from hybrid_engine.ranks.world import World
 
 MOST_TOGETHER = 8
 """Ranks of one group: as many as a host usually has."""
@@ -96,12 +97,12 @@ def _parts(values: torch.Tensor) -> list[torch.Tensor]:
 class RankTree:
     """One rank's connections. All of it is collective, and raises as torch.distributed does where a rank is lost."""
 
-    def __init__(self, rank: int, shape: TreeShape, timeout_seconds: float) -> None:
-        self._rank, self._shape = rank, shape
-        number = RankGroup.new_number()  # first: where a connection fails on one rank alone, all still count the same
+    def __init__(self, world: World, shape: TreeShape, timeout_seconds: float) -> None:
+        self._rank, self._shape = world.rank, shape
+        number = world.next_number()  # first: where a connection fails on one rank alone, all still count the same
         self._meetings = [
-            (each, RankGroup(f"tree {number}/{each.level}/{each.ranks[0]}", each.ranks, rank, timeout_seconds))
-            for each in self._shape.of_rank(rank)
+            (each, RankGroup(world, f"tree {number}/{each.level}/{each.ranks[0]}", each.ranks, timeout_seconds))
+            for each in self._shape.of_rank(world.rank)
         ]
 
     def maximum(self, values: torch.Tensor) -> None:
@@ -127,9 +128,9 @@ class RankTree:
             for rank, span in zip(meeting.ranks[1:], meeting.spans[1:], strict=True):
                 for part in _parts(joined[starts[span.start] : starts[span.stop]]):
                     if self._rank == rank:
-                        group.send(part, first)
+                        group.begin_send(part, first).wait()
                     elif self._rank == first:
-                        group.receive(part, rank)
+                        group.begin_receive(part, rank).wait()
         for _, group in self._meetings[::-1]:
             for part in _parts(joined):
                 group.tell(part)

@@ -27,7 +27,7 @@ from hybrid_engine.memory.offload_items import Part
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.buckets import Releases
 from hybrid_engine.ranks.agreement import Pace
-from hybrid_engine.ranks.groups import HostGroup, plain_text
+from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.tracing import span
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ReleaseFence:
     def __init__(
         self,
         rank: int,
-        group: HostGroup,
+        group: RankGroup,
         pace: Pace,
         offloader: Offloader,
         buffers: Mapping[str, torch.Tensor],

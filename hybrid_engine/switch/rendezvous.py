@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
@@ -36,7 +35,7 @@ from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.ranks.groups import HostGroup, connected_parts, ranks_by_host
+from hybrid_engine.ranks.groups import RankGroup, connected_parts
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.records.sides import Side, layout_messages
@@ -44,7 +43,7 @@ from hybrid_engine.switch.incremental import Incremental, Selection
 from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import CONFIG_KEY, TransportSet, choose_transport, export_handles
 
@@ -73,7 +72,7 @@ class Connection:
     releases: Sequence[Releases]
     router: TransportSet
     container: WeightContainer
-    fence_group: HostGroup
+    fence_group: RankGroup
     verifier: Verifier | None = None
     incremental: Incremental | None = None
     ranges: ValueRanges | None = None
@@ -178,7 +177,7 @@ def connect(
             handles |= _gather_handles(job, of_relays, fence_group)
         # each for one purpose: a group that timed out is dead
         transfer_group = _transfer_group(job, made.plan, handles.keys(), config, owner)
-        notify_group = job.new_group("gloo", owner, ranks_by_host(job.hosts)) if has_relays else None
+        notify_group = job.new_host_group(owner) if has_relays else None
         with job.agreement.phase("plan"):
             context = TransportContext(
                 job.rank,
@@ -274,7 +273,7 @@ def rank_plan(
     )
 
 
-def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: HostGroup) -> dict[BufferId, Handle]:
+def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: RankGroup) -> dict[BufferId, Handle]:
     """Those of the ranks of this host. Collective."""
     with job.agreement.phase("exchange of handles"):
         message = encode(_Handles.of(own))
@@ -289,7 +288,7 @@ def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: HostGroup) 
 
 def _transfer_group(
     job: Job, made: ReshardPlan, exported: Set[BufferId], config: GenerateConfig, owner: ExitStack
-) -> dist.ProcessGroup | None:
+) -> Group | None:
     """For messages, if any rank has some: of those that meet, directly or by way of others. Collective.
 
     An NCCL communicator keeps hundreds of MB of each device.
@@ -302,7 +301,8 @@ def _transfer_group(
     told = [int.from_bytes(each, "little") for each in job.agreement.gather(own, bytes, "choice of transports")]
     if not any(told):
         return None
-    return job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner, connected_parts(told))
+    connect_parts = job.new_nccl_group if job.device.type == "cuda" else job.new_group
+    return connect_parts(owner, connected_parts(told))
 
 
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -322,7 +322,7 @@ def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
 _PHASE = "peer access"
 
 
-def hosts_without_access(job: Job, config: GenerateConfig, group: HostGroup) -> frozenset[str]:
+def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> frozenset[str]:
     """Hosts on which a rank cannot read another's memory; each is logged with the first reason. Collective.
 
     Raises ConfigError, on all ranks, where `config.transport` allows nothing else.
@@ -337,7 +337,7 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: HostGroup) -> 
     return frozenset(reasons)
 
 
-def _reasons_by_host(job: Job, group: HostGroup) -> Mapping[str, str]:
+def _reasons_by_host(job: Job, group: RankGroup) -> Mapping[str, str]:
     """The same on all ranks."""
     with ExitStack() as ends:
         with job.agreement.phase(_PHASE):

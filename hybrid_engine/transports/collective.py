@@ -27,9 +27,9 @@ import torch.distributed as dist
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
-from hybrid_engine.ranks.groups import plain_text
+from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import BatchedCopies, CopyError, PhaseClock, copy_straight, failure_at, synchronize
 from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
 
@@ -78,7 +78,7 @@ class _InFlight:
         failure: why the outgoing messages are void.
     """
 
-    group: dist.ProcessGroup
+    group: Group
     outgoing: list[StagedMessage]
     incoming: list[StagedMessage]
     works: list[dist.Work]
@@ -115,7 +115,7 @@ class CollectiveTransport:
         self._staging: dict[str, torch.Tensor] = {}
         self._shares: dict[int, _Share] = {}  # by bucket
         self._in_flight: dict[int, _InFlight] = {}  # started, by bucket
-        self._broken: dict[dist.ProcessGroup, TransportError] = {}
+        self._broken: dict[Group, TransportError] = {}
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
@@ -327,19 +327,19 @@ class CollectiveTransport:
         phase: str,
         outgoing: list[StagedMessage],
         incoming: list[StagedMessage],
-        group: dist.ProcessGroup,
+        group: Group,
     ) -> _InFlight:
         """Begin to send and receive messages."""
-        operations = [
-            dist.P2POp(operation, tensor, staged.message.peer, group)
-            for operation, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        parts = [
+            (is_sent, tensor, staged.message.peer)
+            for is_sent, messages in ((False, incoming), (True, outgoing))
             for staged in messages
             for tensor in staged.tensors
         ]
-        peers: list[object] = [operation.peer for operation in operations]
-        everybody = sorted({operation.peer for operation in operations})
+        peers: list[object] = [peer for _, _, peer in parts]
+        everybody = sorted({peer for _, _, peer in parts})
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = _begin(parts, group) if parts else []
         except Exception as error:
             self._break(bucket, phase, group, everybody, error, timed_out=False)
         if len(works) != len(peers):  # NCCL gives one work for the whole batch
@@ -357,7 +357,7 @@ class CollectiveTransport:
                     self._break(bucket, phase, exchange.group, peer, error, timed_out=timed_out)
 
     def _break(
-        self, bucket: int, phase: str, group: dist.ProcessGroup, peer: object, error: Exception, *, timed_out: bool
+        self, bucket: int, phase: str, group: Group, peer: object, error: Exception, *, timed_out: bool
     ) -> NoReturn:
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
         if group is self._group:
@@ -370,7 +370,7 @@ class CollectiveTransport:
         )
         raise self._broken[group] from error
 
-    def _raise_if_broken(self, bucket: int, group: dist.ProcessGroup) -> None:
+    def _raise_if_broken(self, bucket: int, group: Group) -> None:
         if group in self._broken:
             raise TransportError(f"bucket {bucket} cannot be exchanged after an earlier failure: {self._broken[group]}")
 
@@ -379,7 +379,19 @@ def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
     return {buffer: flat for staged in messages for buffer, flat in staged.flats().items()}
 
 
-def _staging_device(group: dist.ProcessGroup) -> torch.device:
-    if dist.get_backend(group) == "nccl":
+def _begin(parts: Iterable[tuple[bool, torch.Tensor, int]], group: Group) -> list[dist.Work]:
+    """Send tensors, or receive into them: (whether it is sent, tensor, peer)."""
+    if isinstance(group, RankGroup):
+        return [
+            group.begin_send(tensor, peer) if is_sent else group.begin_receive(tensor, peer)
+            for is_sent, tensor, peer in parts
+        ]
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group) for is_sent, tensor, peer in parts]
+    )
+
+
+def _staging_device(group: Group) -> torch.device:
+    if not isinstance(group, RankGroup) and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

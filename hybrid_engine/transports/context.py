@@ -16,7 +16,11 @@ import torch.distributed as dist
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, export_tensor, exported_buffer_of
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.relays import NUM_SLOTS
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.records.layout import Buffer, BufferId
+
+Group = dist.ProcessGroup | RankGroup
+"""NCCL's are torch's own, gloo's are not."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,10 @@ class TransportContext:
     rank: int
     source_buffers: Mapping[BufferId, Buffer]
     handles: Mapping[BufferId, Handle]
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     destination_buffers: Mapping[BufferId, Buffer] = field(default_factory=dict)
     relays: RelayBuffers | None = None
-    notify_group: dist.ProcessGroup | None = None
+    notify_group: Group | None = None
     buckets: Sequence[Bucket] = ()
     timeout: float = 300.0
 

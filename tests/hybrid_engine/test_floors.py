@@ -77,7 +77,7 @@ STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")
 # Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and what reads
 # Megatron's parallel state, which is as global. The `Job` tells all others.
 ASK_FOR_THEIR_RANK = (
-    "hybrid_engine.ranks.job",
+    "hybrid_engine.ranks.world",
     "hybrid_engine.verification.verify",
     "hybrid_engine.backends.megatron.model_tensors",
     "hybrid_engine.backends.megatron.live_model",

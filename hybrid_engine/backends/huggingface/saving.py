@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.huggingface.loading import FLOATS, check_names, layout_of
 from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor, stored_tensors, write_file
@@ -53,6 +52,7 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
 from hybrid_engine.records.sides import Side
@@ -250,7 +250,7 @@ def write_files(
     for transfer in transfers:
         moves[transfer.dst.buffer.name].append(transfer)
     with ExitStack() as stack:
-        group = job.new_group("gloo", stack)
+        group = job.new_group(stack)
         for start in range(0, len(files), job.world_size):
             held: dict[str, dict[str, torch.Tensor]] = {}
             of_round = list(files.items())[start : start + job.world_size]
@@ -273,7 +273,7 @@ def _moved(
     transfers: Sequence[Transfer],
     buffers: Mapping[str, torch.Tensor],
     rank: int,
-    group: dist.ProcessGroup,
+    group: RankGroup,
 ) -> torch.Tensor:
     """Send this rank's boxes of a tensor to the rank that writes it; return it there, and an empty one elsewhere."""
     dtype = getattr(torch, stored.dtype)
@@ -287,11 +287,11 @@ def _moved(
                 strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
             else:
                 leaving.append(_bytes_of(box.contiguous()))
-                works.append(dist.isend(leaving[-1], transfer.dst_rank, group=group))
+                works.append(group.begin_send(leaving[-1], transfer.dst_rank))
         else:
             arriving.append((transfer, torch.empty(transfer.lengths, dtype=dtype)))
-            works.append(dist.irecv(_bytes_of(arriving[-1][1]), transfer.src_rank, group=group))
-    for work in filter(None, works):
+            works.append(group.begin_receive(_bytes_of(arriving[-1][1]), transfer.src_rank))
+    for work in works:
         work.wait()
     for transfer, box in arriving:
         strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)

@@ -368,7 +368,7 @@ class InferenceEngine:
             return ProcessingBarrier()
         instances = self.settings.sizes.ranks.swapaxes(1, 2)  # instance, stage, replica, shard
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
-        return ProcessingBarrier(self.rank, self.job.new_group("gloo", owner, parts), self.job.timeout_seconds)
+        return ProcessingBarrier(self.rank, self.job.new_group(owner, parts), self.job.timeout_seconds)
 
     def _complete(self, prompts: Sequence[Sequence[int]], *, params: Any, lora: str | None) -> list[list[Completion]]:
         return [requests.completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]

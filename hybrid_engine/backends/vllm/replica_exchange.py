@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
@@ -28,7 +27,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
-from hybrid_engine.ranks.groups import gathered
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 
 T = TypeVar("T")
@@ -121,27 +120,22 @@ class ReplicaExchange:
         self._groups.close()
 
     @cached_property
-    def _replica(self) -> dist.ProcessGroup | None:
+    def _replica(self) -> RankGroup | None:
         """Of the ranks of a replica; None where it is one rank. Collective over the job at its first use."""
         return self._group(self._sizes.ranks.reshape(self._sizes.data, -1).tolist())
 
     @cached_property
-    def _column(self) -> dist.ProcessGroup | None:
+    def _column(self) -> RankGroup | None:
         """Of the ranks with one shard and stage; None where there is one replica. Collective at its first use."""
         return self._group(self._sizes.ranks.reshape(self._sizes.data, -1).T.tolist())
 
-    def _group(self, parts: list[list[int]]) -> dist.ProcessGroup | None:
-        return self._job.new_group("gloo", self._groups, parts) if len(parts[0]) > 1 else None
+    def _group(self, parts: list[list[int]]) -> RankGroup | None:
+        return self._job.new_group(self._groups, parts) if len(parts[0]) > 1 else None
 
 
-def _gathered(group: dist.ProcessGroup | None, key: int, value: T, kind: Any) -> dict[int, T]:
+def _gathered(group: RankGroup | None, key: int, value: T, kind: Any) -> dict[int, T]:
     """Return what every rank of a group gives, of type `kind`, by its key; as much as users ask for."""
     if group is None:
         return {key: value}
-    told = gathered(
-        encode((key, value), sys.maxsize),
-        group.size(),
-        lambda rows, row: dist.all_gather(rows, row, group=group),
-        limit=sys.maxsize,
-    )
-    return dict(decode(each, tuple[int, kind], sys.maxsize) for each in told)
+    told = group.gather(encode((key, value), sys.maxsize), sys.maxsize)
+    return dict(decode(each, tuple[int, kind], sys.maxsize) for each in told.values())

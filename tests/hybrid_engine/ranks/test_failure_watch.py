@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks import watch_ranks
 
@@ -49,7 +50,7 @@ def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
 @pytest.fixture
 def watch(job: None) -> Iterator[FailureWatch]:
     """Of rank 0 of 2, whose peer never comes."""
-    with closing(FailureWatch(0, 2, 60.0)) as made:
+    with closing(FailureWatch(World(dist.HashStore(), 0, 2), 60.0)) as made:
         yield made
 
 

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
-from hybrid_engine.ranks.groups import HostGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.sharding_manager import SwitchContexts
 from tests.harness.launch import REPO_ROOT, Ranks
@@ -38,8 +38,8 @@ class Owner(SwitchContexts):
     """Of a job, and of a group that torch does not know."""
 
     def __init__(self) -> None:
-        self.job = Job.join(60)
-        self.group = HostGroup(self.job.rank, self.job.hosts, 60)
+        self.job, self.ends = Job.join(60), ExitStack()
+        self.group = self.job.new_host_group(self.ends)
 
     def start(self) -> None:
         """There is no switch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 
 import pytest
@@ -13,8 +12,9 @@ import torch.distributed as dist
 from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.ranks import agreement, groups, rank_tree
 from hybrid_engine.ranks.agreement import Agreement
-from hybrid_engine.ranks.groups import HostGroup, end_groups
+from hybrid_engine.ranks.groups import RankGroup, end_groups
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import outcome_of, phase_outcome
 
@@ -32,7 +32,9 @@ def joined(rank: int) -> Job:
 def meet_on_two_hosts() -> dict[str, object]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    values, group = torch.tensor([rank, -rank]), HostGroup(rank, HOSTS, LOST_SECONDS)
+    values = torch.tensor([rank, -rank])
+    mates = [mate for mate, host in enumerate(HOSTS) if host == HOSTS[rank]]
+    group = RankGroup(World.of_default_group(), HOSTS[rank], mates, LOST_SECONDS)
     group.begin_maximum(values).wait()
     group.close()
     results: dict[str, object] = {"host": values.tolist()}
@@ -132,18 +134,17 @@ def names_of_groups(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
     """Under which names rank 0 connects twice; the connection of this number fails."""
     names: list[str] = []
 
-    def connected(name: str, *_: object) -> None:
+    def connected(world: World, name: str, *_: object) -> None:
         names.append(name)
         if len(names) == failing:
             raise RuntimeError("no connection")
 
     monkeypatch.setattr(groups, "_connected", connected)
-    monkeypatch.setattr(groups, "_numbers", itertools.count())
     monkeypatch.setattr(rank_tree, "MOST_TOGETHER", 2)
-    shape = rank_tree.TreeShape(HOSTS)
+    shape, world = rank_tree.TreeShape(HOSTS), World(dist.HashStore(), 0, len(HOSTS))
     with contextlib.suppress(RuntimeError):
-        rank_tree.RankTree(0, shape, LOST_SECONDS)
-    rank_tree.RankTree(0, shape, LOST_SECONDS)
+        rank_tree.RankTree(world, shape, LOST_SECONDS)
+    rank_tree.RankTree(world, shape, LOST_SECONDS)
     return names[-2:]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hybrid_engine.errors import ConfigError, LostRankError, StateError
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD
 from hybrid_engine.ranks.groups import host_id
 from hybrid_engine.ranks.job import Job, _meet, default_backend, join_process_group, own_device
+from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
 
 
@@ -32,12 +35,32 @@ def test_a_job_is_joined_in_the_process_group_that_is_there(job: None) -> None:
 
 
 def test_groups_end_with_their_owner(job: None) -> None:
+    joined = Job.join(30)
+    with ExitStack() as owner:
+        group = joined.new_group(owner)
+        assert group.gather(b"own") == {0: b"own"}
+    with pytest.raises(AssertionError, match="closed"):
+        group.gather(b"own")
+
+
+def test_gpus_are_connected_by_all_ranks_of_a_part(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it can be seen without one: what torch is asked for."""
+    new_group, asked = dist.new_group, []
+
+    def of_gloo(ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+        asked.append((ranks, timeout, backend))
+        return new_group(ranks, timeout, "gloo")
+
+    monkeypatch.setattr(dist, "new_group", of_gloo)
     joined, before = Job.join(30), num_groups()
     with ExitStack() as owner:
-        joined.new_group("gloo", owner)
-        joined.new_group("gloo", owner)
-        assert num_groups() == before + 2
+        joined.new_nccl_group(owner, [[0]])
+        assert num_groups() == before + 1
+    assert asked == [([0], timedelta(seconds=60), "nccl")]
     assert num_groups() == before
+    beside = Job.join(30, world=World(dist.HashStore(), 0, 1))
+    with pytest.raises(ConfigError, match="are not torch's default process group"), ExitStack() as owner:
+        beside.new_nccl_group(owner)
 
 
 def test_nothing_is_left_of_a_job_that_cannot_be_joined(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +82,10 @@ def test_without_torchrun_and_a_process_group_there_is_no_job(monkeypatch: pytes
 
 def join_on_two_hosts() -> tuple[object, ...]:
     """Without a process group: the job makes one, and ends it. Each rank is alone in its part of a group."""
-    job, met = Job.join(60, host=f"host {os.environ['RANK']}"), list[object]()
-    all_reduce = dist.all_reduce
-
-    def recorded(tensor: torch.Tensor, **arguments: object) -> None:
-        met.append(arguments["group"])
-        all_reduce(tensor, **arguments)
-
-    dist.all_reduce = recorded
+    job = Job.join(60, host=f"host {os.environ['RANK']}")
     with ExitStack() as owner:
-        part = dist.get_process_group_ranks(job.new_group("gloo", owner, [[1], [0]]))
-        # the first operation of an NCCL group must be everybody's, and a bucket may have messages of some ranks only
-        assert met == []
-        assert [job.new_group("gloo", owner)] == met
+        part = list(job.new_group(owner, [[1], [0]]).ranks)
+        assert job.new_group(owner).gather(bytes([job.rank])) == {0: b"\0", 1: b"\1"}
     found = (job.rank, job.hosts, part, dist.is_initialized())
     job.close()
     return (*found, dist.is_initialized())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hybrid_engine.ranks import rank_tree
 from hybrid_engine.ranks.groups import connected_parts
 from hybrid_engine.ranks.rank_tree import MOST_TOGETHER, RankTree, TreeShape
+from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
 
 
@@ -79,7 +80,7 @@ def meet() -> tuple[list[int], list[bytes], list[bytes]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tree, "MOST_TOGETHER", 2)
         patch.setattr(rank_tree, "_PART", 1000)
-        tree = RankTree(rank, TreeShape("aaaba"), 60.0)
+        tree = RankTree(World.of_default_group(), TreeShape("aaaba"), 60.0)
         values = torch.tensor([rank, -rank])
         tree.maximum(values)
         sizes = [1500, 0, 999, 0, 2001]

@@ -13,7 +13,8 @@ from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.memory.offload_items import Part
 from hybrid_engine.ranks.agreement import Pace
 from hybrid_engine.ranks.failure_watch import FailureWatch
-from hybrid_engine.ranks.groups import HostGroup
+from hybrid_engine.ranks.groups import RankGroup
+from hybrid_engine.ranks.world import World
 from hybrid_engine.records.layout import Extent
 from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.harness.launch import Ranks
@@ -47,10 +48,10 @@ class State:
 
 
 def on_one_host() -> Pace:
-    return Pace(FailureWatch(0, 1, TIMEOUT), 1, is_first=True, timeout_seconds=TIMEOUT)
+    return Pace(FailureWatch(World(dist.HashStore(), 0, 1), TIMEOUT), 1, is_first=True, timeout_seconds=TIMEOUT)
 
 
-def fill(group: HostGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
+def fill(group: RankGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
     state = State()
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, BUFFERS, SCHEDULE, TIMEOUT)
@@ -83,7 +84,7 @@ def scenarios() -> list[dict[int, tuple[int, str]]]:
 
 def run_on_rank() -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
     dist.init_process_group("gloo")
-    group = HostGroup(dist.get_rank(), ["here"] * NUM_RANKS, TIMEOUT)
+    group = RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
     results = [(fill(group, failing), fill(group, {})) for failing in scenarios()]
     dist.destroy_process_group()
     return results
@@ -157,7 +158,7 @@ def test_what_failed_on_another_host_comes_before_the_fence() -> None:
 
 def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
-    group = HostGroup(dist.get_rank(), ["here"] * 2, 60.0)
+    group = RankGroup(World.of_default_group(), "fences", range(2), 60.0)
     schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule, timeout=0.5)
     if dist.get_rank() == 1:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.errors import RemoteError, ReshardError, StateError, TransportError
-from hybrid_engine.ranks.groups import plain_text
+from hybrid_engine.ranks.groups import RankGroup, plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class ProcessingBarrier:
         timeout: seconds to wait for them.
     """
 
-    def __init__(self, rank: int = 0, group: dist.ProcessGroup | None = None, timeout: float = 0.0) -> None:
+    def __init__(self, rank: int = 0, group: RankGroup | None = None, timeout: float = 0.0) -> None:
         self._rank, self._group, self._timeout = rank, group, timeout
         self._is_over = False  # a rank has failed, or all are through
         self._is_through = False  # the latter
@@ -145,5 +145,6 @@ class ProcessingBarrier:
     def _post(self, told: list[int]) -> tuple[dist.Work, torch.Tensor]:
         """Tell the others; the tensor will hold the largest of what each tells."""
         largest = torch.tensor(told, dtype=torch.int64, device="cpu")  # also inside vLLM's contexts, which choose one
-        self._last = work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert self._group is not None
+        self._last = work = self._group.begin_maximum(largest)
         return work, largest

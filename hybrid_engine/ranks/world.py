@@ -1,0 +1,52 @@
+"""`World`: the processes of a job, and the store by which they find each other.
+
+    torchrun, or a script's own process group      World.of_default_group()           one job of all its ranks
+    trainers and servers, each kind with a         World(store, rank, size)           one job over both, beside whatever
+    default group of its own, or with none                                            torch has in each process
+
+What ranks connect is named by the world's own numbers: all ranks of a job connect in the same order, whatever else
+their processes have done before.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch.distributed as dist
+
+from hybrid_engine.ranks.torch_internals import job_store
+
+
+class World:
+    """One process's place among those of a job.
+
+    Attributes:
+        rank, size: its number, from 0, and how many there are.
+        is_default: they are the ranks of torch's default process group.
+        may_end: a rank that waits in a library, where no timeout ends it, for one that failed is ended at last. Not to
+            be of a process that serves others, which must then bound its waits itself.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, may_end: bool = True, is_default: bool = False
+    ) -> None:
+        """`store`: one that all ranks reach, with nothing in it yet, e.g. a PrefixStore of a name for each job."""
+        self._store, self._numbers = store, itertools.count()
+        self.rank, self.size, self.may_end, self.is_default = rank, size, may_end, is_default
+
+    @classmethod
+    def of_default_group(cls) -> World:
+        """The ranks of torch's default process group, for a job of its own. All of them call alike."""
+        store = dist.PrefixStore(f"hybrid_engine/{next(_numbers)}", job_store())
+        return cls(store, dist.get_rank(), dist.get_world_size(), is_default=True)
+
+    def next_number(self) -> int:
+        """One that makes names differ, the same on all ranks."""
+        return next(self._numbers)
+
+    def store(self, name: str) -> dist.Store:
+        """A part of the store, by a connection of its own: waits over others do not hold it up."""
+        return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+
+
+_numbers = itertools.count()

@@ -1,0 +1,220 @@
+"""One job over two kinds of processes: two trainers with a default group of their own, and a server with none.
+
+Each has one side alone; the other is empty (`NoTraining`, `NoInference`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import LostRankError
+from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.switch.fakes import (
+    INFER,
+    NBYTES,
+    SHAPES,
+    TRAIN,
+    FakeInference,
+    FakeTraining,
+    Script,
+    ScriptedOffloader,
+    canonical,
+)
+
+NUM_TRAINERS, SERVER = 2, 2
+
+
+class NoTraining:
+    """A trainer that holds nothing."""
+
+    unserved: Sequence[str] = ()
+    frozen: Sequence[str] = ()
+    version = 0
+
+    @staticmethod
+    def guard(kinds: Iterable[str]) -> None:
+        """Nobody uses anything."""
+
+    @property
+    def weights(self) -> NoTraining:
+        return self
+
+    def layout(self) -> Layout:
+        return Layout({}, {}, ())
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def prepare(self) -> None: ...
+
+    def check_values(self, unread: object = None) -> None: ...
+
+    def offload_items(self) -> list[OffloadItem]:
+        return []
+
+
+class NoInference:
+    """An engine that holds nothing, and its caches."""
+
+    taken_before = 0
+
+    def layout(self) -> Layout:
+        return Layout({}, {}, ())
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def commit(self, groups: Sequence[str]) -> None: ...
+
+    def finish_fill(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def release(self, keep: Collection[str] = ()) -> None: ...
+
+    def committed(self) -> Collection[str]:
+        return ()
+
+    @contextmanager
+    def proving(self, tensors: object, unproven: object) -> Iterator[None]:
+        yield
+
+    def resident_nbytes(self) -> int:
+        return 0
+
+    def wake_kv_cache(self) -> None: ...
+
+    def reset_caches(self) -> None: ...
+
+
+class Member:
+    """A process of the job, with its side."""
+
+    def __init__(self, hosts: str = "aaa", **settings: object) -> None:
+        store, self.rank, size = next(dist.rendezvous("env://"))
+        self.script = Script()
+        if self.rank < NUM_TRAINERS:
+            own = dist.PrefixStore("trainers", store)
+            dist.init_process_group("gloo", store=own, rank=self.rank, world_size=NUM_TRAINERS)
+            for _ in range(3):  # what else trainers have connected, and the server has not
+                Job.join(60).close()
+            self.training = FakeTraining(self.script, self.rank, NUM_TRAINERS, elastic=True)
+            self.inference = NoInference()
+        else:
+            self.training, self.inference = NoTraining(), FakeInference(self.script, self.rank)
+        world = World(dist.PrefixStore("both", store), self.rank, size, may_end=self.rank != SERVER)
+        self.job = Job.join(60, world=world, host=hosts[self.rank], device=torch.device("cpu"))
+        self.offloader = ScriptedOffloader(self.script, self.training.offload_items)
+        config = GenerateConfig(bucket_mb=1, timeout_seconds=60, check_compute="off", **settings)
+        self.manager = ShardingManager(
+            self.training, self.inference, caches=self.inference, offloader=self.offloader, config=config, job=self.job
+        )
+        self.manager.start()
+
+    @property
+    def is_server(self) -> bool:
+        return self.rank == SERVER
+
+    def switch(self) -> str:
+        """To inference and, where it succeeds, back; says what failed."""
+        try:
+            self.manager.enter(INFER)
+        except Exception as error:
+            self.assert_training_is_back()
+            return f"{type(error).__name__}: {error}"
+        report = self.manager.last_report
+        assert (report.bytes_received, report.bytes_least) == ((NBYTES,) * 2 if self.is_server else (0, 0))
+        self.transports = sorted(report.bytes_by_transport)
+        if self.is_server:
+            for name in SHAPES:
+                assert torch.equal(self.inference.live[name].view(SHAPES[name]), canonical(name, self.version))
+        else:
+            assert self.offloader.is_offloaded("param")
+        self.manager.enter(TRAIN)
+        self.assert_training_is_back()
+        return ""
+
+    def assert_training_is_back(self) -> None:
+        if self.is_server:
+            assert not self.inference.live
+        else:
+            self.training.assert_unchanged()
+
+    version = 0
+
+    def step(self) -> None:
+        self.version += 1
+        if not self.is_server:
+            self.training.step()
+
+    def close(self) -> None:
+        self.manager.close()
+        self.job.close()
+        if not self.is_server:
+            dist.destroy_process_group()
+
+
+def train_and_serve(hosts: str, verify: str) -> dict[str, object]:
+    member = Member(hosts, verify=verify)
+    assert dist.is_initialized() is not member.is_server
+    found: dict[str, object] = {"well": []}
+    for _ in range(3):
+        found["well"].append(member.switch())
+        member.step()
+    for name, failing, call in (("trainer", 1, "prepare"), ("server", SERVER, "commit second")):
+        if member.rank == failing:
+            member.script.arm(call, MemoryError(f"no memory in the {name}"))
+        found[name] = member.switch()
+        member.step()
+    found["after"] = member.switch()
+    found["transports"] = member.transports
+    member.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "transport"), [("aaa", "shared_memory"), ("aab", "collective")], ids=["one host", "two hosts"]
+)
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_two_trainers_fill_a_server(ranks: Ranks, hosts: str, transport: str, verify: str) -> None:
+    by_rank = ranks.launch(train_and_serve, 3, hosts, verify, timeout=200)
+    for rank, found in enumerate(by_rank):
+        assert found["well"] == [""] * 3
+        assert found["after"] == ""
+        for name, failing in (("trainer", 1), ("server", SERVER)):
+            kind = "ReshardError" if rank == failing else "RemoteError"
+            assert found[name].startswith(f"{kind}: "), found[name]
+            assert f"no memory in the {name}" in found[name]
+    assert by_rank[SERVER]["transports"] == [transport]
+
+
+def lose_a_trainer() -> tuple[str, float] | None:
+    """It is gone in the middle of a fill, for good; what the others raise, after how long."""
+    member = Member()
+    member.switch()
+    if member.rank == 1:
+        member.job.close()  # as a process that ends: its connections are closed
+        return None
+    started = time.monotonic()
+    with pytest.raises(LostRankError) as caught:
+        member.manager.enter(INFER)
+    member.assert_training_is_back()
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_server_outlives_a_trainer(ranks: Ranks) -> None:
+    for found in ranks.launch(lose_a_trainer, 3, timeout=200):
+        if found is not None:
+            assert found[1] < 30
