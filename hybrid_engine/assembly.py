@@ -6,12 +6,11 @@ Shared by those who bring the training model: `ActorHybridWorker` builds one, `H
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,9 +18,9 @@ import torch
 
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.loading import generate_values, read_train_config
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import Snapshot
-from hybrid_engine.layouts.inference import differences, inference_side
+from hybrid_engine.layouts.inference import differences
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
@@ -32,7 +31,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.sides import Side
+from hybrid_engine.records.sides import Side, layout_messages
 from hybrid_engine.switch.rendezvous import gather_side
 from hybrid_engine.tracing import check_path
 
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
 
-
-logger = logging.getLogger("hybrid_engine")
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -113,63 +110,69 @@ def build_inference_engine(
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
     `training_side`: of all ranks (`rendezvous.gather_side`). Which rank takes which shard follows from them and
-    from what vLLM is computed to hold; with the engine there, that is compared with the truth. `lora`: what is
-    delivered by itself. `tokenizer_dir`: where it is not the model's. A failure on any rank is raised on all, and
-    leaves no engine.
+    from what vLLM's loader writes at each position, traced first. `lora`: what is delivered by itself.
+    `tokenizer_dir`: where it is not the model's. A failure on any rank is raised on all, and leaves no engine.
     """
-    generate, sizes = config.generate_config, config.generate_config.sizes(job.world_size)
-    with job.agreement.phase("choosing the order of ranks"):
+    generate, positions = config.generate_config, None
+    with job.agreement.phase("checking the inference settings"):
         if generate.trace is not None and job.rank == 0:
             check_path(generate.trace)
-        positions, order = None, tuple(range(job.world_size))
-        if generate.infer_rank_order != "sequential":
-            positions = inference_side(table, sizes, config.actor_config.params_dtype)
-            held = training_side.placed.holdings
-            order = rank_order(generate.infer_rank_order, held, positions.holdings, job.hosts, sizes.tensor)
+        settings = inference_settings(config, job.world_size, lora, tokenizer_dir)
+    # Where each position has the whole model, no order is better than another.
+    if generate.infer_rank_order != "sequential" and settings.sizes.ranks_per_instance > 1:
+        positions = gather_positions(settings, table, job)
+        with job.agreement.phase("choosing the order of ranks"):
+            held, needed = training_side.placed.holdings, positions.placed.holdings
+            order = rank_order(generate.infer_rank_order, held, needed, job.hosts, settings.sizes.tensor)
+            settings = replace(settings, sizes=replace(settings.sizes, rank_order=order))
     with ExitStack() as undo:
         with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
             from hybrid_engine.backends.vllm import InferenceEngine
 
-            settings = inference_settings(config, job.world_size, order, lora, tokenizer_dir)
             engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
             undo.callback(engine.shutdown)  # where another rank fails, too
             if positions is not None:
                 position = settings.sizes.place_of(job.rank).position
-                warn_of_differences(positions.layout_of(position), engine.adaptor.layout(), job.rank)
+                require_traced_before(positions.of_rank(position), engine.adaptor.layout(), job.rank, position)
         undo.pop_all()
     return engine
 
 
-def warn_of_differences(computed: Layout, traced: Layout, rank: int) -> None:
-    """Log what `rank` holds otherwise than the layout says that the order of ranks was chosen by.
+def gather_positions(settings: InferenceSettings, table: ModelTable, job: Job) -> Side:
+    """What vLLM holds at every position, by position in place of rank; each rank traces one. Collective."""
+    with job.agreement.phase("tracing vLLM's model without memory"):
+        from hybrid_engine.backends.vllm import layout_of_position
 
-    What is moved follows the traced layout, so the weights are right all the same.
-    """
-    if wrong := differences(computed, traced):
-        logger.warning(
-            "rank %d: vLLM holds other parts of %d tensors than layouts/inference.py computes, e.g. %s: the order of "
-            "ranks may move more bytes than it must",
-            *(rank, len(wrong), wrong[0]),
-        )
+        own = layout_messages(layout_of_position(settings, job, table.shapes, dtypes=table.dtypes))
+    told, messages = job.agreement.share(own, "exchange of inference positions")
+    with job.agreement.phase("choosing the order of ranks"):
+        return Side.from_messages(told, messages)
+
+
+def require_traced_before(expected: Layout, found: Layout, rank: int, position: int) -> None:
+    """Raise ParameterMismatchError naming each tensor of which an engine holds other parts than its model did without
+    memory: the order of ranks was chosen by that."""
+    if wrong := differences(expected, found):
+        where = f"on rank {rank} vLLM holds other parts of it than were traced for position {position} without memory"
+        remedy = "Set generate_config.infer_rank_order to sequential"
+        raise ParameterMismatchError([f"{name}: {where}. {remedy}" for name in wrong])
 
 
 def inference_settings(
     config: HybridConfig,
     world_size: int,
-    rank_order: tuple[int, ...] | None = None,
     lora: ActorLora | None = None,
     tokenizer_dir: str | None = None,
 ) -> InferenceSettings:
-    """vLLM's settings from a checked configuration.
+    """vLLM's settings from a checked configuration, in sequential order.
 
-    `rank_order`: global rank at each inference position; None counts them in order. `lora`: what is delivered by
-    itself. `tokenizer_dir`: where it is not the model's.
+    `lora`: what is delivered by itself. `tokenizer_dir`: where it is not the model's.
     """
     from hybrid_engine.backends.vllm import InferenceSettings
 
     return InferenceSettings(
         str(config.model),
-        config.generate_config.sizes(world_size, rank_order),
+        config.generate_config.sizes(world_size),
         config.generate_config,
         config.served_dtype,
         tokenizer_dir=tokenizer_dir,

@@ -11,11 +11,11 @@
     parameters.py   every parameter that a name table speaks of
     training.py     Megatron's side
     sharded.py      FSDP2's side, and what a rank holds of a tensor that is packed in a sharded parameter
-    inference.py    vLLM's side, and whether it is what vLLM really holds
+    inference.py    vLLM's side, and whether two layouts hold the same
     memory.py       bytes on device and host: peaks of a switch, phases of a job with all its models
 
-Used for the order of ranks (assembly.py), for the rules of the configuration (config/) and by `plan` (advisor/). Tests
-compare these layouts with what the live engines' adaptors say.
+Used for the rules of the configuration (config/) and by `plan` (advisor/). Tests compare these layouts with what the
+live engines' adaptors say. A job goes by the latter: its order of ranks too (assembly.py).
 
 To change: a parallel size: parallelism.py, its key in config/keys.py, and its rule in size_rules.py. How vLLM cuts a
 parameter: inference.py.

@@ -25,6 +25,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.verification.machine import GIB
@@ -104,11 +105,19 @@ def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_
 
 @dataclass(frozen=True)
 class Served:
-    """A vLLM with random weights, and what it drew; taken_nbytes: on the device while it is awake."""
+    """A vLLM with random weights, and what it drew.
+
+    Attributes:
+        taken_nbytes: on the device while it is awake.
+        traced: what its position was traced to hold, before there was an engine.
+        traced_nbytes: taken on the device by that.
+    """
 
     engine: InferenceEngine
     completions: list[list[int]]
     taken_nbytes: int
+    traced: Layout
+    traced_nbytes: int
 
 
 class TestVllm:
@@ -134,6 +143,12 @@ class TestVllm:
     def test_build(self, first: Served) -> None:
         assert first.completions
 
+    def test_its_position_was_traced_without_memory(self, first: Served, noted: Noted) -> None:
+        noted(f"{first.traced_nbytes / GIB:.2f} GiB of the GPU taken", "less than weights", nbytes=first.traced_nbytes)
+        held = first.engine.adaptor.layout()
+        assert (first.traced.buffers, {*first.traced.shards}) == (held.buffers, {*held.shards})
+        assert first.traced_nbytes < first.engine.adaptor.nbytes
+
     def test_release(self, device: str, first: Served, freed_nbytes: int, noted: Noted) -> None:
         least = first.engine.adaptor.nbytes
         figure = f"{freed_nbytes / GIB:.2f} GiB of the GPU are back"
@@ -153,13 +168,16 @@ class TestVllm:
 
 
 def served(job: SmallJob, ranks: Job) -> Served:
-    from hybrid_engine.backends.vllm import InferenceEngine
+    from hybrid_engine.backends.vllm import InferenceEngine, layout_of_position
 
     config = job.config()
     table = table_for(config.hf_config())
+    before = taken_nbytes(ranks.device)
+    traced = layout_of_position(inference_settings(config, 1), ranks, table.shapes, dtypes=table.dtypes)
+    traced_nbytes = taken_nbytes(ranks.device) - before
     engine = InferenceEngine(inference_settings(config, 1), table.shapes, ranks, dtypes=table.dtypes)
     fill(engine)
-    return Served(engine, drawn(engine, job), taken_nbytes(ranks.device))
+    return Served(engine, drawn(engine, job), taken_nbytes(ranks.device), traced, traced_nbytes)
 
 
 def fill(engine: InferenceEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,15 +11,18 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_engine.assembly import build_inference_engine
-from hybrid_engine.config import ActorConfig, HybridConfig
+from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig
 from hybrid_engine.errors import ParameterMismatchError, RemoteError
+from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.sides import Side
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm.support import write_config
 from tests.hybrid_engine.layouts.cases import DENSE
+from tests.zoo.families import served_config
 
 
 class FakeVllm:
@@ -35,23 +38,35 @@ class FakeVllm:
         self.is_shut_down = True
 
 
-def build(job: Job, construct: Callable[..., Any]) -> Any:
-    """In `job`, whose ranks hold the whole model each, with `construct` in place of vLLM."""
-    config, table = HybridConfig(model=Path("model"), actor_config=ActorConfig()), table_for(DENSE)
+def build(job: Job, construct: Callable[..., Any], of_model: Mapping[str, Any] = DENSE, **settings: Any) -> Any:
+    """In `job`, whose ranks hold the whole model each, with `construct` in place of vLLM; `settings`: of both."""
+    config = HybridConfig(**{"model": Path("model"), "actor_config": ActorConfig(), **settings})
+    table = table_for(of_model)
     side = training_side(table, config.actor_config.sizes(job.world_size))
     held = Side.of([side.layout_of(rank) for rank in range(job.world_size)])
     with mock.patch("hybrid_engine.backends.vllm.InferenceEngine", construct):
         return build_inference_engine(config, table, held, job)
 
 
-def test_an_engine_whose_weights_do_not_fit_is_ended(job: None) -> None:
-    def misfit() -> Layout:
-        raise ParameterMismatchError(["no such parameter"])
+def hold_less(directory: str) -> tuple[str, bool]:
+    """What building raised where each rank's engine lacks a tensor of its position, and whether it was ended."""
+    dist.init_process_group("gloo")
+    job, served = Job.join(60), served_config("qwen3")
+    place = Path(write_config(Path(directory), served))
+    generate = GenerateConfig(infer_tensor_parallel_size=2, max_model_len=64, max_num_seqs=8)
+    computed = inference_side(table_for(served), generate.sizes(job.world_size)).layout_of(job.rank)
+    engine = FakeVllm(lambda: computed.without(["lm_head.weight"]))
+    with pytest.raises(ParameterMismatchError) as caught:
+        build(job, lambda *_args, **_settings: engine, served, model=place, generate_config=generate)
+    job.close()
+    dist.destroy_process_group()
+    return str(caught.value), engine.is_shut_down
 
-    engine = FakeVllm(misfit)
-    with pytest.raises(ParameterMismatchError, match="no such parameter"):
-        build(Job.join(30), lambda *_args, **_settings: engine)
-    assert engine.is_shut_down
+
+def test_an_engine_that_holds_less_than_its_position_is_ended(engines: Ranks, tmp_path: Path) -> None:
+    for rank, (error, was_ended) in enumerate(engines.launch(hold_less, 2, str(tmp_path))):
+        assert f"lm_head.weight: on rank {rank} vLLM holds other parts of it" in error
+        assert was_ended
 
 
 def fail_on_rank_1() -> tuple[str, bool]:

@@ -3,6 +3,7 @@
     engine_settings.py  InferenceSettings (`generate_config` and what the job adds), Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, and every check of them before anything is built
+    positions.py        what each inference position holds, traced before there is an engine
     isolation.py        vLLM's environment, process groups and registries, kept apart from the caller's
     process_state.py    random numbers and torch's settings, kept apart from the caller's
     prompts.py          prompts in any form -> token ids, and completions in the form of their prompts; the tokenizer
@@ -38,6 +39,7 @@ What happens, and what is in this rank's memory after it:
 from hybrid_engine.backends.vllm.arguments import check_before_building
 from hybrid_engine.backends.vllm.engine import InferenceEngine
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.positions import layout_of_position
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -51,5 +53,6 @@ __all__ = [
     "Sampling",
     "VllmAdaptor",
     "check_before_building",
+    "layout_of_position",
     "require_vllm",
 ]

@@ -99,7 +99,10 @@ _LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.mode
 
 # the first that is looked up: its module replaces names that others import
 CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
-ROPES = Internal(f"{_LAYERS}.rotary_embedding:_ROPE_DICT", "may hold another engine's rotary embeddings; see ROTATE")
+ROPES = Internal(
+    f"{_LAYERS}.rotary_embedding:_ROPE_DICT",
+    "may hold another engine's rotary embeddings; see ROTATE. Those of a model without memory go with it",
+)
 MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
     "remembers layers that a model lacks by its address in memory, where another model may come to lie",
@@ -141,6 +144,9 @@ VOCABULARY_EMBEDDING = Internal(
 )
 LAYERWISE_INFO = Internal(
     f"{_LOADING}.reload.layerwise:get_layerwise_info", "holds what a layer that is quantised while loading keeps for it"
+)
+RELOADING_NOTES = Internal(
+    f"{_LOADING}.reload.layerwise:LAYERWISE_INFO", "has notes on every layer, some of which keep their layer alive"
 )
 ORIGINAL_LOADER = Internal(
     f"{_LOADING}.reload.layerwise:_get_original_loader", "loads such a layer's weights without processing them"
@@ -251,6 +257,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     "say what a process group of vLLM's is": {
         f"{PARALLEL_STATE.target}:GroupCoordinator": ("ranks", "rank_in_group", "device_group", "destroy"),
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": ("group_name",),
+    },
+    "make groups of coordinators that cannot communicate": {
+        PARALLEL_STATE.target: ("GroupCoordinator", "initialize_model_parallel"),
     },
     "let ranks communicate": {f"{PARALLEL_STATE.target}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)},
     "hold the LoRAs of a worker, and say which modules can have one": {

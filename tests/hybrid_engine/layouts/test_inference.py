@@ -6,7 +6,6 @@ What every family holds in every kind of layout is compared with traced models i
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, ParameterMismatchError
 from hybrid_engine.layouts.inference import differences, expert_bounds, inference_side, stage_bounds
 from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace
 from hybrid_engine.models import table_for
@@ -141,19 +140,18 @@ def test_what_differs_differs_in_an_element(one: list[Region], other: list[Regio
     assert differences(layout_of(one), layout_of(other)) == expected
 
 
-def test_a_rank_that_holds_something_else_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_holds_something_else_than_its_position_is_refused() -> None:
     pytest.importorskip("torch", reason="the layouts that are compared are of live buffers")
-    warn_of_differences = import_module("hybrid_engine.assembly").warn_of_differences
+    require_traced_before = import_module("hybrid_engine.assembly").require_traced_before
     side = inference_side(table_for(DENSE), InferenceParallelism(2, tensor=2))
     own, others = side.layout_of(0), side.layout_of(1)
-    lacking = replace(own, shards=own.shards[1:])
-    with caplog.at_level(logging.WARNING, "hybrid_engine"):
-        warn_of_differences(own, own, rank=0)
-        assert not caplog.records
-        warn_of_differences(own, lacking, rank=0)
-        warn_of_differences(own, others, rank=1)
-    missing, cut = (record.getMessage() for record in caplog.records)
-    assert "rank 0: vLLM holds other parts of 1 tensors" in missing
-    assert f"e.g. {own.shards[0].region.tensor}: " in missing
+    require_traced_before(own, own.on(1), rank=1, position=0)
+    with pytest.raises(ParameterMismatchError) as lacking:
+        require_traced_before(own, replace(own, shards=own.shards[1:]), rank=1, position=0)
+    (missing,) = lacking.value.findings
+    assert missing.startswith(f"{own.shards[0].region.tensor}: on rank 1 vLLM holds other parts of it")
+    assert "traced for position 0" in missing
+    with pytest.raises(ParameterMismatchError) as another:
+        require_traced_before(own, others, rank=1, position=0)
     whole = {shard.region.tensor for shard in own.shards if shard.region.lengths == own.tensors[shard.region.tensor]}
-    assert f"rank 1: vLLM holds other parts of {len(own.tensors) - len(whole)} tensors" in cut
+    assert len(another.value.findings) == len(own.tensors) - len(whole)

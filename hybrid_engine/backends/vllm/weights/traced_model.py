@@ -104,21 +104,48 @@ def trace_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    trace = trace_loader(cast(LoadWeights, model.load_weights), tensors, dtypes)
-    if trace.staged:
+    records = _records_of(model, tensors, dtypes, rank)
+    if staged := records.trace.staged:
         logger.warning(
             "%d canonical tensors cannot be traced and go through the model's own loader at every reshard: %s",
-            len(trace.staged),
-            ", ".join(trace.staged),
+            len(staged),
+            ", ".join(staged),
         )
+    model.eval()  # as vLLM does later: the mode is none of what the processing changes
+    snapshot = take_snapshot(dict(model.named_modules()), records.storages, records.groups)
+    return TracedModel(model, rank, records.layout, dtypes, records.groups, records.storages, staged, snapshot)
+
+
+def trace_without_memory(
+    model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], rank: int
+) -> Layout:
+    """The layout that `trace_model` finds in a model whose weights are on the meta device, where they stay."""
+    with torch.device("meta"):
+        _materialize(model)
+    return _records_of(model, tensors, dtypes, rank).layout
+
+
+@dataclass(frozen=True)
+class _Records:
+    """What a loader does with a model: see `TracedModel`."""
+
+    trace: Trace
+    storages: Mapping[str, WeightStorage]
+    groups: Mapping[str, CommitGroup]
+    layout: Layout
+
+
+def _records_of(
+    model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], rank: int
+) -> _Records:
+    on_meta = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
+    trace = trace_loader(cast(LoadWeights, model.load_weights), tensors, dtypes, on_meta)
     written = {copy.storage for copy in trace.copies} | {write.storage for write in trace.staged_writes}
     storages = {storage.name: storage for storage in take_inventory(model, written)}
     groups = find_groups(model, list(storages.values()), trace)
     group_of = {buffer: name for name, group in groups.items() for buffer in group.buffers}
     layout = build_layout(rank, tensors, dtypes, list(storages.values()), trace, _vocabulary_padding(model), group_of)
-    model.eval()  # as vLLM does later: the mode is none of what the processing changes
-    snapshot = take_snapshot(dict(model.named_modules()), storages, groups)
-    return TracedModel(model, rank, layout, dtypes, groups, storages, trace.staged, snapshot)
+    return _Records(trace, storages, groups, layout)
 
 
 def _materialize(model: torch.nn.Module) -> None:

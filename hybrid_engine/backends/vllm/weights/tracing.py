@@ -71,13 +71,15 @@ def trace_loader(
     load_weights: LoadWeights,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
+    on_meta: Iterable[torch.Tensor] = (),
 ) -> Trace:
     """Run `load_weights` once on meta tensors of these canonical names, shapes and dtypes; return what it would write.
 
     The tensors are offered in the order of `tensors`. Parameters are not changed, except that constants the loader
     itself writes (zeros into padding) are. Raises ModelError, naming the tensor being read, when the loader fails.
+    `on_meta`: tensors of the model that are on the meta device, as the offered ones are.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(on_meta)
     offered: list[str] = []
 
     def offer() -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,8 +118,9 @@ _OVERWRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, torch.
 class _Recorder(_DispatchMode):
     """Sees every operation of the loader; records copies and follows which storage was computed from what."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_meta: Iterable[torch.Tensor]) -> None:
         super().__init__()
+        self._of_model = {storage_key(tensor) for tensor in on_meta}
         self._names: dict[int, str] = {}  # pristine storages of declared tensors
         self._origins: dict[int, frozenset[str]] = {}  # storages computed from declared tensors
         self._scalars: frozenset[str] = frozenset()  # tensors read by .item() so far
@@ -138,7 +141,7 @@ class _Recorder(_DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+        if func is torch.ops.aten.copy_.default and not self._has_values(args[1]) and self._has_values(args[0]):
             self._record_copy(args[0], args[1])
             return args[0]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -150,6 +153,10 @@ class _Recorder(_DispatchMode):
         if origins := self._origins_of((args, kwargs)):
             self._mark_computed((args, kwargs), result, origins)
         return result
+
+    def _has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the loader's or the model's own, rather than an offered one or computed from these."""
+        return not tensor.is_meta or storage_key(tensor) in self._of_model
 
     def _origins_of(self, values: Any) -> frozenset[str]:
         """Names of the declared tensors that flowed into these arguments."""
@@ -188,9 +195,10 @@ class _Recorder(_DispatchMode):
         if origins:
             self._alive.append(target)
             self._origins[storage_key(target)] = self._origins_of(target) | origins
-            if not target.is_meta:
+            if self._has_values(target):
                 self._note_staged(target, origins)
-        if not target.is_meta and any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
+        tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        if self._has_values(target) and not all(map(self._has_values, tensors)):
             return target  # values that do not exist cannot be written
         return func(*args, **kwargs)
 

@@ -1,5 +1,5 @@
 """Every family cut over ranks, and those that differ in every other kind of vLLM's layouts: traced, filled, bitwise
-vLLM's own load, and as computed without vLLM.
+vLLM's own load, as traced without memory before there were groups, and as computed without vLLM.
 
 vLLM's models on real ranks without an engine around them. A case is a model of the zoo with changes, in the groups of
 some settings; nothing is computed, so a launch goes through dozens: one for each number of ranks, one call for each
@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.assembly import gather_positions
 from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN, unnamed_shared_memory
@@ -147,13 +148,25 @@ def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, Outcome]:
     # With experts, so that vLLM makes a group for them; 12 heads are a multiple of every size here.
     host_config = served_config("qwen3_moe", num_attention_heads=12, num_key_value_heads=12)
     host_model = support.write_config(base / "host", host_config)
+    before = {case.name: _traced_before(case, base / "positions" / case.name.replace("/", "-")) for case in cases}
     with vllm_groups(cases[0].settings(host_model)) as host:
-        results = {case.name: _outcome_of(case, host, base / case.name.replace("/", "-")) for case in cases}
+        results = {
+            case.name: _outcome_of(case, host, base / case.name.replace("/", "-"), before[case.name]) for case in cases
+        }
     dist.barrier()
     return results
 
 
-def _outcome_of(case: Case, host: Host, directory: Path) -> Outcome:
+def _traced_before(case: Case, directory: Path) -> Layout:
+    """What this rank's position holds, as the rank of that number traced it without memory."""
+    settings = case.settings(support.write_config(directory, case.model))
+    sequential = replace(settings, sizes=replace(settings.sizes, rank_order=None))
+    with contextlib.closing(Job.join(120)) as job:
+        positions = gather_positions(sequential, table_for(case.model), job)
+        return positions.of_rank(settings.sizes.place_of(job.rank).position).on(job.rank)
+
+
+def _outcome_of(case: Case, host: Host, directory: Path, traced_before: Layout) -> Outcome:
     weights = support.random_weights(case.model, seed=0)
     checkpoint = support.write_checkpoint(directory, case.model, weights)
     adaptor = host.adaptor = support.adaptor_of(host, checkpoint, case.model)
@@ -165,6 +178,7 @@ def _outcome_of(case: Case, host: Host, directory: Path) -> Outcome:
         *(f"{name} has other bits than vLLM loads itself" for name in support.differences(filled, native)),
         *(f"{name} computes with other weights than were sent" for name in support.misread(adaptor.model, filled)),
         *(f"{name} cannot be traced" for name in adaptor.staged),
+        *(f"{name} was traced otherwise without memory" for name in _differences_of_shards(traced_before, layout)),
         *_analytic_faults(case, host, layout),
         *([] if support.is_ready(adaptor) and len(held) > 5 else ["not all groups are committed"]),
         *(_faults_in_place(case, host, checkpoint) if case.is_in_place else ()),
@@ -210,6 +224,13 @@ def _faults_in_place(case: Case, host: Host, checkpoint: str) -> list[str]:
 
 def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _differences_of_shards(one: Layout, other: Layout) -> list[str]:
+    """Tensors of which two layouts have other boxes, or in other places; buffers that are not the same."""
+    tensors = {shard.region.tensor for shard in {*one.shards} ^ {*other.shards}}
+    ids = one.buffers.keys() | other.buffers.keys()
+    return sorted(tensors) + sorted(each.name for each in ids if one.buffers.get(each) != other.buffers.get(each))
 
 
 def _analytic_faults(case: Case, host: Host, traced: Layout) -> list[str]:

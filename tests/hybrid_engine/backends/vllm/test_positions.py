@@ -1,0 +1,248 @@
+"""Positions that are traced before there is an engine: what engines then trace, and nothing of it left behind.
+
+Each engine is built in an order that is not the sequential one, so that the rank that traced a position is not the one
+that takes it. Every family in every kind of layout is in test_layouts.py, without engines.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.assembly import gather_positions
+from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, internals, layout_of_position
+from hybrid_engine.backends.vllm.positions import _seat_class
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ModelError
+from hybrid_engine.layouts.inference import differences, inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.rank_order import rank_order
+from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm import support
+from tests.zoo.families import served_config
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one layout, in an order of ranks.
+
+    Attributes:
+        train: sizes of the training side by which an order is chosen, of Megatron.
+        tensor, pipeline, expert: sizes of vLLM's.
+        order: in which the engine is built.
+    """
+
+    family: str
+    train: dict[str, int]
+    order: tuple[int, ...]
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    quantization: str | None = None
+
+    @property
+    def name(self) -> str:
+        sizes = f"tp{self.tensor} pp{self.pipeline} ep{self.expert} of {len(self.order)}"
+        return f"{self.family} {sizes} {self.quantization or ''}".strip()
+
+    @property
+    def sizes(self) -> InferenceParallelism:
+        """In sequential order."""
+        return InferenceParallelism(len(self.order), self.tensor, self.pipeline, self.expert)
+
+
+TENSOR_4, TENSOR_2, STAGES = {"tensor": 4}, {"tensor": 2}, {"tensor": 2, "pipeline": 2}
+CASES = [
+    Case("llama", {"pipeline": 2}, (1, 0), tensor=2),
+    Case("llama tied", {"pipeline": 2}, (1, 0), pipeline=2),
+    Case("qwen3_moe", TENSOR_2, (1, 0), expert=2),
+    Case("qwen3", TENSOR_2, (1, 0), tensor=2, quantization="fp8_per_channel"),
+    Case("qwen3", TENSOR_4, (0, 2, 1, 3), tensor=2),
+    Case("gemma2", STAGES, (1, 3, 0, 2), tensor=2, pipeline=2),
+    Case("qwen3_moe", STAGES, (2, 0, 3, 1), tensor=2, expert=4),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a case.
+
+    Attributes:
+        left: what tracing left behind, in words.
+        wrong: tensors of which the engine at this rank's position holds something else than was traced.
+        is_same: whether buffers, padding and places are the same too.
+        computed: tensors of which this position holds something else than is computed.
+        orders: chosen by what was traced, and by what is computed.
+    """
+
+    left: list[str]
+    wrong: list[str]
+    is_same: bool
+    computed: list[str]
+    orders: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def run_cases(directory: str, cases: list[Case]) -> dict[str, Outcome]:
+    dist.init_process_group("gloo")
+    with closing(Job.join(120)) as job:
+        return {case.name: _outcome_of(case, job, Path(directory, case.name.replace(" ", "-"))) for case in cases}
+
+
+def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
+    config = served_config(case.family)
+    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, quantization=case.quantization)
+    settings = InferenceSettings(support.write_config(directory, config), case.sizes, generate)
+    table = table_for(config)
+    gc.collect()  # what an earlier case left; tracing collects its own
+    before = _state()
+    positions = gather_positions(settings, table, job)
+    left = _left_since(before)
+    computed = inference_side(table, case.sizes)
+    source = training_side(table, TrainParallelism(job.world_size, **case.train)).holdings
+    choose = partial(rank_order, "auto", source, hosts=("host",) * job.world_size, tensor=case.tensor)
+    orders = choose(positions=positions.placed.holdings), choose(positions=computed.holdings)
+    settings = replace(settings, sizes=replace(case.sizes, rank_order=case.order))
+    position = settings.sizes.place_of(job.rank).position
+    expected = positions.of_rank(position)
+    engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
+    try:
+        found = engine.adaptor.layout()
+    finally:
+        engine.shutdown()
+    return Outcome(
+        left,
+        wrong=differences(expected, found),
+        is_same=(expected.on(job.rank).buffers, {*expected.on(job.rank).shards}) == (found.buffers, {*found.shards}),
+        computed=differences(computed.layout_of(position), found),
+        orders=orders,
+    )
+
+
+def _state() -> dict[str, Any]:
+    """What a process has of its own, and what vLLM keeps in its modules."""
+    parallel_state = internals.PARALLEL_STATE.load()
+    kind = parallel_state.GroupCoordinator
+    from vllm.config import get_current_vllm_config_or_none
+
+    return {
+        "vLLM's groups": [name for name, value in vars(parallel_state).items() if isinstance(value, kind)],
+        "vLLM's count of hosts": parallel_state._NODE_COUNT,
+        "vLLM's names of groups": dict(parallel_state._groups),
+        "vLLM's configuration": get_current_vllm_config_or_none(),
+        "vLLM's missing layers": dict(internals.MISSING_LAYERS.load()),
+        "vLLM's rotary embeddings": dict(internals.ROPES.load()),
+        "vLLM's loaders": dict(internals.LOADERS.load()),
+        "torch's groups": len(dist.distributed_c10d._world.pg_map),
+        "the environment": dict(os.environ),
+        "random numbers": (random.getstate(), torch.get_rng_state()),
+        "the default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "tensors without memory": _meta_tensors(),
+    }
+
+
+def _left_since(before: dict[str, Any]) -> list[str]:
+    return sorted(name for name, value in _state().items() if not _is_same(value, before[name]))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(_is_same(*pair) for pair in zip(one, other, strict=True))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _meta_tensors() -> int:
+    return sum(isinstance(each, torch.Tensor) and each.is_meta for each in gc.get_objects())
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """By name of the case, by rank."""
+    directory = str(tmp_path_factory.mktemp("positions"))
+    found: dict[str, list[Outcome]] = {}
+    for num_ranks in (2, 4):
+        cases = [case for case in CASES if len(case.order) == num_ranks]
+        by_rank = engines.launch(run_cases, num_ranks, directory, cases)
+        found |= {case.name: [each[case.name] for each in by_rank] for case in cases}
+    return found
+
+
+@pytest.fixture(params=[case.name for case in CASES])
+def by_rank(outcomes: dict[str, list[Outcome]], request: pytest.FixtureRequest) -> list[Outcome]:
+    return outcomes[request.param]
+
+
+def test_an_engine_holds_what_its_position_was_traced_to_hold(by_rank: list[Outcome]) -> None:
+    assert [each.wrong for each in by_rank] == [[]] * len(by_rank)
+    assert all(each.is_same for each in by_rank), "in other places"
+
+
+def test_nothing_is_left_of_it(by_rank: list[Outcome]) -> None:
+    assert [each.left for each in by_rank] == [[]] * len(by_rank)
+
+
+def test_where_vllm_holds_something_else_than_is_computed_this_says_so(by_rank: list[Outcome]) -> None:
+    """`plan` counts with what is computed, and a job goes by what is traced: both choose one order."""
+    assert [each.computed for each in by_rank] == [[]] * len(by_rank)
+    assert len({order for each in by_rank for order in each.orders}) == 1
+
+
+def test_some_order_is_not_the_sequential_one(outcomes: dict[str, list[Outcome]]) -> None:
+    assert any(each.orders[0] != tuple(range(len(found))) for found in outcomes.values() for each in found)
+
+
+def refuse(directory: str) -> tuple[str, list[str], list[str]]:
+    """What tracing with a tensor of another shape raised, what it left, and how those fared who communicated."""
+    dist.init_process_group("gloo")
+    case, config = CASES[0], served_config(CASES[0].family)
+    generate = GenerateConfig(max_model_len=64, max_num_seqs=8)
+    settings = InferenceSettings(support.write_config(Path(directory), config), case.sizes, generate)
+    shapes = {**table_for(config).shapes, "model.norm.weight": (7,)}
+    with closing(Job.join(120)) as job:
+        before = _state()
+        with pytest.raises(ModelError) as caught:
+            layout_of_position(settings, job, shapes)
+        message = str(caught.value)
+        del caught  # with the frames in which the model was
+        gc.collect()
+        left = _left_since(before)
+    seat = _seat_class(0)([[0, 1]])
+    tries = [
+        lambda: dist.all_reduce(torch.ones(1), group=seat.cpu_group),
+        lambda: seat.device_group.allreduce([torch.ones(1)]),
+        lambda: seat.all_reduce(torch.ones(1)),
+        lambda: seat.broadcast_object(1),
+        seat.barrier,
+    ]
+    return message, left, [_error_of(each) for each in tries]
+
+
+def _error_of(communicate: Callable[[], object]) -> str:
+    try:
+        communicate()
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_what_does_not_fit_is_refused_and_leaves_nothing_and_whoever_communicates_raises(
+    engines: Ranks, tmp_path: Path
+) -> None:
+    for error, left, errors in engines.launch(refuse, 2, str(tmp_path)):
+        assert "model.norm.weight (7,)" in error
+        assert not left
+        assert all(errors), errors
