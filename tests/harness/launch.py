@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybrid_engine.ranks.launching import run_started
+from tests.harness.no_pickles import refuse_pickles
 
 T = TypeVar("T")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -181,6 +182,7 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
         # When an engine ends it lets go of all that is frozen, and from then on each of vLLM's collections would go
         # through all modules, which takes half a second. `real_collector` is for tests of what an engine leaves.
         gc.freeze = gc.unfreeze = _do_nothing
+        refuse_pickles()
         functions, with_engines = pickle.loads(calls)
         for number, (function, args) in enumerate(functions):
             gc.collect()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
 from tests.harness.launch import Ranks
 
@@ -25,6 +26,23 @@ def import_a_backend() -> None:
 def test_a_rank_without_engines_builds_none(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match=r"imports hybrid_engine\.backends\.megatron: take the fixture `engines`"):
         ranks.launch(import_a_backend, 1, timeout=60)
+
+
+def read_pickles() -> list[str]:
+    said = []
+    for module in ("hybrid_engine.switch.probe", "hybrid_engine.trainer.checkpoint_directory", "torch.probe"):
+        for call in ("__import__('pickle').loads(b'N.')", "dist.all_gather_object([None], 1)"):
+            try:
+                exec(call, {"__name__": module, "dist": dist})
+            except Exception as error:
+                said.append(f"{module.rpartition('.')[2]}: {error}")
+    return said
+
+
+def test_our_modules_read_no_pickles_in_a_rank(ranks: Ranks) -> None:
+    (said,) = ranks.launch(read_pickles, 1, timeout=60)
+    assert said[:2] == [f"probe: hybrid_engine.switch.probe calls {name}" for name in ("loads", "all_gather_object")]
+    assert all("Default process group" in each for each in said[2:])
 
 
 def test_the_last_words_of_a_killed_rank_come_back(ranks: Ranks) -> None:
