@@ -94,11 +94,16 @@ class Agreement:
     def __init__(self, world: World, hosts: Sequence[str], timeout_seconds: float) -> None:
         self._world, self._rank, self._shape, self.world_size = world, world.rank, TreeShape(hosts), world.size
         self.timeout_seconds = timeout_seconds
-        self._tree: RankTree | None = RankTree(world, self._shape, timeout_seconds)
         self.lost: LostRankError | None = None
         self.nbytes_received = 0
         self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
         self._watch = FailureWatch(world, timeout_seconds)
+        self._tree: RankTree | None = None
+        try:
+            self._tree = self._connect(timeout_seconds)
+        except BaseException:
+            self._watch.close()
+            raise
 
     def pace(self, hosts: Sequence[str]) -> Pace:
         """Return what keeps hosts near each other within a phase of many steps; `hosts` by rank."""
@@ -110,6 +115,12 @@ class Agreement:
         self._watch.close()
         self._disconnect()
 
+    def _connect(self, seconds: float) -> RankTree:
+        try:
+            return RankTree(self._world, self._shape, seconds)
+        except RuntimeError as error:
+            raise self._part("connecting", None) from error
+
     def _disconnect(self) -> None:
         tree, self._tree = self._tree, None
         if tree is not None:
@@ -120,7 +131,7 @@ class Agreement:
         """Set-up: the longest wait is `SECONDS_TO_BUILD`, or the timeout if that is longer. Collective."""
         tree, seconds = self._connections(), self.timeout_seconds
         longer = max(seconds, SECONDS_TO_BUILD)
-        self._tree = RankTree(self._world, self._shape, longer)
+        self._tree = self._connect(longer)
         self.timeout_seconds = longer
         self._watch.set_silence(longer)
         try:

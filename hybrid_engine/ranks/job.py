@@ -171,11 +171,7 @@ class Job:
 
         Of all ranks, or of those in this rank's part; each rank is in one of the `parts`.
         """
-        with self.agreement.phase("connecting ranks"):
-            number, own = self.world.next_number(), self._own_part(parts)
-            group = RankGroup(self.world, f"{number}/{own[0]}", own, self.timeout_seconds)
-            owner.callback(group.close)
-        return group
+        return self._connect(owner, self._own_part(parts))
 
     def new_nccl_group(self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
         """The same over NCCL, which connects a rank with those that it sends something. Never run.
@@ -204,7 +200,13 @@ class Job:
 
     def new_host_group(self, owner: ExitStack) -> RankGroup:
         """A group of this host's ranks, for one purpose only. It ends with `owner`. Collective, over all hosts."""
-        return self.new_group(owner, ranks_by_host(self.hosts))
+        return self._connect(owner, self._own_part(ranks_by_host(self.hosts)))
+
+    def _connect(self, owner: ExitStack, ranks: Sequence[int]) -> RankGroup:
+        with self.agreement.phase("connecting ranks"):
+            group = RankGroup(self.world, f"{self.world.next_number()}/{ranks[0]}", ranks, self.timeout_seconds)
+            owner.callback(group.close)
+        return group
 
     @property
     def is_inherited(self) -> bool:

@@ -104,6 +104,9 @@ class RankTree:
             (each, RankGroup(world, f"tree {number}/{each.level}/{each.ranks[0]}", each.ranks, timeout_seconds))
             for each in self._shape.of_rank(world.rank)
         ]
+        self.maximum(
+            torch.zeros(1)
+        )  # whoever is through first may close its connections before others have made theirs
 
     def maximum(self, values: torch.Tensor) -> None:
         """Let every element be the largest of all ranks', in place."""

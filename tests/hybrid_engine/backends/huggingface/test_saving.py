@@ -36,7 +36,7 @@ AGREEMENT = SimpleNamespace(
     share=lambda messages, phase: ([range(len(messages))], messages),
     rounds=lambda name, steps: list(steps),
 )
-ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, new_group=lambda backend, owner: None)
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, new_group=lambda owner: None)
 TABLE: Any = SimpleNamespace(
     shapes=SHAPES,
     copies={"d": "a"},
