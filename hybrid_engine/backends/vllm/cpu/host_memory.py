@@ -1,9 +1,19 @@
-"""Memory of weights on a CPU: vLLM's storages are resized, and what passes through loader layout is in huge pages."""
+"""Memory of weights on a CPU: vLLM's storages are resized, and what passes through loader layout has pages of its own.
+
+A switch fills modules in loader layout and drops them as soon as vLLM has packed them. New pages for each would cost
+several times as much as the copy; here the pages of one bucket are reused for the next.
+
+    pool.lend([(numel, dtype), …]) -> tensors --last of them gone--> pages are free --lend--> …
+                                          lent before a trim ─┐                └──trim──> system
+                                                              └────────────────────────> system
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -12,18 +22,24 @@ from hybrid_engine.backends.vllm.weights.weight_memory import Live, WeightMemory
 from hybrid_engine.memory.host_pages import libc
 
 _HUGE_PAGE = 2 * 1024**2
+_ALIGNMENT = 64  # bytes, of every tensor
 
 
 class CpuWeightMemory(WeightMemory):
-    """On a CPU; see the port in weights/weight_memory.py."""
+    """On a CPU: storages are resized, and what passes through goes through the same pages, group after group."""
 
-    def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
-        tensors = super().new(storages)
-        for tensor in tensors:
-            _prefer_huge_pages(tensor.untyped_storage())
-        return tensors
+    def __init__(self) -> None:
+        self._pool = StagingPool()
+
+    def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
+        # What nobody foresaw to stay is safe too: the pool lends no page over which a tensor lives.
+        passing = [storage for storage in storages if storage.name not in stay]
+        lent = iter(self._pool.lend([(storage.numel, storage.dtype) for storage in passing]))
+        own = iter(super().new([storage for storage in storages if storage.name in stay]))
+        return [next(own if storage.name in stay else lent) for storage in storages]
 
     def trim(self) -> None:
+        self._pool.trim()
         _trim_heap()
 
     def free(self, live: Live) -> None:
@@ -36,6 +52,70 @@ class CpuWeightMemory(WeightMemory):
             if memory is not None and not memory.nbytes():
                 memory.resize_(storage.nbytes)
                 _prefer_huge_pages(memory)
+
+    def nbytes(self, live: Live) -> int:
+        return super().nbytes(live) + self._pool.free_nbytes
+
+
+class StagingPool:
+    """One block of pages, lent as a whole and returned when the last tensor over it is gone.
+
+    Memory: the largest loan so far. A loan while the pages are still lent (a tensor was kept) is new memory; the larger
+    of the two blocks is kept.
+    """
+
+    def __init__(self) -> None:
+        self._free: _Pages | None = None
+        self._num_trims = 0
+
+    @property
+    def free_nbytes(self) -> int:
+        return 0 if self._free is None else self._free.nbytes
+
+    def lend(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Return flat CPU tensors of these sizes, contents undefined, each with a storage of its own."""
+        starts, end = [], 0
+        for numel, dtype in sizes:
+            starts.append(end)
+            end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if not end:
+            return [torch.empty(numel, dtype=dtype) for numel, dtype in sizes]
+        pages, self._free = self._free, None
+        if pages is None or pages.nbytes < end:
+            del pages  # before the new ones, not beside them
+            pages = _Pages(end)
+        loan = (ctypes.c_ubyte * pages.nbytes).from_buffer(pages.memory)
+        # torch keeps `loan` as long as a storage over it lives
+        weakref.finalize(loan, _take_back, weakref.ref(self), pages, self._num_trims).atexit = False
+        return [
+            torch.frombuffer(loan, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0, dtype=dtype)
+            for start, (numel, dtype) in zip(starts, sizes, strict=True)
+        ]
+
+    def take_back(self, pages: _Pages, num_trims: int) -> None:
+        """Keep pages that were lent after `num_trims` trims, unless there was a trim since or larger pages are kept."""
+        if self._num_trims == num_trims and self.free_nbytes < pages.nbytes:
+            self._free = pages
+
+    def trim(self) -> None:
+        """Free the pages; those that are lent are freed when the last tensor over them is gone."""
+        self._num_trims += 1
+        self._free = None
+
+
+class _Pages:
+    """An anonymous mapping, in huge pages where it is large enough; unmapped when it is collected."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _take_back(pool: weakref.ref[StagingPool], pages: _Pages, num_trims: int) -> None:
+    owner = pool()
+    if owner is not None:
+        owner.take_back(pages, num_trims)
 
 
 def _trim_heap() -> None:

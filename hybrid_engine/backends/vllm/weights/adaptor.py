@@ -32,7 +32,8 @@ class VllmAdaptor:
 
     Memory: between `allocate` and `commit` a group exists in loader layout; after `commit` only in the form vLLM
     computes with, which on a GPU stays where it is while a group passes through loader layout beside it. On a CPU an
-    embedding and a head stay in both forms, as in vLLM itself.
+    embedding and a head stay in both forms, as in vLLM itself, and what is packed passes through the same pages, group
+    after group, which go with `finish_fill`.
 
     Attributes:
         rank: global rank.
@@ -50,7 +51,8 @@ class VllmAdaptor:
     ) -> None:
         """
         Args:
-            keeps_memory: `release` only declares the weights void; their memory stays, but the KV cache's goes.
+            keeps_memory: `release` only declares the weights void; their memory stays, that for staging too, but the KV
+                cache's goes.
             settings: in force while vLLM processes weights; None: those of the caller.
         """
         traced = model.traced
@@ -276,7 +278,7 @@ class VllmAdaptor:
         storages = [storage for group in groups for storage in self._traced.storages_of(group)]
         passing = [storage for storage in storages if storage.name not in live]
         self._memory.restore(self._processed.resident, storages, self._processed.derived_with(groups))
-        flats = self._memory.new(passing)
+        flats = self._memory.new(passing, self._processed.in_place)
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         tensors |= {storage.name: storage.create(flat) for storage, flat in zip(passing, flats, strict=True)}
         for name, tensor in tensors.items():

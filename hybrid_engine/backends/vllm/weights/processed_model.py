@@ -42,6 +42,7 @@ class ProcessedModel:
         live: storage -> its parameter, where vLLM computes with what its loader fills: new weights are written there,
             for others may refer to it.
         derivations: group -> what vLLM derived from its weights, where it did.
+        in_place: storages in whose memory the processing leaves other values; vLLM goes on to compute with that memory.
         constants: module -> its tensors, by path, that are neither weights nor made anew of them, with what they hold
             before the processing: those that it writes in place, and, where addresses must stay, all others but
             buffers, for vLLM's sleep mode loses their values.
@@ -55,6 +56,7 @@ class ProcessedModel:
     modules: Mapping[str, torch.nn.Module]
     live: Mapping[str, torch.Tensor]
     derivations: Mapping[str, Derivation]
+    in_place: frozenset[str]
     constants: Mapping[str, Mapping[str, Constant]]
     keeps_addresses: bool
     context: Context
@@ -222,6 +224,8 @@ def _inspected(
     known = traced.snapshot.constants | {storage_key(tensor) for tensor in live.values()}
     found = {name: _derivation(traced, modules, group, live, known, written) for name, group in traced.groups.items()}
     derivations = {name: derivation for name, derivation in found.items() if derivation is not None}
+    computed_with = {storage_key(tensor) for each in derivations.values() for tensor in each.results.values()}
+    in_place = frozenset(each.name for each in traced.storages.values() if each.key in computed_with)
     for name, each in derivations.items():
         if keeps_addresses:  # vLLM may wrap a method later
             methods = tuple(_reference_to_method(modules[module]) for module in each.methods)
@@ -229,7 +233,9 @@ def _inspected(
         else:  # results would keep the memory of these weights
             derivations[name] = replace(each, results={}, numbers={})
     constants = _constants(traced, modules, derivations, written, keeps_addresses)
-    model = ProcessedModel(traced, modules, live, derivations, constants, keeps_addresses, context, act_dtype, barrier)
+    model = ProcessedModel(
+        traced, modules, live, derivations, in_place, constants, keeps_addresses, context, act_dtype, barrier
+    )
     faults = _lost(model)
     if keeps_addresses:
         faults += _out_of_reach(model, known)

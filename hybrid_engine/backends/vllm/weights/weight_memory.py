@@ -23,7 +23,7 @@ import gc
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +47,15 @@ class WeightMemory:
 
     frees_all_at_once = False
 
-    def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
-        """Flat tensors [numel] for weights that pass through loader layout; contents undefined."""
+    def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
+        """Flat tensors [numel] for weights that pass through loader layout; contents undefined.
+
+        `stay`: names of storages with which vLLM goes on to compute where they lie, so that they do not pass.
+        """
         return [torch.empty(storage.numel, dtype=storage.dtype, device=storage.device) for storage in storages]
 
     def trim(self) -> None:
-        """Give back what is kept of memory that was freed."""
+        """Keep no memory for weights that will pass through."""
 
     def free(self, live: Live) -> None:
         """Give the memory of these live weights back, where that is possible; contents are lost."""
@@ -75,7 +78,7 @@ class WeightMemory:
         return not self.nbytes(live)
 
     def nbytes(self, live: Live) -> int:
-        """Bytes behind live weights now."""
+        """Bytes taken now: those behind live weights, and those kept for weights that will pass through."""
         storages = (tensor.untyped_storage() for tensor in live.values())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -29,12 +29,14 @@ from tests.hybrid_engine.backends.vllm.made_up_methods import (
     loaded,
     quantised,
     replace,
+    shuffled_in_place,
     transposed,
     untouched,
     with_a_number,
     with_a_number_beside_the_weight,
     with_added_tensors,
     with_as_many_as_there_are,
+    with_halves_swapped,
 )
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -272,6 +274,17 @@ def test_what_stays_in_the_memory_that_was_filled_is_not_written_by_the_next_gro
             alone.process()
             held = {path: each for path, each in model.held().items() if path.startswith(f"{name}.")}
             assert different(held, alone.held()) == []
+
+
+@pytest.mark.usefixtures("keeping")
+def test_memory_that_stays_is_its_own_and_no_loan() -> None:
+    """A loan is of all groups that are filled at once: one that stays would keep the memory of all."""
+    model = Model(shuffled=shuffled_in_place, swapped=with_halves_swapped, transposed=transposed)
+    adaptor = built(model, keeps_addresses=False)
+    fill(adaptor, model, 0)
+    for layer in (model.shuffled, model.swapped):
+        assert layer.weight.untyped_storage().nbytes() == ROWS * COLUMNS * layer.weight.itemsize
+        assert layer.weight.untyped_storage().resizable()  # what is lent is not
 
 
 @pytest.mark.usefixtures("keeping")
