@@ -405,7 +405,8 @@ class Routes:
         ranks, num_receivers = self._sources[source].ranks, int(self._network_rounds[source])
         num_parts = math.gcd(num_receivers, len(ranks))
         of_part, senders = num_receivers // num_parts, len(ranks) // num_parts
-        part, position = np.divmod(positions, of_part)
+        # neighbours need boxes of one size: they are in different parts, each of which has some of every size
+        position, part = np.divmod(positions, num_parts)
         return ranks[part * senders + (position + offset.first + offset.index * of_part) % senders]
 
     def _classes(self, index: int, destination: BoxOwners, near: Sequence[int]) -> Iterator[Receivers]:

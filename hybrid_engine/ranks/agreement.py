@@ -100,7 +100,7 @@ class Agreement:
         self._watch = FailureWatch(world, timeout_seconds)
         self._tree: RankTree | None = None
         try:
-            self._tree = self._connect(timeout_seconds)
+            self._tree = self._connect()
         except BaseException:
             self._watch.close()
             raise
@@ -115,11 +115,9 @@ class Agreement:
         self._watch.close()
         self._disconnect()
 
-    def _connect(self, seconds: float) -> RankTree:
-        try:
-            return RankTree(self._world, self._shape, seconds)
-        except RuntimeError as error:
-            raise self._part("connecting", None) from error
+    def _connect(self) -> RankTree:
+        with self._watch.inside("connecting"), self._connected("connecting"):
+            return RankTree(self._world, self._shape, self.timeout_seconds)
 
     def _disconnect(self) -> None:
         tree, self._tree = self._tree, None
@@ -130,11 +128,10 @@ class Agreement:
     def building(self) -> Iterator[None]:
         """Set-up: the longest wait is `SECONDS_TO_BUILD`, or the timeout if that is longer. Collective."""
         tree, seconds = self._connections(), self.timeout_seconds
-        longer = max(seconds, SECONDS_TO_BUILD)
-        self._tree = self._connect(longer)
-        self.timeout_seconds = longer
-        self._watch.set_silence(longer)
+        self.timeout_seconds = max(seconds, SECONDS_TO_BUILD)
+        self._watch.set_silence(self.timeout_seconds)
         try:
+            self._tree = self._connect()
             with self._watch.inside("building"):
                 yield
         except BaseException as error:
@@ -382,7 +379,7 @@ class Agreement:
 
     def _in_our_words(self, phase: str, error: Exception) -> Exception:
         """`error`, or a LostRankError where a library lost its connection and the reason is known."""
-        reasons = self._reasons() if is_lost_connection(error) else []
+        reasons = self._watch.reasons() if is_lost_connection(error) else []
         if not reasons:
             return error
         lost = LostRankError(_parted(phase, None, reasons))
@@ -417,14 +414,10 @@ class Agreement:
             unknown = "they ended, or wait for this rank in a library"
             if error is None:
                 unknown = f"a rank exited or did not respond within {self.timeout_seconds:g} s; see the other logs"
-            error = LostRankError(_parted(phase, error, self._reasons() or [unknown]))
+            error = LostRankError(_parted(phase, error, self._watch.reasons() or [unknown]))
         self.lost = error
         self._disconnect()
         return error
-
-    def _reasons(self) -> list[str]:
-        """Return what is known of the others: what they said of themselves, or how they ended."""
-        return list(map(str, self._watch.failures_of_others())) or self._watch.ended_ranks()
 
 
 def first_to_have(told: Sequence[Collection[int]]) -> list[list[int]]:

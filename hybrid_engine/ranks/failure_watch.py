@@ -127,7 +127,7 @@ class FailureWatch:
         self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if self._world_size > 1:
             name = f"watch/{world.next_number()}"
-            self._store, self._threads_store = world.store(name), world.store(name)
+            self._store, self._threads_store = world.own_connection(name), world.own_connection(name)
             for store in (self._store, self._threads_store):
                 store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
             self._pid = os.getpid()
@@ -209,14 +209,16 @@ class FailureWatch:
             time.sleep(_SECONDS_BETWEEN_LOOKS / 5 if awaited else 0)
         return not awaited
 
-    def ended_ranks(self) -> list[str]:
-        """The ranks of this host whose processes have ended or are stopped, each in words. Takes a second if none."""
+    def reasons(self) -> list[str]:
+        """Why others do not come, in words: failures that they told, else processes of this host that have ended or are
+        stopped. Takes a second if none: a connection breaks a little before its process is gone, or says why."""
         deadline = time.monotonic() + 1.0
-        found: list[str] = []
-        while self._pids and not found and time.monotonic() < deadline:
-            found = [f"rank {rank} {state}" for rank, pid in self._pids.items() if (state := state_of(pid))]
-            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)  # a connection breaks a little before its process is gone
-        return found
+        while True:
+            found = list(map(str, self.failures_of_others()))
+            found = found or [f"rank {rank} {state}" for rank, pid in self._pids.items() if (state := state_of(pid))]
+            if found or self._world_size == 1 or time.monotonic() > deadline:
+                return found
+            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
 
     def _ask(self, call: Callable[[], _T], otherwise: _T) -> _T:
         """Ask the store. It is a help: when the process that holds it has ended or is frozen there is none,

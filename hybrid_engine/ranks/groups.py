@@ -78,7 +78,7 @@ _ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether torch says of a group that a member ended or did not come; gloo raises plain RuntimeErrors for that."""
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+    if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and "third_party/gloo/" in str(error)
 
@@ -162,7 +162,7 @@ class RankGroup:
         return self._gloo
 
     def close(self) -> None:
-        """End the connections; idempotent."""
+        """End the connections; idempotent. Waits for what is under way, at most the timeout."""
         self._gloo = None
 
 
@@ -222,7 +222,7 @@ def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch
 
 
 def _connected(world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> dist.ProcessGroupGloo:
-    store, seconds = world.store(f"groups/{name}"), timedelta(seconds=timeout_seconds)
+    store, seconds = world.part(f"groups/{name}"), timedelta(seconds=timeout_seconds)
     group = dist.ProcessGroupGloo(store, ranks.index(world.rank), len(ranks), seconds)
     own_groups.add(group)
     return group

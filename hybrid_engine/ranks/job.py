@@ -15,7 +15,7 @@ import datetime
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, LostRankError, Violation
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD, Agreement
-from hybrid_engine.ranks.groups import RankGroup, end_groups, host_id, let_device_finish, ranks_by_host
+from hybrid_engine.ranks.groups import RankGroup, connected_parts, end_groups, host_id, let_device_finish, ranks_by_host
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World
 
@@ -151,7 +151,8 @@ class Job:
                 undo.callback(_end_process_group)
             world = world or World.of_default_group()
             seconds = max(timeout_seconds, SECONDS_TO_BUILD)
-            hosts = _meet(world.store("hosts"), world.rank, world.size, seconds, host or host_id())
+            store = world.part(f"hosts/{world.next_number()}")
+            hosts = _meet(store, world.rank, world.size, seconds, host or host_id())
             agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
             return cls(world, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
@@ -186,13 +187,25 @@ class Job:
             timeout = timedelta(seconds=2 * self.timeout_seconds)
             # All ranks call for all parts: with use_local_synchronization torch would name a group by how many groups
             # a rank has, which differs where Megatron's stages do.
-            own, every = self._own_part(parts), parts or [range(self.world_size)]
-            groups = [dist.new_group(ranks, timeout, "nccl") for ranks in every]
-            group = groups[every.index(own)]
-            owner.callback(end_groups, group)
+            own = self._own_part(parts)
+            for ranks in parts or [own]:
+                made = dist.new_group(ranks, timeout, "nccl")
+                if ranks is own:
+                    group = made
+                    owner.callback(end_groups, group)
             if len(own) > 1:  # the first operation is everybody's: they would wait for one that has nothing to send
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
+
+    def parts_that_meet(self, peers: Iterable[int]) -> list[list[int]] | None:
+        """All ranks in parts that have nothing to say to each other; None where no rank has. Collective.
+
+        `peers`: whom this rank sends something, or from whom it receives; itself, too, where it does so by a group.
+        """
+        own = sum(1 << peer for peer in {*peers})  # as bits: what 2,048 ranks say is half a MB
+        message = own.to_bytes(-(-self.world_size // 8), "little")
+        told = [int.from_bytes(each, "little") for each in self.agreement.gather(message, bytes, "who meets whom")]
+        return connected_parts(told) if any(told) else None
 
     def _own_part(self, parts: Sequence[Sequence[int]] | None) -> Sequence[int]:
         (own,) = [ranks for ranks in parts or [range(self.world_size)] if self.rank in ranks]

@@ -24,7 +24,7 @@ MOST_TOGETHER = 8
 """Ranks of one group: as many as a host usually has."""
 
 _PART = 2**28
-"""Bytes that are sent at once: what takes longer than the timeout to send counts as lost."""
+"""Bytes that are sent at once: what comes down waits for no more than so many at each level."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,16 @@ class RankTree:
     def __init__(self, world: World, shape: TreeShape, timeout_seconds: float) -> None:
         self._rank, self._shape = world.rank, shape
         number = world.next_number()  # first: where a connection fails on one rank alone, all still count the same
-        self._meetings = [
-            (each, RankGroup(world, f"tree {number}/{each.level}/{each.ranks[0]}", each.ranks, timeout_seconds))
-            for each in self._shape.of_rank(world.rank)
-        ]
-        self.maximum(
-            torch.zeros(1)
-        )  # whoever is through first may close its connections before others have made theirs
+        self._meetings: list[tuple[Meeting, RankGroup]] = []
+        try:
+            for each in self._shape.of_rank(world.rank):
+                name = f"tree {number}/{each.level}/{each.ranks[0]}"
+                self._meetings.append((each, RankGroup(world, name, each.ranks, timeout_seconds)))
+            # whoever is through first may close its connections before others have made theirs
+            self.maximum(torch.zeros(1))
+        except BaseException:
+            self.close()  # the error's traceback would keep the connections, and those beyond them would wait
+            raise
 
     def maximum(self, values: torch.Tensor) -> None:
         """Let every element be the largest of all ranks', in place."""
@@ -134,8 +137,8 @@ class RankTree:
                         group.begin_send(part, first).wait()
                     elif self._rank == first:
                         group.begin_receive(part, rank).wait()
-        for _, group in self._meetings[::-1]:
-            for part in _parts(joined):
+        for part in _parts(joined):
+            for _, group in self._meetings[::-1]:
                 group.tell(part)
         told = joined.numpy().data
         return [told[places[rank]] for rank in range(len(sizes))]

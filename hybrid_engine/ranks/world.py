@@ -1,11 +1,12 @@
 """`World`: the processes of a job, and the store by which they find each other.
 
     torchrun, or a script's own process group      World.of_default_group()           one job of all its ranks
-    trainers and servers, each kind with a         World(store, rank, size)           one job over both, beside whatever
-    default group of its own, or with none                                            torch has in each process
+    processes with default groups of their own,    World(store, rank, size)           one job over all of them, for a
+    or with none                                                                      switch: agreements, plan, fills
 
 What ranks connect is named by the world's own numbers: all ranks of a job connect in the same order, whatever else
-their processes have done before.
+their processes have done before. vLLM, FSDP2 and NCCL make groups of torch's, so engines are built in the first kind
+alone.
 """
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ class World:
     def __init__(
         self, store: dist.Store, rank: int, size: int, *, may_end: bool = True, is_default: bool = False
     ) -> None:
-        """`store`: one that all ranks reach, with nothing in it yet, e.g. a PrefixStore of a name for each job."""
-        self._store, self._numbers = store, itertools.count()
+        """`store`: one that all ranks reach, with nothing in it yet: a TCPStore, or better a PrefixStore over one, of a
+        name for each job."""
+        self._store, self._numbers = store.clone(), itertools.count()  # type: ignore[attr-defined]  # not in the stubs
         self.rank, self.size, self.may_end, self.is_default = rank, size, may_end, is_default
 
     @classmethod
     def of_default_group(cls) -> World:
         """The ranks of torch's default process group, for a job of its own. All of them call alike."""
-        store = dist.PrefixStore(f"hybrid_engine/{next(_numbers)}", job_store())
-        return cls(store, dist.get_rank(), dist.get_world_size(), is_default=True)
+        store, rank = job_store(), dist.get_rank()
+        number = store.add(f"hybrid_engine/joined/{rank}", 1)  # of the group's jobs, whatever the process did before
+        return cls(dist.PrefixStore(f"hybrid_engine/{number}", store), rank, dist.get_world_size(), is_default=True)
 
     def next_number(self) -> int:
         """One that makes names differ, the same on all ranks."""
         return next(self._numbers)
 
-    def store(self, name: str) -> dist.Store:
-        """A part of the store, by a connection of its own: waits over others do not hold it up."""
-        return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+    def part(self, name: str) -> dist.Store:
+        """A part of the store, by one connection for all parts: for what is connected in turn."""
+        return dist.PrefixStore(name, self._store)
 
-
-_numbers = itertools.count()
+    def own_connection(self, name: str) -> dist.Store:
+        """The same by a connection of its own: waits over others do not hold it up."""
+        return dist.PrefixStore(name, self._store.clone())

@@ -35,7 +35,7 @@ from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.ranks.groups import RankGroup, connected_parts
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.records.sides import Side, layout_messages
@@ -293,16 +293,16 @@ def _transfer_group(
 
     An NCCL communicator keeps hundreds of MB of each device.
     """
-    meets = 0  # bit by rank, so that what 2,048 ranks say is half a MB
-    for transfer in made.transfers():
-        if choose_transport(transfer, exported, config.transport) == CollectiveTransport.name:
-            meets |= 1 << transfer.src_rank | 1 << transfer.dst_rank
-    own = meets.to_bytes(-(-job.world_size // 8), "little")
-    told = [int.from_bytes(each, "little") for each in job.agreement.gather(own, bytes, "choice of transports")]
-    if not any(told):
+    by_message = (
+        transfer
+        for transfer in made.transfers()
+        if choose_transport(transfer, exported, config.transport) == CollectiveTransport.name
+    )
+    parts = job.parts_that_meet(rank for transfer in by_message for rank in (transfer.src_rank, transfer.dst_rank))
+    if parts is None:
         return None
     connect_parts = job.new_nccl_group if job.device.type == "cuda" else job.new_group
-    return connect_parts(owner, connected_parts(told))
+    return connect_parts(owner, parts)
 
 
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -250,7 +250,8 @@ def write_files(
     for transfer in transfers:
         moves[transfer.dst.buffer.name].append(transfer)
     with ExitStack() as stack:
-        group = job.new_group(stack)
+        parts = job.parts_that_meet(rank for transfer in transfers for rank in (transfer.src_rank, transfer.dst_rank))
+        group = None if parts is None else job.new_group(stack, parts)
         for start in range(0, len(files), job.world_size):
             held: dict[str, dict[str, torch.Tensor]] = {}
             of_round = list(files.items())[start : start + job.world_size]
@@ -273,7 +274,7 @@ def _moved(
     transfers: Sequence[Transfer],
     buffers: Mapping[str, torch.Tensor],
     rank: int,
-    group: RankGroup,
+    group: RankGroup | None,
 ) -> torch.Tensor:
     """Send this rank's boxes of a tensor to the rank that writes it; return it there, and an empty one elsewhere."""
     dtype = getattr(torch, stored.dtype)
@@ -286,9 +287,11 @@ def _moved(
             if transfer.dst_rank == rank:
                 strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
             else:
+                assert group is not None, "it meets somebody"
                 leaving.append(_bytes_of(box.contiguous()))
                 works.append(group.begin_send(leaving[-1], transfer.dst_rank))
         else:
+            assert group is not None, "it meets somebody"
             arriving.append((transfer, torch.empty(transfer.lengths, dtype=dtype)))
             works.append(group.begin_receive(_bytes_of(arriving[-1][1]), transfer.src_rank))
     for work in works:

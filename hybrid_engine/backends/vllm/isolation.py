@@ -56,6 +56,9 @@ def check_world(settings: InferenceSettings, job: Job) -> None:
     if os.environ.get("RANK", str(job.rank)) != str(job.rank):
         problem = f"{os.environ['RANK']}, but this is rank {job.rank} of {job.world_size} in the process group"
         violations.append(Violation("RANK", problem, f"Launch with torchrun, or set it to {job.rank}"))
+    if not job.world.is_default:
+        remedy = "Join the job without a world of its own, in torch's default process group"
+        violations.append(Violation("Job.join(world=...)", "vLLM's groups are of the default group's ranks", remedy))
     if violations:
         raise ConfigError(violations)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -515,3 +515,39 @@ def test_every_fault_is_in_one_error() -> None:
     # the overlapping buffer also has the wrong volume: 24 written of 24, so only the overlap is said of it
     assert len(findings) == len(expected), findings
     assert f"({len(findings)})" in str(caught.value)
+
+
+def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> list[BoxOwners]:
+    return [BoxOwners((start,), (stop - start,), np.array(ranks)) for start, stop, ranks in bounds_and_ranks]
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "relaying"),
+    [
+        pytest.param(
+            boxes((0, 76032, [0, 2]), (76032, 151936, [1, 3])),
+            boxes((0, 75968, [8, 10]), (75968, 151936, [9, 11])),
+            (),
+            id="a vocabulary that Megatron pads",
+        ),
+        pytest.param(
+            boxes((0, 1000, [0, 1])), boxes((0, 900, [8, 16]), (900, 1000, [24, 32])), (), id="a large and a small part"
+        ),
+        pytest.param(
+            boxes((0, 1000, [0, 1])),
+            boxes((0, 900, [8, 9, 16, 17]), (900, 1000, [24, 25, 32, 33])),
+            range(5),
+            id="hosts that relay",
+        ),
+    ],
+)
+def test_senders_have_equal_shares_of_unequal_boxes(
+    sources: list[BoxOwners], destinations: list[BoxOwners], relaying: Collection[int]
+) -> None:
+    routes = Routes(sources, destinations, Hosts([rank // 8 for rank in range(40)], relaying))
+    sent = np.zeros(40)
+    for flow in routes.flows(0, np.full(24, 2)):
+        if flow.link is Link.NETWORK:
+            np.add.at(sent, flow.senders, flow.nbytes)
+    senders = sent[np.unique(np.concatenate([box.ranks for box in sources]))]
+    assert senders.max() < 1.01 * senders.mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks import rank_tree
 from hybrid_engine.ranks.groups import connected_parts
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.rank_tree import MOST_TOGETHER, RankTree, TreeShape
 from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
@@ -96,3 +99,54 @@ def test_real_ranks(ranks: Ranks) -> None:
     sizes = [1500, 0, 999, 0, 2001]
     told = [bytes([rank]) * nbytes for rank, nbytes in enumerate(sizes)]
     assert list(itertools.chain(ranks.launch(meet, 5, timeout=100))) == [([4, 0], told, [b""] * 5)] * 5
+
+
+def join_with_a_past() -> list[tuple[str, ...]]:
+    """Rank 0 had a job in another default group; then both join twice in one, and in a world of their own."""
+    store, rank, size = next(dist.rendezvous("env://"))
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        Job.join(60).close()
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("both", store), rank=rank, world_size=size)
+    world, seen = World(dist.PrefixStore("own", store), rank, size), []
+    for number, place in enumerate([None, None, world, world]):
+        job = Job.join(60, host=f"{number} {rank}", world=place)
+        seen.append(job.hosts)
+        job.close()
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.ranks
+def test_ranks_of_different_histories_join_again_and_again(ranks: Ranks) -> None:
+    hosts = [(f"{number} 0", f"{number} 1") for number in range(4)]
+    assert ranks.launch(join_with_a_past, 2, timeout=60) == [hosts] * 2
+
+
+def lose_a_rank_while_connecting() -> tuple[str, float]:
+    """Rank 2, the first of its host, cannot connect: the others hear why, those beyond other ranks too."""
+    rank, maximum = int(os.environ["RANK"]), RankTree.maximum
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
+        job = Job.join(60, host="aabb"[rank])
+
+        def fail(tree: RankTree, values: torch.Tensor) -> None:
+            if rank == 2:
+                raise OSError("too many open files")
+            maximum(tree, values)
+
+        patch.setattr(RankTree, "maximum", fail)
+        started = time.monotonic()
+        with pytest.raises(LostRankError) as caught, job.agreement.building():
+            pass
+    seconds = time.monotonic() - started
+    job.close()
+    return str(caught.value), seconds
+
+
+@pytest.mark.ranks
+def test_a_rank_that_cannot_connect_is_heard_by_all(ranks: Ranks) -> None:
+    for text, seconds in ranks.launch(lose_a_rank_while_connecting, 4, timeout=200):
+        assert "too many open files" in text
+        assert seconds < 30

@@ -36,7 +36,13 @@ AGREEMENT = SimpleNamespace(
     share=lambda messages, phase: ([range(len(messages))], messages),
     rounds=lambda name, steps: list(steps),
 )
-ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, new_group=lambda owner: None)
+ALONE: Any = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    agreement=AGREEMENT,
+    parts_that_meet=lambda peers: None,
+    new_group=lambda owner, parts: None,
+)
 TABLE: Any = SimpleNamespace(
     shapes=SHAPES,
     copies={"d": "a"},
