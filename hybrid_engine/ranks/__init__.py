@@ -1,6 +1,7 @@
 """The ranks of a job: how they start, what they know of each other, and how they fail together.
 
     job.py              Job: rank, hosts, device, agreement; handed to all that ask who is who; how ranks meet
+    world.py            the processes of a job, and the store by which they find each other
     agreement.py        all ranks leave a phase together: all succeeded, or all raise; hosts keep near each other in it
       failure_watch.py    what became of the others, known while this rank still waits for them
       rank_tree.py        what all must know goes from each host's ranks to its first, from these to the first of few
@@ -14,7 +15,7 @@
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines
     2    join_process_group           waits until all ranks have started
     3    hosts of all                 by the job's store, once
-    4    Agreement(rank, hosts, ...)  connections of its own, and a thread that watches
+    4    Agreement(world, hosts, …)   connections of its own, and a thread that watches
     5  with agreement.building(): ... set-up, with longer waits; each step in `agreement.phase(name)`
     6  with agreement.phase(name): ... each phase of a switch
     7  job.close()                    after all that uses it
