@@ -28,13 +28,15 @@ from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_s
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
 from tests.harness.launch import Ranks
 
 ORDER = [0, 2, 1, 3]
 
 
-def check(sizes: InferenceParallelism, world_size: int, rank: int = 0) -> None:
-    job = Job(rank, ("host",) * world_size, torch.device("cpu"), 1.0, None, ExitStack())
+def check(sizes: InferenceParallelism, world_size: int, rank: int = 0, *, is_default: bool = True) -> None:
+    world = World(dist.HashStore(), rank, world_size, is_default=is_default)
+    job = Job(world, ("host",) * world_size, torch.device("cpu"), 1.0, None, ExitStack())
     check_world(InferenceSettings("model", sizes), job)
 
 
@@ -48,11 +50,11 @@ def test_a_job_of_that_size_whose_rank_nobody_denies_is_right(monkeypatch: pytes
 def test_another_number_of_ranks_and_another_rank_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     with pytest.raises(ConfigError) as caught:
-        check(InferenceParallelism(12, tensor=2, pipeline=3), 4, rank=1)
-    size, rank = caught.value.findings
+        check(InferenceParallelism(12, tensor=2, pipeline=3), 4, rank=1, is_default=False)
+    size, rank, world = caught.value.findings
     assert size.key == "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
     assert size.problem == "2 x 3 x 2 = 12, but the job has 4 ranks"
-    assert rank.key == "RANK"
+    assert (rank.key, world.key) == ("RANK", "Job.join(world=...)")
 
 
 IMPORTING = """
