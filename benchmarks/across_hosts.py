@@ -82,10 +82,10 @@ class PlainWeights:
         time.sleep(self._commit_seconds)
 
     def finish_fill(self) -> None:
-        """Nothing: there is no other memory."""
+        """Do nothing: all memory is the buffers' own."""
 
     def abandon(self) -> None:
-        """Nothing: no rank waits for another in `commit`."""
+        """Do nothing: no rank waits for another in `commit`."""
 
     def release(self) -> None:
         """The memory is kept."""

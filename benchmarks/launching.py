@@ -1,4 +1,4 @@
-"""What benchmarks share: their options, the ranks that they start, and the file of their figures."""
+"""Shared by the benchmarks: command-line options, launching ranks, writing figures."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def sides_of(model: str, ranks: int) -> tuple[SideLayout, SideLayout, list[str]]
 
 
 def told_by_ranks(side: SideLayout, extra: Sequence[bytes] = ()) -> tuple[list[list[int]], list[bytes]]:
-    """What `Agreement.share` returns on every rank: ranks of one class say the same."""
+    """Return what `Agreement.share` returns on every rank: ranks of one class say the same."""
     classes = rank_classes(side.holdings)
     numbers: dict[bytes, int] = {}
     said = [
@@ -116,7 +116,7 @@ def told_by_ranks(side: SideLayout, extra: Sequence[bytes] = ()) -> tuple[list[l
 
 
 def received_nbytes(rank: int, shape: TreeShape, told: Sequence[Sequence[int]], messages: Sequence[bytes]) -> int:
-    """What `Agreement.share` brings a rank: digests and lengths of all messages (with their sizes), then these."""
+    """Bytes that `Agreement.share` brings a rank: digests and lengths of all messages, with their sizes, then these."""
     digests = encode([(content_digest(messages[number]), len(messages[number])) for number in told[0]])
     lent = [sum(len(messages[number]) for number in numbers) for numbers in first_to_have(told)]
     return sum(shape.received_nbytes(rank, sizes) for sizes in ([8] * len(told), [len(digests)] * len(told), lent))
@@ -185,7 +185,7 @@ def point(model: str, ranks: int) -> Row:
 
 @dataclass(frozen=True)
 class RealRow:
-    """What rank 0 of a real job has after `connect`, beyond what it had before `Job.join`."""
+    """Resources that rank 0 of a real job holds after `connect`, beyond those before `Job.join`."""
 
     ranks: int
     seconds: float

@@ -1,4 +1,4 @@
-"""What bridges do: whole tensors under Hugging Face names, one after the other, into vLLM's `load_weights`.
+"""Bridges as contenders: whole tensors under Hugging Face names, one at a time, into vLLM's `load_weights`.
 
 mbridge 0.15.1: `export_weights`, as verl runs it. Real: mbridge's bridge with its own constructor, its collectives,
 joins and conversions; vLLM's loader. Two things stand in for what a CPU does not have:
@@ -98,7 +98,7 @@ def _bridge_class(config: Any) -> type:
 
 
 def transformer_engine_name(name: str, has_experts: bool) -> str:
-    """What a parameter of megatron-core's local layers is called in those of Transformer Engine."""
+    """Return the name in Transformer Engine's layers of a parameter of megatron-core's local layers."""
     name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     if not has_experts:
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")

@@ -69,10 +69,10 @@ class MegatronDestination:
         self._check_known(groups)
 
     def finish_fill(self) -> None:
-        """Nothing: there is no other memory."""
+        """Do nothing: all memory is the buffers' own."""
 
     def abandon(self) -> None:
-        """Nothing: no rank waits for another in `commit`."""
+        """Do nothing: no rank waits for another in `commit`."""
 
     def release(self) -> None:
         """Nothing: the model keeps its memory."""
