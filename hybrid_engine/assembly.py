@@ -20,7 +20,6 @@ from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import Snapshot
-from hybrid_engine.layouts.inference import differences
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
@@ -30,7 +29,7 @@ from hybrid_engine.ports import InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
-from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.layout import Layout, differences
 from hybrid_engine.records.sides import Side, layout_messages
 from hybrid_engine.switch.rendezvous import gather_side
 from hybrid_engine.tracing import check_path
@@ -133,7 +132,7 @@ def build_inference_engine(
             undo.callback(engine.shutdown)  # where another rank fails, too
             if positions is not None:
                 position = settings.sizes.place_of(job.rank).position
-                require_traced_before(positions.of_rank(position), engine.adaptor.layout(), job.rank, position)
+                require_traced_before(positions.kind(position), engine.adaptor.layout(), job.rank, position)
         undo.pop_all()
     return engine
 

@@ -381,9 +381,9 @@ class GenerateConfig(Section):
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
     engines are built it is 300 at least."""
 
-    def sizes(self, world_size: int, rank_order: tuple[int, ...] | None = None) -> InferenceParallelism:
+    def sizes(self, world_size: int) -> InferenceParallelism:
         """The parallel sizes on `world_size` ranks, in the order that was found for them."""
-        return InferenceParallelism(world_size, **_values_of(self, InferenceParallelism), rank_order=rank_order)
+        return InferenceParallelism(world_size, **_values_of(self, InferenceParallelism))
 
     def of_vllm(self) -> dict[str, Any]:
         """The engine arguments that are keys of the same name; without those that are left to vLLM."""

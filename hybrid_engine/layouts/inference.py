@@ -18,8 +18,7 @@ from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
-from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.regions import Region, contiguous_strides, subtract_all
+from hybrid_engine.records.regions import contiguous_strides
 
 
 def stage_bounds(num_layers: int, stages: int) -> list[int]:
@@ -185,20 +184,3 @@ def _kv_heads(start: int, heads: int, head_dim: int, parts: int) -> dict[tuple[i
         (start + head * head_dim, start + (head + 1) * head_dim): list(range(head * copies, (head + 1) * copies))
         for head in range(heads)
     }
-
-
-def differences(computed: Layout, real: Layout) -> list[str]:
-    """Tensors of which two layouts hold different elements, in whatever pieces, places and buffers; sorted."""
-    ours, theirs = _regions(computed), _regions(real)
-    return sorted(name for name in ours.keys() | theirs.keys() if not _same(ours.get(name, []), theirs.get(name, [])))
-
-
-def _regions(layout: Layout) -> dict[str, list[Region]]:
-    regions: dict[str, list[Region]] = {}
-    for shard in layout.shards:
-        regions.setdefault(shard.region.tensor, []).append(shard.region)
-    return regions
-
-
-def _same(one: list[Region], other: list[Region]) -> bool:
-    return set(one) == set(other) or not (subtract_all(one, other) or subtract_all(other, one))

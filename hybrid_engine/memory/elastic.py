@@ -29,8 +29,6 @@ from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory, Device
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
 
 Handle = BufferHandle | DeviceHandle
-Peer = DevicePeer
-"""What pulls keep open between buckets."""
 
 
 class ElasticBuffer:

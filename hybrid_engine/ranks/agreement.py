@@ -92,7 +92,8 @@ class Agreement:
     """
 
     def __init__(self, world: World, hosts: Sequence[str], timeout_seconds: float) -> None:
-        self._world, self._rank, self._shape, self.world_size = world, world.rank, TreeShape(hosts), world.size
+        self._world, self._rank, self.world_size = world, world.rank, world.size
+        self._hosts, self._shape = hosts, TreeShape(hosts)
         self.timeout_seconds = timeout_seconds
         self.lost: LostRankError | None = None
         self.nbytes_received = 0
@@ -105,10 +106,10 @@ class Agreement:
             self._watch.close()
             raise
 
-    def pace(self, hosts: Sequence[str]) -> Pace:
-        """Return what keeps hosts near each other within a phase of many steps; `hosts` by rank."""
-        is_first = hosts.index(hosts[self._rank]) == self._rank
-        return Pace(self._watch, len(set(hosts)), is_first=is_first, timeout_seconds=self.timeout_seconds)
+    def pace(self) -> Pace:
+        """Return what keeps hosts near each other within a phase of many steps."""
+        is_first = self._hosts.index(self._hosts[self._rank]) == self._rank
+        return Pace(self._watch, len(set(self._hosts)), is_first=is_first, timeout_seconds=self.timeout_seconds)
 
     def close(self) -> None:
         """End the connections, when there is nothing more to agree on; idempotent."""

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -137,8 +137,17 @@ class RankGroup:
         return self._open().allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]
 
     def gather(self, message: bytes, limit: int = LIMIT) -> dict[int, bytes]:
-        """By rank of the group, its message. Raises MessageError for more than `limit` bytes together."""
-        return dict(zip(self.ranks, gathered(message, len(self.ranks), self._all_gather, limit), strict=True))
+        """By rank of the group, its message. Raises MessageError, on all of them, where they are longer than `limit`
+        together, each taken for as long as the longest."""
+        sizes = torch.empty(len(self.ranks), 1, dtype=torch.int64)
+        self._all_gather(sizes, torch.tensor([len(message)]))
+        width = int(sizes.max())
+        require_size(width * len(self.ranks), limit)
+        rows = torch.empty(len(self.ranks), max(width, 1), dtype=torch.uint8)
+        padded = bytearray(message.ljust(rows.shape[1], b"\0"))
+        self._all_gather(rows, torch.frombuffer(padded, dtype=torch.uint8))
+        told = zip(self.ranks, rows, sizes.flatten().tolist(), strict=True)
+        return {rank: row.numpy().tobytes()[:size] for rank, row, size in told}
 
     # what is waited for is in no variable: an error's traceback would keep its connections open
 
@@ -154,8 +163,8 @@ class RankGroup:
         """Take what another rank sends, in place, once what is returned has been waited for."""
         return self._open().recv([values], self.ranks.index(rank), 0)  # type: ignore[attr-defined]
 
-    def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor) -> None:
-        self._open().allgather([rows], [row]).wait()  # type: ignore[attr-defined]
+    def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
+        self._open().allgather([list(rows)], [row]).wait()  # type: ignore[attr-defined]
 
     def _open(self) -> dist.ProcessGroupGloo:
         assert self._gloo is not None, "the group is closed"
@@ -189,26 +198,6 @@ def connected_parts(meets: Sequence[int]) -> list[list[int]]:
             part.append(rank)
         parts.append(sorted(part))
     return parts
-
-
-def gathered(
-    message: bytes,
-    num_ranks: int,
-    all_gather: Callable[[list[torch.Tensor], torch.Tensor], None],
-    limit: int = LIMIT,
-) -> list[bytes]:
-    """The messages of all ranks of a group, by rank.
-
-    `all_gather(rows, row)`: puts every rank's `row` into its of `rows`. Raises MessageError, on all of them, where they
-    are longer than `limit` together.
-    """
-    sizes = torch.empty(num_ranks, 1, dtype=torch.int64)
-    all_gather(list(sizes), torch.tensor([len(message)]))
-    width = int(sizes.max())
-    require_size(width * num_ranks, limit)
-    rows = torch.empty(num_ranks, max(width, 1), dtype=torch.uint8)
-    all_gather(list(rows), torch.frombuffer(bytearray(message.ljust(rows.shape[1], b"\0")), dtype=torch.uint8))
-    return [row.numpy().tobytes()[:size] for row, size in zip(rows, sizes.flatten().tolist(), strict=True)]
 
 
 def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, subtract_all
 
 DTYPE_NBYTES = {
     "float64": 8,
@@ -176,3 +176,20 @@ class Layout:
 
     def _sorted_shards(self) -> list[Shard]:
         return sorted(self.shards, key=lambda shard: (shard.place.buffer, shard.place.offset, shard.region))
+
+
+def differences(one: Layout, other: Layout) -> list[str]:
+    """Tensors of which two layouts hold different elements, in whatever pieces, places and buffers; sorted."""
+    ours, theirs = _regions(one), _regions(other)
+    return sorted(name for name in ours.keys() | theirs.keys() if not _same(ours.get(name, []), theirs.get(name, [])))
+
+
+def _regions(layout: Layout) -> dict[str, list[Region]]:
+    regions: dict[str, list[Region]] = {}
+    for shard in layout.shards:
+        regions.setdefault(shard.region.tensor, []).append(shard.region)
+    return regions
+
+
+def _same(one: list[Region], other: list[Region]) -> bool:
+    return set(one) == set(other) or not (subtract_all(one, other) or subtract_all(other, one))

@@ -348,7 +348,7 @@ class ShardingManager(SwitchHooks):
         return ReleaseFence(
             self.job.rank,
             self._require_open().fence_group,
-            self.job.agreement.pace(self.job.hosts),
+            self.job.agreement.pace(),
             self.offloader,
             buffers,
             dict(zip(sent, selection.releases, strict=True)),

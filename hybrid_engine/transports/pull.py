@@ -18,8 +18,8 @@ import torch
 from msgspec.structs import replace
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.memory.device_pages import DeviceHandle
-from hybrid_engine.memory.elastic import Handle, Peer, map_peer, open_peer
+from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
+from hybrid_engine.memory.elastic import Handle, map_peer, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
@@ -140,7 +140,7 @@ class SharedMemoryTransport(PullTransport):
         self._handles = dict(handles)
         self._host_pages: dict[BufferId, torch.Tensor] = {}
         self._files: dict[BufferHandle, torch.Tensor] = {}  # whole memory files, which hold many buffers
-        self._device_peers: dict[BufferId, Peer] = {}
+        self._device_peers: dict[BufferId, DevicePeer] = {}
         self._reads: dict[BufferId, list[tuple[int, Transfer]]] = {}  # of device memory, with the bucket's index
         self._last_reads: dict[BufferId, dict[int, int]] = {}  # chunk -> the last bucket that reads it
         for bucket in buckets:
@@ -226,7 +226,7 @@ class SharedMemoryTransport(PullTransport):
             stack.push(reading)
             yield flat
 
-    def _last_reads_of(self, buffer_id: BufferId, handle: DeviceHandle, peer: Peer) -> Mapping[int, int]:
+    def _last_reads_of(self, buffer_id: BufferId, handle: DeviceHandle, peer: DevicePeer) -> Mapping[int, int]:
         if buffer_id not in self._last_reads:
             reads = self._reads.pop(buffer_id, [])
             self._last_reads[buffer_id] = {

@@ -18,8 +18,9 @@ from hybrid_engine.config import find_violations
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.messages import decode, encode
-from hybrid_engine.ranks.groups import gathered
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.ranks.world import World
 from hybrid_engine.verification.cases import HEAD_DIM, Case
 from hybrid_engine.verification.comparison import Comparison, Verdict, join
 from hybrid_engine.verification.reference import Reference
@@ -73,6 +74,8 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     timeout = timedelta(seconds=_SECONDS_TO_WAIT)
     own_device()
     dist.init_process_group(default_backend(), timeout=timeout)
+    world = World.of_default_group()
+    everyone = RankGroup(world, "verdicts", range(world.size), _SECONDS_TO_WAIT)
     directory = Path(job).parent
     cases = [Case(**case) for case in json.loads(Path(job).read_text())]
     verdicts = []
@@ -83,12 +86,13 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
             gc.collect()
             gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
             own = encode(asdict(_verdict_of_rank(case, reference, scratch, look)))
-            told = gathered(own, dist.get_world_size(), dist.all_gather)
-            verdicts.append(join([Verdict(**decode(each, dict[str, Any])) for each in told]))
-            if dist.get_rank() == 0:
+            told = everyone.gather(own)
+            verdicts.append(join([Verdict(**decode(each, dict[str, Any])) for each in told.values()]))
+            if world.rank == 0:
                 Path(out).write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
                 shutil.rmtree(scratch, ignore_errors=True)
             dist.barrier()
+    everyone.close()
     dist.destroy_process_group()
 
 

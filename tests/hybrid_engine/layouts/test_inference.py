@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import ConfigError, ParameterMismatchError
-from hybrid_engine.layouts.inference import differences, expert_bounds, inference_side, stage_bounds
+from hybrid_engine.layouts.inference import expert_bounds, inference_side, stage_bounds
 from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace
 from hybrid_engine.models import table_for
-from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard, differences
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, regions_by_tensor

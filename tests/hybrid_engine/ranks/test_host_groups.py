@@ -59,7 +59,7 @@ def walk_apart(job: Job, rank: int) -> dict[str, object]:
 
     def walk(failing_step: int | None) -> None:
         with job.agreement.phase("fill"):
-            own = job.agreement.pace(job.hosts)
+            own = job.agreement.pace()
             for step in range(NUM_WALKED):
                 if rank == 3 and step == failing_step:
                     raise StateError("not now")

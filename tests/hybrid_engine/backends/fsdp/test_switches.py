@@ -19,10 +19,10 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig, load_config
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.layouts.inference import differences
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import differences
 from hybrid_engine.switch.rendezvous import gather_side
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models

@@ -27,11 +27,11 @@ from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN, unnamed_shared_memory
 from hybrid_engine.backends.vllm.isolation import building_groups, destroy_groups, register_model_class, set_environment
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.layouts.inference import differences, inference_side
+from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.layout import Layout, differences
 from hybrid_engine.records.regions import Region
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.vllm import support

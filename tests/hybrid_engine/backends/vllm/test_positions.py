@@ -25,12 +25,13 @@ from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, inte
 from hybrid_engine.backends.vllm.positions import _seat_class
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ModelError
-from hybrid_engine.layouts.inference import differences, inference_side
+from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import differences
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config
