@@ -37,6 +37,7 @@ from hybrid_engine.tracing import check_path
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+    from hybrid_engine.serving.inference import ServedInference
 
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -52,7 +53,7 @@ class EngineParts(Generic[TrainerT]):
     """
 
     train: TrainerT
-    inference: InferenceEngine
+    inference: InferenceEngine | ServedInference
     config: HybridConfig
     offloader: Offloader
     training_side: Side | None
@@ -71,7 +72,9 @@ def put_beside(
     tokenizer_dir: str | None = None,
     gives_back: bool = True,
 ) -> EngineParts[TrainerT]:
-    """Build vLLM for this trainer, whose state leaves the device. Collective, within `job.agreement.building()`.
+    """Build vLLM for this trainer, whose state leaves the device, or find the servers.
+
+    Collective, within `job.agreement.building()`.
 
     Args:
         train: whose weights vLLM will have.
@@ -87,7 +90,13 @@ def put_beside(
         offloader = Offloader(train.offload_items)
         if gives_back:
             owner.callback(offloader.onload)
-        offloader.offload()  # vLLM looks at the memory that is free while it starts
+        if not config.generate_config.servers:
+            offloader.offload()  # vLLM looks at the memory that is free while it starts
+    if config.generate_config.servers:
+        from hybrid_engine.serving.inference import ServedInference
+
+        served = ServedInference(config, job, tokenizer_dir)
+        return EngineParts(train, served, config, offloader, None, served.adaptor)
     side = gather_side(job, train.weights)
     inference = build_inference_engine(config, table, side, job, lora, tokenizer_dir)
     owner.callback(inference.shutdown)
@@ -155,6 +164,16 @@ def require_traced_before(expected: Layout, found: Layout, rank: int, position: 
         where = f"on rank {rank} vLLM holds other parts of it than were traced for position {position} without memory"
         remedy = "Set generate_config.infer_rank_order to sequential"
         raise ParameterMismatchError([f"{name}: {where}. {remedy}" for name in wrong])
+
+
+def check_inference(config: HybridConfig, job: Job) -> None:
+    """Raise what keeps vLLM from being built, while nothing is built yet; servers say what they cannot do."""
+    if config.generate_config.servers:
+        return
+    from hybrid_engine.backends.vllm import check_before_building, require_vllm
+
+    require_vllm(allow_version=config.generate_config.allow_version)
+    check_before_building(inference_settings(config, job.world_size), job)
 
 
 def inference_settings(
@@ -225,7 +244,6 @@ def build_parts(
     """
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
-    from hybrid_engine.backends.vllm import check_before_building
 
     if not enable_reshard:
         remedy = "Leave it out: vLLM's weights come by resharding alone"
@@ -239,7 +257,7 @@ def build_parts(
             fsdp = read_train_config(train_config or {}, job.world_size)
             config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
-            check_before_building(inference_settings(config, job.world_size), job)
+            check_inference(config, job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if train_config is not None or not is_sharded(model):
                 shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))

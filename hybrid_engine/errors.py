@@ -16,6 +16,7 @@ HybridEngineError
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
 ├── MessageError         what another process said cannot be understood: another version, too long, or damaged
 ├── GenerationError      vLLM failed while it generated; weights and state are as before
+├── ServerError          a server of vLLM's refused a call, or is not there; training state is as before
 └── ReshardError         a switch failed; says in which phase, and what state was restored
     ├── ComputationError vLLM computes something else than the trainer; names both numbers
     ├── OffloadError     state could not be moved off the device or back
@@ -200,6 +201,10 @@ class GenerationError(HybridEngineError):
 
     Weights and state are as before, and vLLM has forgotten the requests: generate again, or train.
     """
+
+
+class ServerError(HybridEngineError):
+    """A server of vLLM's refused a call, or is not there; training state is as before."""
 
 
 class ReshardError(HybridEngineError):

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from hybrid_engine.assembly import EngineParts, build_parts, inference_settings, put_beside
+from hybrid_engine.assembly import EngineParts, build_parts, check_inference, put_beside
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import held_nbytes
@@ -25,7 +25,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.sharding_manager import ShardingManager, SwitchContexts
-from hybrid_engine.switch.states import State
+from hybrid_engine.switch.states import State, Switch
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
@@ -140,14 +140,11 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         Raises, on all ranks, what `make_trainer` raises on one, and what keeps vLLM from being built.
         """
-        from hybrid_engine.backends.vllm import check_before_building, require_vllm
-
         with Ends() as owner:
             job = owner.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with job.agreement.building():
                 with job.agreement.phase("checking what is installed"):
-                    require_vllm(allow_version=config.generate_config.allow_version)
-                    check_before_building(inference_settings(config, job.world_size), job)
+                    check_inference(config, job)
 
                 def made() -> TrainerT:
                     train = make_trainer(job)
@@ -178,17 +175,14 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         self.ends = Ends()
         self.companions: WeakSet[Companion] = WeakSet()
         train, inference, config = parts.train, parts.inference, parts.config
-        self.train, self.inference, self.config, self.job = train, inference, config, inference.job
-        self.adapter = parts.adapter
-        self._sharding = ShardingManager(
-            trainer=train,
-            inference=parts.weights,
-            caches=inference,
-            offloader=parts.offloader,
-            config=config.generate_config,
-            job=self.job,
-            training_side=parts.training_side,
+        self.train, self.inference, self.config, self.job = (
+            train,
+            cast("InferenceEngine", inference),
+            config,
+            inference.job,
         )
+        self.adapter = parts.adapter
+        self._sharding = _switch_of(parts)
         # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
         require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
         train.guard = lambda kinds: (require := require_kinds()) and require(kinds)
@@ -417,6 +411,23 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         """
         self.ends.close()
         self._sharding = None
+
+
+def _switch_of(parts: EngineParts[Any]) -> Switch:
+    inference: Any = parts.inference
+    config = parts.config.generate_config
+    if config.servers:
+        served: Switch = inference.switch(parts.train, parts.offloader)
+        return served
+    return ShardingManager(
+        trainer=parts.train,
+        inference=parts.weights,
+        caches=inference,
+        offloader=parts.offloader,
+        config=config,
+        job=inference.job,
+        training_side=parts.training_side,
+    )
 
 
 _BY_OWNERS = {

@@ -375,6 +375,17 @@ class GenerateConfig(Section):
     """Compare vLLM's log-probabilities of a few fixed tokens with the trainer's own, in the first switch or in each. If
     they are far apart, the two compute different models: the switch fails, and the state before is restored. Where
     either side cannot compute them, a line in the log says why."""
+    servers: Names = ()
+    """Addresses of vLLM servers, http://HOST:PORT, that generate in place of a vLLM in the processes that train; see
+    servers.md. Their sizes, memory and kernels are their own: keys for these say nothing then."""
+    server_pause: Literal["keep", "wait", "abort"] = "keep"
+    """What becomes of requests that are in flight when a server's weights leave: they go on afterwards, are finished
+    first, or end with the tokens so far."""
+    server_address: Name | None = None
+    """Address of this host at which servers on other hosts reach the first rank; default: all are on this host."""
+    server_allow_public: bool = False
+    """Take servers at addresses that are neither of this host nor private: vLLM's routes for weights authenticate
+    nobody."""
     trace: File | None = None
     """A file for a timeline of all switches on all ranks, which https://ui.perfetto.dev shows; default: none."""
     timeout_seconds: Seconds = 300.0

@@ -211,7 +211,11 @@ def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch
 
 
 def _connected(world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> dist.ProcessGroupGloo:
-    store, seconds = world.part(f"groups/{name}"), timedelta(seconds=timeout_seconds)
-    group = dist.ProcessGroupGloo(store, ranks.index(world.rank), len(ranks), seconds)
+    gloo = dist.ProcessGroupGloo
+    store, options = world.part(f"groups/{name}"), gloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_seconds)
+    device = gloo.create_device(hostname=world.address) if world.address else gloo.create_default_device()
+    options._devices = [device]
+    group = gloo(store, ranks.index(world.rank), len(ranks), options)
     own_groups.add(group)
     return group

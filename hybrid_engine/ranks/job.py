@@ -15,7 +15,8 @@ import datetime
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -79,9 +80,18 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, said: str = "") -> list[str]:
+def _meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    said: str = "",
+    refusal: Callable[[], str] = lambda: "",
+) -> list[str]:
     """Wait until every rank is there, and hear what it says: they import for a minute on a busy host, and not at one
     speed. Afterwards a wait for a peer takes no longer than the timeout.
+
+    `refusal`: asked meanwhile for why one of them does not come at all.
 
     Raises LostRankError naming the missing ranks.
     """
@@ -89,7 +99,9 @@ def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, said: s
     store.set(names[rank], said)
     try:
         if rank == 0:  # for all, who would each ask the store for as many answers
-            store.wait(names, datetime.timedelta(seconds=seconds))
+            if why := _wait(store, names, seconds, refusal):
+                store.set("all", json.dumps(why))
+                raise LostRankError(why)
             store.set("all", json.dumps([store.get(name).decode() for name in names]))
         store.wait(["all"], datetime.timedelta(seconds=seconds))
     except dist.DistError as error:
@@ -100,8 +112,25 @@ def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, said: s
             f"rank {', '.join(missing)} of {world_size} did not start within {seconds:g} s: see its log, or raise "
             "generate_config.timeout_seconds"
         ) from error
-    told: list[str] = json.loads(store.get("all"))
+    told: list[str] | str = json.loads(store.get("all"))
+    if isinstance(told, str):
+        raise LostRankError(told)
     return told
+
+
+def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable[[], str]) -> str:
+    """Wait until the store has all names, or there is a refusal, which is returned. Raises DistError after `seconds`"""
+    deadline = time.monotonic() + seconds
+    while not (why := refusal()):
+        left = deadline - time.monotonic()
+        try:
+            store.wait(names, datetime.timedelta(seconds=max(min(left, 1.0), 0.001)))
+        except dist.DistError:
+            if left < 1.0:
+                raise
+        else:
+            return ""
+    return why
 
 
 _numbers = itertools.count()
@@ -152,7 +181,7 @@ class Job:
             world = world or World.of_default_group()
             seconds = max(timeout_seconds, SECONDS_TO_BUILD)
             store = world.part(f"hosts/{world.next_number()}")
-            hosts = _meet(store, world.rank, world.size, seconds, host or host_id())
+            hosts = _meet(store, world.rank, world.size, seconds, host or host_id(), world.refusal)
             agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
             return cls(world, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())

@@ -26,15 +26,24 @@ class World:
         is_default: they are the ranks of torch's default process group.
         may_end: a rank that waits in a library, where no timeout ends it, for one that failed is ended at last. Not to
             be of a process that serves others, which must then bound its waits itself.
+        address: of the interface on which gloo listens; None: whichever torch takes.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, may_end: bool = True, is_default: bool = False
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        may_end: bool = True,
+        is_default: bool = False,
+        address: str | None = None,
     ) -> None:
-        """`store`: one that all ranks reach, with nothing in it yet: a TCPStore, or better a PrefixStore over one, of a
-        name for each job."""
+        """`store`: one that all ranks reach, with nothing in it yet: a FileStore, a TCPStore, or better a PrefixStore
+        over one, of a name for each job."""
         self._store, self._numbers = store.clone(), itertools.count()  # type: ignore[attr-defined]  # not in the stubs
         self.rank, self.size, self.may_end, self.is_default = rank, size, may_end, is_default
+        self.address = address
 
     @classmethod
     def of_default_group(cls) -> World:
@@ -42,6 +51,14 @@ class World:
         store, rank = job_store(), dist.get_rank()
         number = store.add(f"hybrid_engine/joined/{rank}", 1)  # of the group's jobs, whatever the process did before
         return cls(dist.PrefixStore(f"hybrid_engine/{number}", store), rank, dist.get_world_size(), is_default=True)
+
+    def refuse(self, why: str) -> None:
+        """Tell those who wait for all to come that one of them does not."""
+        self._store.set("refused", why)
+
+    def refusal(self) -> str:
+        """Why one of them does not come; "" where nobody says so."""
+        return self._store.get("refused").decode() if self._store.check(["refused"]) else ""
 
     def next_number(self) -> int:
         """One that makes names differ, the same on all ranks."""

@@ -234,6 +234,10 @@ class Side:
         alike = {int(rank): np.flatnonzero(self.kind_of == kind) for kind, rank in enumerate(firsts)}
         return placed_holdings(layout, self.num_ranks, alike)
 
+    def holds_any(self) -> np.ndarray:
+        """By rank, whether it holds anything."""
+        return np.array([bool(kind.buffers) for kind in self.kinds])[self.kind_of]
+
     @cached_property
     def buffers(self) -> Mapping[BufferId, Buffer]:
         """The buffers of all ranks."""

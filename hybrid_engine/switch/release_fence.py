@@ -8,6 +8,13 @@ So a rank never holds more than its training weights, less those of the buckets 
 weights so far. Ranks of other hosts have no part in it: what they need of this rank's memory it has copied into
 messages by itself. That they are no more than a few buckets apart is up to `ranks/agreement.py`.
 
+Where the two sides are processes of their own on one device, that a bucket was read says nothing of whether its memory
+has gone. There a fence tells both: the bucket was read, and the one before has gone. Whoever only takes memory waits
+for it before it takes more, and the device holds as much as where one process does both:
+
+    trainer     fence b - 1 ends   b - 1 goes   fence b starts ...
+    server      reads b            fence b starts and ends   commit b   allocate b + 1
+
 When a rank fails, all ranks of its host must still start the same fences, or the next switch would meet the leftovers.
 They start those up to the one after the first that tells of a failure: none can observe the failure later than that.
 Those of other hosts hear of it by messages that they wait for, or at the next bucket, from the watch.
@@ -50,6 +57,7 @@ class ReleaseFence:
         schedule: what of them goes once a bucket was read, by the index of the buckets that are filled, in order.
         timeout: seconds to wait for a fence.
         before_release: called before each release, with the bytes released so far.
+        is_apart: ranks of the job have one side alone; the same on all.
 
     Attributes:
         released_nbytes: so far.
@@ -65,6 +73,8 @@ class ReleaseFence:
         schedule: Mapping[int, Releases],
         timeout: float,
         before_release: Callable[[int], None] = lambda nbytes: None,
+        *,
+        is_apart: bool = False,
     ) -> None:
         self._rank = rank
         self._group = group
@@ -73,6 +83,7 @@ class ReleaseFence:
         self._source, self._schedule = buffers, schedule
         self._buckets = tuple(schedule)
         self._before_release = before_release
+        self._is_apart, self._takes_only = is_apart, is_apart and not buffers
         self.released_nbytes = 0
         self._timeout = timedelta(seconds=timeout)
         self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
@@ -80,21 +91,29 @@ class ReleaseFence:
         self._told_by: int | None = None  # the first fence that tells of a failure
 
     def sent(self, index: int) -> None:
-        """This rank has read all it needs of a bucket. Gives back the bucket before.
+        """This rank has read all it needs of a bucket. Gives back the bucket before; without any, waits until others
+        have.
 
         Raises PeerTransportError when another rank failed, TransportError when one does not come.
         """
         assert index == self._buckets[len(self._fences)]
         self._pace.reach(len(self._fences))
+        if self._is_apart:
+            self._end_started()
         self._start(failed=False)
-        if len(self._fences) > 1:
+        if self._takes_only:
+            self._end_started()
+        elif len(self._fences) > 1 and not self._is_apart:
             self._end_next()
         # after the bucket before has gone, which waits for all copies
         self._offloader.save_parts("param", self._parts(index))
 
     def finish(self) -> None:
         """All buckets are sent: give back the last. Raises as `sent`."""
-        if self._buckets:
+        self._end_started()
+
+    def _end_started(self) -> None:
+        while self._num_ended < len(self._fences):
             self._end_next()
 
     def abandon(self) -> None:

@@ -66,6 +66,7 @@ class Connection:
         verifier: of the switches, where they are verified.
         incremental: what need not be sent again; None without `generate_config.incremental`.
         ranges: of the values that are sent in another dtype.
+        is_apart: a rank of the job has one side alone.
     """
 
     plan: ReshardPlan
@@ -76,6 +77,7 @@ class Connection:
     verifier: Verifier | None = None
     incremental: Incremental | None = None
     ranges: ValueRanges | None = None
+    is_apart: bool = False
 
     def check_values(self, training: TrainingWeights, selection: Selection) -> None:
         """Raise WeightError for values that are no numbers, or would be none where they are sent."""
@@ -197,7 +199,17 @@ def connect(
             verifier = None
             if made.regions is not None and config.verify != "off":
                 verifier = Verifier(made.regions, job, config.verify)
-    return Connection(made.plan, made.releases, router, container, fence_group, verifier, made.incremental, made.ranges)
+    return Connection(
+        made.plan,
+        made.releases,
+        router,
+        container,
+        fence_group,
+        verifier,
+        made.incremental,
+        made.ranges,
+        is_apart=bool((source_side.holds_any() != made.destination.holds_any()).any()),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,11 +44,9 @@ from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import (
     NEEDED_KINDS,
-    Contexts,
-    Entered,
     Hook,
     State,
-    SwitchHooks,
+    Switch,
     require,
     resident_kinds,
 )
@@ -61,7 +59,7 @@ logger = logging.getLogger("hybrid_engine")
 _ALL_KINDS = frozenset(KINDS)
 
 
-class ShardingManager(SwitchHooks):
+class ShardingManager(Switch):
     """Moves one set of devices between training and inference. All methods are collective.
 
         manager = ShardingManager(trainer, weights, ...)     layouts are exchanged, the plan is made; nothing moves
@@ -99,8 +97,6 @@ class ShardingManager(SwitchHooks):
         self.trainer, self.training, self.inference, self.caches = trainer, trainer.weights, inference, caches
         self.offloader, self.config, self.job = offloader, config, job
         self.state, self._is_started = State.INTERRUPTED, False
-        self.last_report: ReshardReport | None = None
-        self._contexts: Contexts = []
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device, caches.taken_before)
         self._connection: Connection | None = None
@@ -154,14 +150,6 @@ class ShardingManager(SwitchHooks):
         self._setup_seconds = dict(self._tally.seconds)
         self.state, self._is_started = State.TRAIN, True
 
-    def entered(self, state: State) -> AbstractContextManager[None]:
-        """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
-
-        Raises StateError inside another state's context. IDLE frees the device for a model beside the actor, inside any
-        context: then that one's state is back at the end, but for errors.
-        """
-        return Entered(state, self.enter, self._contexts)
-
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`, from TRAIN where nothing was started; None when it is the present state already.
 
@@ -204,30 +192,15 @@ class ShardingManager(SwitchHooks):
         return report
 
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
-        """Begin to bring training state back while the last completions are generated, in state INFER.
-
-        Memory: theirs beside the inference weights', so name what fits. The copies run on a side stream on CUDA, in a
-        thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
-        """
         self.require(State.INFER)
         with self.job.agreement.phase("prefetch"):
             self._prefetcher.bring(kinds)
 
     def near_end(self) -> None:
-        """A rollout is nearly drawn: in INFER, bring what fits of training state. No collective; logs what fails."""
         if self._connection is not None and self.state is State.INFER:
             self._prefetcher.begin()
 
-    def require(self, *states: State) -> None:
-        """Raise StateError unless the present state is one of these; closed, there is no state. Starts."""
-        self.start()
-        require(self.state, states)
-
     def require_kinds(self, kinds: Iterable[str]) -> None:
-        """Raise StateError unless the present state needs these kinds of training state on the device.
-
-        No collective. Before the start, all of it may be used until something is offloaded.
-        """
         if not self._is_started and not any(self.offloader.away_nbytes().values()):
             return
         if self._computation.is_asking and {*kinds} == {"param"}:  # before anything leaves
@@ -354,6 +327,7 @@ class ShardingManager(SwitchHooks):
             dict(zip(sent, selection.releases, strict=True)),
             self.job.timeout_seconds,
             lambda released: self._note_peak(training - released),
+            is_apart=self._require_open().is_apart,
         )
 
     def _release_inference(self) -> None:
@@ -431,10 +405,10 @@ class SwitchContexts(ABC):
     """
 
     job: Job
-    _sharding: ShardingManager | None = None
+    _sharding: Switch | None = None
 
     @property
-    def sharding(self) -> ShardingManager:
+    def sharding(self) -> Switch:
         """The switch. Raises StateError where it is gone, after `shutdown`."""
         if self._sharding is None:
             raise StateError(f"this {type(self).__name__} was shut down: build a new one")

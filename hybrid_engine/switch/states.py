@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.ports import InferenceWeights
+
+if TYPE_CHECKING:
+    from hybrid_engine.switch.report import ReshardReport
 
 
 class State(StrEnum):
@@ -124,6 +130,68 @@ class SwitchHooks:
     def _call_end_hooks(self, report: object) -> None:
         for hook in self._end_hooks:
             call_hook(hook, report)
+
+
+class Switch(SwitchHooks, ABC):
+    """What brings devices from one state into another. All methods are collective, but for hooks and `near_end`.
+
+    Attributes:
+        state: of the devices.
+        last_report: of the last switch.
+        inference: this process's part of the inference weights.
+    """
+
+    state: State = State.INTERRUPTED
+    last_report: ReshardReport | None = None
+    inference: InferenceWeights
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._contexts: Contexts = []
+
+    @abstractmethod
+    def start(self) -> None:
+        """Bring training state to the device: state TRAIN. Idempotent."""
+
+    @abstractmethod
+    def enter(self, target: State) -> ReshardReport | None:
+        """Switch to `target`; None when it is the present state already."""
+
+    @abstractmethod
+    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
+        """Begin to bring training state back while the last completions are generated, in state INFER.
+
+        Memory: theirs beside the inference weights', so name what fits. The copies run on a side stream on CUDA, in a
+        thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
+        """
+
+    @abstractmethod
+    def near_end(self) -> None:
+        """A rollout is nearly drawn: in INFER, bring what fits of training state. No collective; logs what fails."""
+
+    @abstractmethod
+    def require_kinds(self, kinds: Iterable[str]) -> None:
+        """Raise StateError unless the present state needs these kinds of training state on the device.
+
+        No collective. Before the start, all of it may be used until something is offloaded.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """No switch any more. Idempotent."""
+
+    def entered(self, state: State) -> AbstractContextManager[None]:
+        """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
+
+        Raises StateError inside another state's context. IDLE frees the device for a model beside the actor, inside any
+        context: then that one's state is back at the end, but for errors.
+        """
+        return Entered(state, self.enter, self._contexts)
+
+    def require(self, *states: State) -> None:
+        """Raise StateError unless the present state is one of these; closed, there is no state. Starts."""
+        self.start()
+        require(self.state, states)
 
 
 def call_hook(hook: Callable[..., object], *arguments: Any) -> None:

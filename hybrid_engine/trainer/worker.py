@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 
-from hybrid_engine.assembly import inference_settings, megatron_lora, put_beside
+from hybrid_engine.assembly import check_inference, megatron_lora, put_beside
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import memory_plan, watches_memory
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -67,18 +67,16 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
 
     def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
         from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
-        from hybrid_engine.backends.vllm import check_before_building, require_vllm
 
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
-            require_vllm(allow_version=self.config.generate_config.allow_version)
             build_actor = _builder(self.config)
             if watches_memory(self.config):
                 self._memory = MemoryWatch(memory_plan(self.config, job.world_size), job.rank)
                 if job.rank == 0:
                     logger.info("%s", self._memory.plan)
             table = table_for(self.config.hf_config())
-            check_before_building(inference_settings(self.config, job.world_size), job)
+            check_inference(self.config, job)
         if load_weights:
             fetch_weights(self.config.model, job)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):

@@ -332,7 +332,7 @@ class InferenceEngine:
         names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
         torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
 
-        def trace(model: torch.nn.Module) -> TracedModel:
+        def trace(model: torch.nn.Module, _: object) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):
                 traced = trace_model(model, tensors, torch_dtypes, self.rank)
                 if self.settings.max_loras and traced.staged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -51,10 +52,15 @@ def on_one_host() -> Pace:
     return Pace(FailureWatch(World(dist.HashStore(), 0, 1), TIMEOUT), 1, is_first=True, timeout_seconds=TIMEOUT)
 
 
-def fill(group: RankGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
-    """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
-    state = State()
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, BUFFERS, SCHEDULE, TIMEOUT)
+def fill(group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) -> tuple[str, list[int]]:
+    """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent).
+
+    `is_apart`: the last rank has nothing to give back.
+    """
+    state, has_none = State(), is_apart and dist.get_rank() == NUM_RANKS - 1
+    schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
+    buffers = {} if has_none else BUFFERS
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, buffers, schedule, TIMEOUT, is_apart=is_apart)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -82,20 +88,22 @@ def scenarios() -> list[dict[int, tuple[int, str]]]:
     return [*singles, *several]
 
 
-def run_on_rank() -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
+def run_on_rank(is_apart: bool) -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
     dist.init_process_group("gloo")
     group = RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
-    results = [(fill(group, failing), fill(group, {})) for failing in scenarios()]
+    results = [(fill(group, failing, is_apart), fill(group, {}, is_apart)) for failing in scenarios()]
     dist.destroy_process_group()
     return results
 
 
-def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
-    by_rank = ranks.launch(run_on_rank, NUM_RANKS, timeout=200)
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks, is_apart: bool) -> None:
+    by_rank = ranks.launch(run_on_rank, NUM_RANKS, is_apart, timeout=200)
     for number, failing in enumerate(scenarios()):
         for rank in range(NUM_RANKS):
             (outcome, given_back), after = by_rank[rank][number]
-            assert after == ("filled", list(range(NUM_BUCKETS)))
+            has_none = is_apart and rank == NUM_RANKS - 1
+            assert after == ("filled", [] if has_none else list(range(NUM_BUCKETS)))
             assert given_back == list(range(len(given_back)))
             # nothing goes that a rank which failed before it was sent may still have to read
             unread = [bucket for bucket, moment in failing.values() if moment == "before"]
@@ -179,3 +187,48 @@ def test_a_wait_ends_with_bucket_and_remedy(ranks: Ranks) -> None:
     message, _ = ranks.launch(wait_for_a_rank_that_sends_nothing, 2, timeout=100)
     assert "bucket 0, phase release" in message
     assert "timeout_seconds" in message
+
+
+# -- sides in processes of their own -----------------------------------------------------------------------------------
+
+TRAINERS, SERVERS = (0, 1), (2,)
+PERIOD = 0.02  # seconds of one piece of work at most
+
+
+def hand_over(is_apart: bool) -> list[tuple[float, int]]:
+    """What a rank takes (+1) and gives back (-1) of one device, bucket by bucket, with the time, in a switch in which
+    every piece of work takes another time."""
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), RankGroup(World.of_default_group(), "fences", range(NUM_RANKS), TIMEOUT)
+    draw, events = random.Random(rank), []
+
+    class Going(State):
+        def offload_parts(self, kind: str, parts: list[Part]) -> int:
+            time.sleep(draw.random() * PERIOD)
+            events.append((time.monotonic(), -len(parts)))
+            return super().offload_parts(kind, parts)
+
+    num = 40
+    schedule = {bucket: {"flat": (Extent(bucket, bucket + 1),)} for bucket in range(num)}
+    if rank in SERVERS:
+        schedule = {bucket: {} for bucket in schedule}
+    buffers = {} if rank in SERVERS else {"flat": torch.zeros(num)}
+    fence = ReleaseFence(rank, group, on_one_host(), Going(), buffers, schedule, TIMEOUT, is_apart=is_apart)
+    for bucket in range(num):
+        if rank in SERVERS:
+            events.append((time.monotonic(), len(TRAINERS)))  # it takes all that they hold
+            time.sleep(draw.random() * PERIOD * (bucket % 3 == 0))
+        fence.sent(bucket)
+    fence.finish()
+    dist.destroy_process_group()
+    return events
+
+
+@pytest.mark.parametrize(("is_apart", "most"), [(True, 2), (False, 4)])
+def test_a_device_of_two_processes_holds_two_buckets_more(ranks: Ranks, is_apart: bool, most: int) -> None:
+    held = peak = 0
+    for _, change in sorted(each for of_rank in ranks.launch(hand_over, NUM_RANKS, is_apart) for each in of_rank):
+        held += change
+        peak = max(peak, held)
+    assert peak <= most * len(TRAINERS)
+    assert (peak > 2 * len(TRAINERS)) is not is_apart  # without the second signal they are more

@@ -6,8 +6,6 @@ Each has one side alone; the other is empty (`NoTraining`, `NoInference`).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,10 +13,9 @@ import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import LostRankError
-from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
-from hybrid_engine.records.layout import Layout
+from hybrid_engine.serving.roles import NoInference, NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import (
@@ -34,69 +31,6 @@ from tests.hybrid_engine.switch.fakes import (
 )
 
 NUM_TRAINERS, SERVER = 2, 2
-
-
-class NoTraining:
-    """A trainer that holds nothing."""
-
-    unserved: Sequence[str] = ()
-    frozen: Sequence[str] = ()
-    version = 0
-
-    @staticmethod
-    def guard(kinds: Iterable[str]) -> None:
-        """Nobody uses anything."""
-
-    @property
-    def weights(self) -> NoTraining:
-        return self
-
-    def layout(self) -> Layout:
-        return Layout({}, {}, ())
-
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        return {}
-
-    def prepare(self) -> None: ...
-
-    def check_values(self, unread: object = None) -> None: ...
-
-    def offload_items(self) -> list[OffloadItem]:
-        return []
-
-
-class NoInference:
-    """An engine that holds nothing, and its caches."""
-
-    taken_before = 0
-
-    def layout(self) -> Layout:
-        return Layout({}, {}, ())
-
-    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        return {}
-
-    def commit(self, groups: Sequence[str]) -> None: ...
-
-    def finish_fill(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def release(self, keep: Collection[str] = ()) -> None: ...
-
-    def committed(self) -> Collection[str]:
-        return ()
-
-    @contextmanager
-    def proving(self, tensors: object, unproven: object) -> Iterator[None]:
-        yield
-
-    def resident_nbytes(self) -> int:
-        return 0
-
-    def wake_kv_cache(self) -> None: ...
-
-    def reset_caches(self) -> None: ...
 
 
 class Member:

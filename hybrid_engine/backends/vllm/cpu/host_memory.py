@@ -1,4 +1,7 @@
-"""Memory of weights on a CPU: vLLM's storages are resized, and what passes through loader layout has pages of its own.
+"""Memory of weights on a CPU: pages of vLLM's storages go and come, and what passes through loader layout has its own.
+
+Live weights keep their storages, and the addresses in them; the system takes their pages. A storage would not need to
+be one that torch can resize: whoever makes an array of a weight, as vLLM's own checksums do, takes that from it.
 
 A switch fills modules in loader layout and drops them as soon as vLLM has packed them. New pages for each would cost
 several times as much as the copy; here the pages of one bucket are reused for the next.
@@ -19,17 +22,19 @@ import torch
 
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.backends.vllm.weights.weight_memory import Live, WeightMemory
-from hybrid_engine.memory.host_pages import libc
+from hybrid_engine.memory.host_pages import libc, raise_errno
 
 _HUGE_PAGE = 2 * 1024**2
 _ALIGNMENT = 64  # bytes, of every tensor
 
 
 class CpuWeightMemory(WeightMemory):
-    """On a CPU: storages are resized, and what passes through goes through the same pages, group after group."""
+    """On a CPU: pages are given back and touched again, and what passes through goes through the same ones, group after
+    group. The parts of pages at both ends of a storage stay, less than 8 KiB of each, and are not counted."""
 
     def __init__(self) -> None:
         self._pool = StagingPool()
+        self._given_back: set[int] = set()  # addresses of storages
 
     def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
         # What nobody foresaw to stay is safe too: the pool lends no page over which a tensor lives.
@@ -43,18 +48,21 @@ class CpuWeightMemory(WeightMemory):
         _trim_heap()
 
     def free(self, live: Live) -> None:
-        for tensor in live.values():
-            tensor.untyped_storage().resize_(0)
+        for address, storage in _storages(live.values()).items():
+            if not _advise(storage, mmap.MADV_DONTNEED, mmap.PAGESIZE):
+                raise_errno("the system does not take pages of weights back")
+            self._given_back.add(address)
 
     def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
-        for storage in storages:
-            memory = live[storage.name].untyped_storage() if storage.name in live else None
-            if memory is not None and not memory.nbytes():
-                memory.resize_(storage.nbytes)
-                _prefer_huge_pages(memory)
+        for address, storage in _storages(live[each.name] for each in storages if each.name in live).items():
+            if address in self._given_back:
+                # The first write then costs little more than any other; with 4 KiB pages it takes several times as long
+                _advise(storage, mmap.MADV_HUGEPAGE, _HUGE_PAGE)
+                self._given_back.discard(address)
 
     def nbytes(self, live: Live) -> int:
-        return super().nbytes(live) + self._pool.free_nbytes
+        taken = {name: tensor for name, tensor in live.items() if _address(tensor) not in self._given_back}
+        return super().nbytes(taken) + self._pool.free_nbytes
 
 
 class StagingPool:
@@ -128,12 +136,18 @@ def _trim_heap() -> None:
         malloc_trim(0)
 
 
-def _prefer_huge_pages(storage: torch.UntypedStorage) -> None:
-    """Ask for 2 MiB pages behind memory that was allocated and not touched yet; without effect where there are none.
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
-    The first write then costs little more than any other; with 4 KiB pages it takes several times as long.
-    """
-    start = -(-storage.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    stop = (storage.data_ptr() + storage.nbytes()) // _HUGE_PAGE * _HUGE_PAGE
-    if start < stop:
-        libc().madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Those of these tensors that have any memory, by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _advise(storage: torch.UntypedStorage, advice: int, page: int) -> bool:
+    """Tell the system about the pages of `page` bytes that lie wholly in a storage; whether it takes the advice."""
+    start = -(-storage.data_ptr() // page) * page
+    stop = (storage.data_ptr() + storage.nbytes()) // page * page
+    return start >= stop or libc().madvise(start, stop - start, advice) == 0

@@ -56,7 +56,7 @@ class VllmAdaptor:
             settings: in force while vLLM processes weights; None: those of the caller.
         """
         traced = model.traced
-        self.rank, self.staged = traced.rank, traced.staged
+        self.rank, self.staged, self._layout = traced.rank, traced.staged, traced.layout
         self.device = next(iter(traced.storages.values())).device
         self.nbytes = sum(storage.nbytes for storage in traced.storages.values())
         self._model: ProcessedModel | None = model  # until `close`
@@ -71,7 +71,11 @@ class VllmAdaptor:
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        return self._traced.layout
+        return self._layout
+
+    def take_rank(self, rank: int) -> None:
+        """From now on the records are those of this rank: a server's worker has another in each job that it joins."""
+        self.rank, self._layout = rank, self._traced.layout.on(rank)
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         """Flat buffers of these groups by name: the live memory where vLLM computes with that, new memory elsewhere.

@@ -5,7 +5,7 @@
     models[0]
 
 vLLM makes loaders from a registry by name and passes them nothing of ours: within the context the name is registered
-for a class that knows both functions.
+for a class that knows both functions. A server's workers have such a class under a name of its own (server/plugin.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel
 from hybrid_engine.backends.vllm.weights.processing_barrier import channels_taken
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel
 
-LOAD_FORMAT = "hybrid_engine"
+LOAD_FORMAT = "hybrid_engine_colocated"
 
-Trace = Callable[[torch.nn.Module], TracedModel]
+Trace = Callable[[torch.nn.Module, Any], TracedModel]
 Inspect = Callable[[TracedModel, Context, torch.dtype, bool], ProcessedModel]
 
 
@@ -32,20 +32,21 @@ def capturing(trace: Trace, inspect: Inspect) -> Iterator[list[ProcessedModel]]:
     """Within this context a model that vLLM loads with `LOAD_FORMAT` is traced and processed, not loaded.
 
     Args:
-        trace: called with the model, whose weights are not processed.
+        trace: called with the model, whose weights are not processed, and vLLM's `ModelConfig` of it.
         inspect: called once they are, with what `inspect_model` takes first, and whether ranks communicated meanwhile.
     """
     from vllm.model_executor.model_loader import register_model_loader
 
     models: list[ProcessedModel] = []
-    register_model_loader(LOAD_FORMAT)(_loader_class(trace, inspect, models))
+    register_model_loader(LOAD_FORMAT)(loader_class(trace, inspect, lambda _, found: models.append(found)))
     try:
         yield models
     finally:
         del internals.LOADERS.load()[LOAD_FORMAT]
 
 
-def _loader_class(trace: Trace, inspect: Inspect, models: list[ProcessedModel]) -> type:
+def loader_class(trace: Trace, inspect: Inspect, keep: Callable[[torch.nn.Module, ProcessedModel], None]) -> type:
+    """A loader of vLLM's that traces and inspects, and has what was found kept; see `capturing`."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import BaseModelLoader
 
@@ -59,7 +60,7 @@ def _loader_class(trace: Trace, inspect: Inspect, models: list[ProcessedModel]) 
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             """Called by vLLM between the model's construction and its post-load processing."""
-            self._traced = trace(model)
+            self._traced = trace(model, model_config)
             self._taken = self._watching.enter_context(channels_taken())
 
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
@@ -73,7 +74,7 @@ def _loader_class(trace: Trace, inspect: Inspect, models: list[ProcessedModel]) 
                 with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
                     yield
 
-            models.append(inspect(self._traced, context, model_config.dtype, bool(self._taken)))
+            keep(model, inspect(self._traced, context, model_config.dtype, bool(self._taken)))
             return model
 
     return CapturingLoader

@@ -168,7 +168,7 @@ def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
     """An InferenceEngine around vLLM's own loader: its weights come from the checkpoint."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
-    make_loader = loader._loader_class
+    make_loader = loader.loader_class
 
     def native_loader(*arguments: Any) -> type:
         capturing_loader: Any = make_loader(*arguments)
@@ -184,7 +184,7 @@ def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
         return NativeLoader
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "_loader_class", native_loader)
+        patch.setattr(loader, "loader_class", native_loader)
         return build(checkpoint, support.QWEN3, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
 
 

@@ -1,0 +1,82 @@
+"""vLLM's weight transfer engine of this name: its calls, as those of a `WeightReceiver`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from hybrid_engine.backends.vllm.server.capture import take_captured
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
+from hybrid_engine.errors import MessageError, StateError
+from hybrid_engine.serving.invitation import Invitation, Update
+from hybrid_engine.serving.receiver import WeightReceiver
+
+
+class HybridEngineReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
+    """One worker's, made by vLLM once its model is there."""
+
+    init_info_cls, update_info_cls = WeightTransferInitInfo, WeightTransferUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        captured = take_captured(model)
+        if captured is None:
+            raise StateError(
+                f"the weight transfer backend hybrid_engine needs --load-format hybrid_engine, not "
+                f"{vllm_config.load_config.load_format}"
+            )
+        if vllm_config.speculative_config is not None:
+            raise StateError("a draft model's weights are not resharded: start the server without speculative decoding")
+        parallel = vllm_config.parallel_config
+        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        memory = WeightMemory()
+        if device.type == "cpu":
+            from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
+
+            memory = CpuWeightMemory()
+        self.receiver = WeightReceiver(VllmAdaptor(captured, memory), index, device)
+
+    def parse_init_info(self, init_dict: Mapping[str, Any]) -> Any:
+        return _read(Invitation, init_dict)
+
+    def parse_update_info(self, update_dict: Mapping[str, Any]) -> Any:
+        return _read(Update, update_dict)
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.receiver.join(init_info)
+
+    def start_weight_update(self) -> None:
+        """All of an update is in `receive_weights`."""
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.receiver.switch(update_info)
+
+    def finish_weight_update(self) -> None:
+        """All of an update is in `receive_weights`."""
+
+    def shutdown(self) -> None:
+        self.receiver.leave()
+
+
+def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    try:
+        return kind.read(values)
+    except MessageError as error:
+        raise ValueError(str(error)) from None  # what vLLM expects
+
+
+def obstacle(worker: Any) -> str:
+    """Why this worker of vLLM's can draw no token; "" where it can. Called by the gate, in each worker."""
+    engine = worker.weight_transfer_engine
+    if isinstance(engine, HybridEngineReceiver):
+        return engine.receiver.obstacle()
+    return "the server has the load format hybrid_engine and no weight transfer backend of that name: no weights come"

@@ -1,0 +1,203 @@
+"""How a publisher calls a server: vLLM's own requests over HTTP, an engine object in this process, or a Ray actor.
+
+vLLM's calls for weights have the names of its `VLLMWeightSyncClient`; those that a publisher needs beside them have the
+names of its HTTP routes. Whoever has another way to reach a server writes a class of this shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+from urllib.parse import urlsplit
+
+from hybrid_engine.errors import ConfigError, ServerError, Violation, clipped, shortened
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of requests in flight: they end with the tokens so far, are finished first, or go on after it."""
+
+
+@runtime_checkable
+class VllmServer(Protocol):
+    """A server, as a publisher calls it. Each call raises ServerError where the server refuses, or is not there."""
+
+    def num_workers(self) -> int:
+        """Of all its replicas."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def update_weight_version(self, new_version: str) -> None: ...
+
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def server_of(given: object, timeout_seconds: float, *, allow_public: bool = False) -> VllmServer:
+    """A server of a URL, an `AsyncLLM` with its event loop, a Ray actor, or what is one already.
+
+    Args:
+        given: `http://HOST:PORT`; `(engine, loop)` of an `AsyncLLM` in this process; a Ray handle of an actor with
+            these methods; or any `VllmServer`.
+        timeout_seconds: longest wait for an answer; for a switch, which has waits of its own, there is none.
+        allow_public: take addresses that others than this host and its private network can reach.
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(given, str):
+        return HttpServer(given, timeout_seconds, allow_public=allow_public)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], asyncio.AbstractEventLoop):
+        return AsyncServer(*given, timeout_seconds=timeout_seconds)
+    if hasattr(given, "_ray_actor_id"):
+        return RayServer(given, timeout_seconds)
+    if isinstance(given, VllmServer):
+        return given
+    remedy = "Give http://HOST:PORT, (AsyncLLM, its event loop), a Ray actor, or a serving.clients.VllmServer"
+    raise ConfigError([Violation("servers", f"got {shortened(given)}", remedy)])
+
+
+class _Server(ABC):
+    """The calls of a `VllmServer`, each as one call of this server's own."""
+
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Of all its replicas."""
+
+    @abstractmethod
+    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+        """Make the call of this name; `ends`: within the timeout. Raises ServerError."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", ends=False, init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("update_weights", ends=False, update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", weight_version=weight_version)
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._call("update_weight_version", new_version=new_version)
+
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        # requests that are finished first take as long as they take
+        self._call("pause", ends=mode != "wait", mode=mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+
+class HttpServer(_Server):
+    """`vllm serve`, with VLLM_SERVER_DEV_MODE=1 in its environment: without it vLLM has no routes for weights."""
+
+    def __init__(self, url: str, timeout_seconds: float, *, allow_public: bool = False) -> None:
+        """Raises ConfigError for what is no URL, or for one that anybody can reach: these routes ask no password."""
+        import requests
+
+        self.url, self._timeout, self._session = url.rstrip("/"), timeout_seconds, requests.Session()
+        self._session.trust_env = False  # a proxy is not to see this
+        if not allow_public and (reachable := _public_addresses(self.url)):
+            problem = f"{url} is at {', '.join(reachable)}, and vLLM's routes for weights authenticate nobody"
+            remedy = "Bind the server to the loopback or a private address, or allow_public where a firewall guards it"
+            raise ConfigError([Violation("servers", problem, remedy)])
+
+    def num_workers(self) -> int:
+        return int(self.get("get_world_size")["world_size"])
+
+    def get(self, route: str) -> Any:
+        """The answer of another route."""
+        return self._request("GET", route, self._timeout)
+
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer of another route, for which it may take its time."""
+        return self._request("POST", route, None, json=body)
+
+    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+        seconds = self._timeout if ends else None
+        if name == "pause":
+            query = {key: str(value).lower() for key, value in fields.items()}
+            return self._request("POST", name, seconds, params=query)
+        return self._request("POST", name, seconds, json=fields or None)
+
+    def _request(self, method: str, route: str, seconds: float | None, **said: Any) -> Any:
+        import requests
+
+        where = f"{self.url}/{route}"
+        try:
+            with self._session.request(method, where, timeout=(self._timeout, seconds), **said) as response:
+                if response.status_code == requests.codes.not_found:
+                    raise ServerError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
+                if not response.ok:
+                    raise ServerError(f"{where}: {response.status_code}: {clipped(response.text, 2000)}")
+                return response.json() if response.content else None
+        except requests.RequestException as error:
+            raise ServerError(f"{where}: {error}") from error
+
+
+class AsyncServer(_Server):
+    """An `AsyncLLM` in this process, whose event loop runs in another thread."""
+
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
+        self._engine, self._loop, self._timeout = engine, loop, timeout_seconds
+
+    def num_workers(self) -> int:
+        return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
+
+    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+        from vllm.distributed.weight_transfer import base
+
+        if name == "init_weight_transfer_engine":
+            fields = {"request": base.WeightTransferInitRequest(**fields)}
+        elif name == "update_weights":
+            fields = {"request": base.WeightTransferUpdateRequest(**fields)}
+        method = getattr(self._engine, f"{name}_generation" if name in ("pause", "resume") else name)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(method(**fields), self._loop)
+            return answer.result(self._timeout if ends else None)
+        except Exception as error:
+            raise ServerError(f"AsyncLLM.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
+
+
+class RayServer(_Server):
+    """A Ray actor with the methods of a `VllmServer`, for example around an `AsyncLLM`. Never run on several nodes."""
+
+    def __init__(self, actor: Any, timeout_seconds: float) -> None:
+        self._actor, self._timeout = actor, timeout_seconds
+
+    def num_workers(self) -> int:
+        return int(self._call("num_workers"))
+
+    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self._actor, name).remote(**fields), timeout=self._timeout if ends else None)
+        except Exception as error:
+            raise ServerError(f"actor.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
+
+
+def _public_addresses(url: str) -> list[str]:
+    """Those of a URL's host that are neither of this host nor private. Raises ConfigError for what is no URL."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("no http://HOST:PORT")
+        found = {each[4][0] for each in socket.getaddrinfo(parts.hostname, parts.port)}
+    except (ValueError, OSError) as error:
+        remedy = "Give the address at which the server listens"
+        raise ConfigError([Violation("servers", f"{shortened(url)}: {error}", remedy)]) from None
+    addresses = [ipaddress.ip_address(str(each).partition("%")[0]) for each in found]
+    return sorted(str(each) for each in addresses if not (each.is_loopback or each.is_private or each.is_link_local))

@@ -1,0 +1,161 @@
+"""Servers as an engine's inference side: completions come over HTTP, weights by the switches of a `WeightPublisher`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
+from hybrid_engine.backends.vllm.replica_exchange import check_data
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import ArgumentError, GenerationError, ServerError, StateError, Violation
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.messages import LIMIT
+from hybrid_engine.ports import Data, NearEnd, Trainer
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.publisher import WeightPublisher
+from hybrid_engine.serving.roles import NoInference
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm.requests import AnySampling
+
+_PROMPTS_OF_A_REQUEST = 64
+"""Servers decode requests together; one of many prompts would be parsed while nothing is decoded."""
+
+
+class ServedInference:
+    """What takes the place of an `InferenceEngine` where `generate_config.servers` names servers.
+
+    Attributes:
+        job: of the trainers.
+        adaptor: nothing: weights are in the servers.
+        tokenizer: the model's.
+    """
+
+    taken_before = 0
+    near_end: NearEnd | None = None
+    trained_lora: str | None = None
+
+    def __init__(self, config: HybridConfig, job: Job, tokenizer_dir: str | None = None) -> None:
+        """Raises ConfigError for addresses that cannot be."""
+        generate = config.generate_config
+        self.job, self.adaptor = job, NoInference()
+        self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
+        self._generate, self._limits = generate, config.hf_config()
+        with job.agreement.phase("looking at the servers"):
+            self._servers = [
+                HttpServer(url, generate.timeout_seconds, allow_public=generate.server_allow_public)
+                for url in generate.servers
+            ]
+
+    def switch(self, trainer: Trainer, offloader: Offloader) -> WeightPublisher:
+        """What takes the place of a `ShardingManager`. Collective."""
+        generate = self._generate
+        return WeightPublisher(
+            trainer,
+            self._servers,
+            config=generate,
+            job=self.job,
+            offloader=offloader,
+            pause=generate.server_pause,
+            address=generate.server_address,
+        )
+
+    def generate_over_replicas(
+        self,
+        prompts: Prompts,
+        sampling: AnySampling | None = None,
+        lora: str | None = None,
+        attention_mask: torch.Tensor | None = None,
+        data: Data = "global",
+    ) -> list[list[Completion]]:
+        """See `InferenceEngine.generate_over_replicas`; `sampling` is a `Sampling`. Collective.
+
+        Each rank asks for its share of the prompts, each of another server.
+        """
+        job = self.job
+        with job.agreement.phase("checking prompts"):
+            check_data(data)
+            wanted = _wanted(sampling)
+            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask)
+            limit = self._generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
+            check_token_ids(token_ids, wanted.max_tokens or 1, limit, int(self._limits.get("vocab_size") or 2**31))
+        step = job.world_size if data == "global" else 1
+        own = token_ids[job.rank % step :: step]
+        with job.agreement.phase("generate", kind=GenerationError):
+            completed = self._complete(own, wanted)
+        if data == "local" or step == 1:
+            return completed
+        told = [
+            [(each.token_ids, each.logprobs, each.finish_reason, each.stop_reason) for each in of] for of in completed
+        ]
+        kind = list[list[tuple[tuple[int, ...], tuple[float, ...], str, int | str | None]]]
+        by_rank = job.agreement.gather(told, kind, "exchange of completions", LIMIT)
+        return [
+            [
+                Completion(tokens, logprobs, finish, stop, tuple(prompt), tokenizer=self.tokenizer)
+                for tokens, logprobs, finish, stop in by_rank[index % step][index // step]
+            ]
+            for index, prompt in enumerate(token_ids)
+        ]
+
+    def _complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """By this rank's requests, all under way together."""
+        parts = [
+            prompts[start : start + _PROMPTS_OF_A_REQUEST] for start in range(0, len(prompts), _PROMPTS_OF_A_REQUEST)
+        ]
+        if not parts:
+            return []
+        with ThreadPoolExecutor(len(parts)) as pool:
+            asked = [
+                pool.submit(self._ask, (self.job.rank + number) % len(self._servers), part, sampling)
+                for number, part in enumerate(parts)
+            ]
+            return [of_prompt for each in asked for of_prompt in each.result()]
+
+    def _ask(self, number: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        values = {name: value for name, value in asdict(sampling).items() if value is not None}
+        values |= {"logprobs": 0 if sampling.logprobs else None, "max_tokens": sampling.max_tokens}
+        body = {**values, "prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
+        answer = self._servers[number].post("v1/completions", body)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != len(prompts) * sampling.n:
+            raise ServerError(f"{len(choices)} completions of {len(prompts)} prompts, {sampling.n} each")
+        unfinished = {choice["finish_reason"] for choice in choices} - {"stop", "length"}
+        if unfinished:
+            raise GenerationError(f"completions ended by {', '.join(map(str, sorted(unfinished, key=str)))}")
+        return [
+            [self._completion(choice, prompt, sampling) for choice in choices[at * sampling.n : (at + 1) * sampling.n]]
+            for at, prompt in enumerate(prompts)
+        ]
+
+    def _completion(self, choice: Mapping[str, Any], prompt: Sequence[int], sampling: Sampling) -> Completion:
+        return Completion(
+            tuple(choice["token_ids"]),
+            tuple(choice["logprobs"]["token_logprobs"]) if sampling.logprobs else (),
+            choice["finish_reason"],
+            choice.get("stop_reason"),
+            tuple(prompt),
+            drawn_text=choice["text"] if sampling.stop else None,
+            tokenizer=self.tokenizer,
+        )
+
+    def manual_seed(self, seed: int) -> NoReturn:
+        """A server draws by its own generator."""
+        raise StateError("servers draw by generators of their own: set Sampling(seed=...), for each prompt")
+
+    def shutdown(self) -> None:
+        """Servers are not ended."""
+
+
+def _wanted(sampling: object) -> Sampling:
+    if sampling is None or isinstance(sampling, Sampling):
+        return sampling or Sampling()
+    remedy = "Pass hybrid_engine.Sampling, or ask the server yourself for what it does not say"
+    raise ArgumentError([Violation("sampling", "vLLM's own parameters do not go over HTTP", remedy)])

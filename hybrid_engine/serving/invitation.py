@@ -1,0 +1,179 @@
+"""What trainers tell a server, as JSON: where all of them meet, who it is there, and how a switch goes.
+
+On one host they meet in a file of a directory that nobody else may open. Across hosts they meet at an address that the
+user names, by a token that both sides have in their environment: torch's store authenticates nobody.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
+from hybrid_engine.ranks.world import World
+
+TOKEN = "HYBRID_ENGINE_TOKEN"
+"""Environment variable with the secret that trainers and servers share; needed where they meet at an address."""
+
+LOOPBACK = "127.0.0.1"
+
+T = TypeVar("T", bound="Told")
+
+SWITCH_KEYS = (
+    *("transport", "bucket_mb", "incremental", "incremental_mb", "release_weights", "check_nan", "verify"),
+    *("offload_train_param", "offload_train_grad", "offload_train_optimizer", "prefetch", "timeout_seconds"),
+)
+"""Keys of `generate_config` by which both sides of a switch must go alike."""
+
+
+class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of what a server is told."""
+
+    @classmethod
+    def read(cls: type[T], values: Mapping[str, Any]) -> T:
+        """Raises MessageError for anything but these fields, of these types."""
+        try:
+            return msgspec.convert(dict(values), cls)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise MessageError(f"not what a server is told ({cls.__name__}): {error}") from None
+
+    def said(self) -> dict[str, Any]:
+        """As JSON has it."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+
+class Invitation(Told, frozen=True, kw_only=True):
+    """To a job of trainers and servers.
+
+    Attributes:
+        place: `file:PATH` or `tcp:ADDRESS:PORT`, of the store.
+        name: of the job: what is in the store is below it. Nobody guesses it.
+        proof: HMAC-SHA256 of the name, by the token; empty without one.
+        first_rank: of this server's workers.
+        num_workers: of this server.
+        size: of the job.
+        settings: see `SWITCH_KEYS`.
+        address: of the interface on which the job's groups listen.
+    """
+
+    place: str
+    name: str
+    proof: str
+    first_rank: int
+    num_workers: int
+    size: int
+    settings: dict[str, Any]
+    address: str | None = None
+
+    def config(self) -> GenerateConfig:
+        """The keys of a switch, and of what a server leaves to trainers the values that do nothing."""
+        if unknown := sorted(self.settings.keys() - set(SWITCH_KEYS)):
+            raise MessageError(f"keys that no switch has: {shortened(unknown)}")
+        return GenerateConfig(check_compute="off", **self.settings)
+
+    def store(self) -> dist.Store:
+        """The store. Raises MessageError where this process is not to go there, ConfigError where it cannot."""
+        kind, _, where = self.place.partition(":")
+        if kind == "file":
+            _require_own(Path(where))
+            return dist.PrefixStore(self.name, dist.FileStore(where, -1))
+        if kind != "tcp":
+            raise MessageError(f"no place to meet: {shortened(self.place)}")
+        if not hmac.compare_digest(self.proof, proof_of(self.name, require_token())):
+            raise MessageError(f"{self.place}: who invites does not have this server's {TOKEN}")
+        host, _, port = where.rpartition(":")
+        seconds = timedelta(seconds=self.config().timeout_seconds)
+        return dist.PrefixStore(self.name, dist.TCPStore(host, int(port), is_master=False, timeout=seconds))
+
+    def world(self, rank: int, *, may_end: bool = True) -> World:
+        """The job's, for one of its ranks; raises as `store`."""
+        return World(self.store(), rank, self.size, may_end=may_end, address=self.address)
+
+
+class Update(Told, frozen=True, kw_only=True):
+    """A switch in which a server takes part.
+
+    Attributes:
+        name: of the job that the server was invited to.
+        to: the state of the devices after it.
+        version: of the weights that are filled: optimizer steps that the trainer has taken.
+    """
+
+    name: str
+    to: Literal["train", "forward", "infer", "idle"]
+    version: int
+
+
+class MeetingPlace:
+    """A store that one trainer makes for its job; `close` ends it.
+
+    Args:
+        address: of the interface at which other hosts reach this process; None where all are on this host.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.name = f"hybrid_engine/{secrets.token_hex(16)}"
+        self.proof, self._directory = "", ""
+        if address is None:
+            self._directory = tempfile.mkdtemp(prefix="hybrid-engine-")  # of this user alone
+            self.place = f"file:{self._directory}/store"
+            self._store: dist.Store = dist.FileStore(f"{self._directory}/store", -1)
+            return
+        self.proof = proof_of(self.name, require_token())
+        # By itself, a TCPStore listens on all interfaces, whatever host name it is given.
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.place = f"tcp:{address}:{port}"
+
+    def close(self) -> None:
+        """Remove what was made; those who are connected keep what they have. Idempotent."""
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MessageError(f"{path}: {error.strerror}; trainers and servers on one host share its files") from None
+
+
+def _require_own(path: Path) -> None:
+    """Raise MessageError unless the directory of `path` is this user's, and closed to all others."""
+    with _explained(path):
+        found = os.lstat(path.parent)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise MessageError(f"{path.parent} is not a directory that only this user can open")
+
+
+def require_token() -> str:
+    """The secret of this process's environment. Raises ConfigError where there is none."""
+    if token := os.environ.get(TOKEN, ""):
+        return token
+    problem = "not set: trainers and servers that meet at an address must know each other"
+    remedy = "Set it to the same secret in the environment of trainers and servers (openssl rand -hex 32)"
+    raise ConfigError([Violation(TOKEN, problem, remedy)])
+
+
+def proof_of(name: str, token: str) -> str:
+    """What shows that somebody who names a job knows the token."""
+    return hmac.new(token.encode(), name.encode(), "sha256").hexdigest()

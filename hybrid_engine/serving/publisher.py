@@ -1,0 +1,327 @@
+"""The trainers' part: their weights go to servers and come back, though vLLM runs in processes of its own.
+
+    publisher = WeightPublisher(trainer, ["http://127.0.0.1:8000"], config=config.generate_config, job=job)
+    for step in range(num_steps):
+        with publisher.rollout_context(): ...       servers have the weights and draw tokens; requests go to them
+        with publisher.train_context(): ...         servers are paused and hold nothing; training state is back
+
+`publish` and `withdraw` are the same without a context. The first switch invites the servers; where one is lost, the
+next one invites those that are there, so a server that was restarted needs no restart of trainers.
+
+    pause -> start_weight_update -> update_weights ...... ShardingManager.enter on all ranks of both sides
+                                    -> finish_weight_update(version) -> resume
+
+Training state is lost by no failure of a server: what left the device comes back from host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from msgspec.structs import replace
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, LostRankError, ServerError, Violation
+from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.ports import Trainer
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.world import World
+from hybrid_engine.serving.clients import PauseMode, VllmServer, server_of
+from hybrid_engine.serving.invitation import LOOPBACK, SWITCH_KEYS, Invitation, MeetingPlace, Told, Update
+from hybrid_engine.serving.roles import NoInference
+from hybrid_engine.switch.prefetch import total
+from hybrid_engine.switch.report import ReshardReport, SwitchTally
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import NEEDED_KINDS, State, Switch, require, resident_kinds
+
+logger = logging.getLogger("hybrid_engine")
+
+NO_VERSION = "none"
+"""What a server says of its weights while it has none."""
+
+
+class WeightPublisher(Switch):
+    """One rank of the trainers that publish their weights. All methods are collective, over the trainers.
+
+    Args:
+        trainer: whose weights are published, and whose state leaves the device.
+        servers: each as `clients.server_of` takes it; the same on all ranks, but called by the first alone.
+        config: of the switch: transport, bucket size, what is offloaded, how long to wait.
+        job: of the trainers; outlives this object.
+        offloader: of the trainer's state; made here when there is none.
+        pause: what becomes of requests in flight when weights leave or change.
+        clear_cache: compute again what was cached with older weights.
+        address: of the interface at which servers on other hosts reach these trainers; None: all are on this host.
+        allow_public: see `clients.server_of`.
+
+    Attributes:
+        state: of the devices.
+        last_report: of the last switch.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        servers: Sequence[object],
+        *,
+        config: GenerateConfig,
+        job: Job,
+        offloader: Offloader | None = None,
+        pause: PauseMode = "keep",
+        clear_cache: bool = True,
+        address: str | None = None,
+        allow_public: bool = False,
+    ) -> None:
+        super().__init__()
+        self.trainer, self.config, self.job = trainer, config, job
+        self.offloader = offloader or Offloader(trainer.offload_items)
+        self.inference = self._side = NoInference()
+        self._pause: PauseMode = pause
+        self._clear_cache, self._address = clear_cache, address
+        self.state, self._is_started = State.INTERRUPTED, False
+        self._manager: ShardingManager | None = None
+        self._name = ""
+        self._ends = ExitStack()
+        self._servers: list[VllmServer] = []
+        with job.agreement.phase("looking at the servers"):
+            if not servers:
+                raise ConfigError([Violation("servers", "none", "Name at least one")])
+            if address is None and len(set(job.hosts)) > 1:
+                problem = "trainers are on several hosts, and there is no address at which they meet the servers"
+                raise ConfigError([Violation("address", problem, "Give that of an interface of the first trainer")])
+            if job.rank == 0:
+                self._servers = [server_of(each, config.timeout_seconds, allow_public=allow_public) for each in servers]
+
+    # -- what users call ----------------------------------------------------------------------------------------------
+
+    def publish(self) -> ReshardReport | None:
+        """Give the servers the present weights, and have them draw tokens; None where they have them already.
+
+        Raises ServerError where a server refuses or is not there, and what `ShardingManager.enter` raises; training
+        state is on the device then, and the servers are paused.
+        """
+        return self.enter(State.INFER)
+
+    def withdraw(self) -> ReshardReport | None:
+        """Pause the servers, take their weights, and bring training state back."""
+        return self.enter(State.TRAIN)
+
+    def rollout_context(self) -> AbstractContextManager[None]:
+        """Servers draw tokens inside, by these weights."""
+        return self.entered(State.INFER)
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Train inside: parameters, gradients and optimizer state are on the device."""
+        return self.entered(State.TRAIN)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Score inside: only parameters need to be on the device."""
+        return self.entered(State.FORWARD)
+
+    def start(self) -> None:
+        if not self._is_started:
+            with self.job.agreement.phase("onload"):
+                self.offloader.onload(KINDS)
+            self.state, self._is_started = State.TRAIN, True
+
+    def require_kinds(self, kinds: Iterable[str]) -> None:
+        if self._is_started or any(self.offloader.away_nbytes().values()):
+            require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
+
+    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
+        self.require(State.INFER)
+        assert self._manager is not None
+        self._manager.prefetch(kinds)
+
+    def near_end(self) -> None:
+        """Servers do not tell when they are nearly done."""
+
+    def close(self) -> None:
+        """Bring training state back, and leave the servers paused where they have nothing. Idempotent."""
+        self._disconnect()
+
+    # -- switches -----------------------------------------------------------------------------------------------------
+
+    def enter(self, target: State) -> ReshardReport | None:
+        """Switch to `target`; None when it is the present state already. See `publish`."""
+        self.start()
+        if not self.job.agreement.is_same([list(State).index(self.state)], f"entering {target.context}"):
+            self.state = State.INTERRUPTED  # for some ranks Ctrl-C came before the end of a switch, for others after
+        before, tally, started = self.state, SwitchTally(), time.perf_counter()
+        if target is before:
+            return None
+        with_servers = State.INFER in (before, target) or (before is State.INTERRUPTED and self._manager is not None)
+        manager = self._connected() if with_servers else None
+        self._call_start_hooks(before, target)
+        self.state = State.INTERRUPTED
+        if manager is None:
+            self._switch_alone(before, target, tally)
+            report: ReshardReport | None = tally.report(
+                f"{before}->{target}", self.trainer.version, time.perf_counter() - started
+            )
+        else:
+            report = self._switch(manager, before, target)
+        self.state, self.last_report = target, report
+        self._call_end_hooks(report)
+        return report
+
+    def _switch_alone(self, before: State, target: State, tally: SwitchTally) -> None:
+        """A switch in which servers have nothing before and after."""
+        wanted, agreement = resident_kinds(target, self.config), self.job.agreement
+        if before is State.TRAIN:  # what is pending would write what leaves, or is only read
+            with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
+                self.trainer.weights.prepare()
+        with tally.timed("offload"), agreement.phase("offload"):
+            tally.offloaded += total(self.offloader.offload(frozenset(KINDS) - wanted))
+        with tally.timed("onload"), agreement.phase("onload"):
+            tally.onloaded += total(self.offloader.onload(wanted, read_only=target is not State.TRAIN))
+
+    def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
+        """Both sides of one switch."""
+        update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
+        try:
+            with self._servers_asked("asking the servers for a switch"):
+                for server in self._servers:
+                    if before is not State.TRAIN:
+                        server.pause(self._pause, self._clear_cache)
+                        server.update_weight_version(NO_VERSION)
+                    server.start_weight_update()
+            calls = [_Call(server.update_weights, update) for server in self._servers]
+            manager.enter(target)
+            with self._servers_asked("ending the switch of the servers"):
+                for call in calls:
+                    call.result(self.config.timeout_seconds)
+                for server in self._servers:
+                    server.finish_weight_update(str(update.version) if target is State.INFER else NO_VERSION)
+                if target is State.INFER:
+                    for server in self._servers:
+                        server.resume()
+        except Exception as error:
+            self._recover(manager, error)
+            raise
+        return manager.last_report
+
+    def _connected(self) -> ShardingManager:
+        if self._manager is None:
+            self._connect()
+        assert self._manager is not None
+        return self._manager
+
+    def _connect(self) -> None:
+        """Invite the servers to a new job, and plan with them."""
+        with ExitStack() as undo:
+            with self._servers_asked("inviting the servers"):
+                counts = [server.num_workers() for server in self._servers]
+                place = MeetingPlace(self._address) if self.job.rank == 0 else None
+                told = [] if place is None else [place.place, place.name, place.proof]
+                if place is not None:
+                    undo.callback(place.close)
+            heard = self.job.agreement.gather((told, counts), tuple[list[str], list[int]], "inviting the servers")
+            (where, name, proof), counts = heard[0]
+            size = self.job.world_size + sum(counts)
+            values = self.config.model_dump(mode="json", include=set(SWITCH_KEYS))
+            first, calls = self.job.world_size, list[_Call]()
+            invitation = Invitation(
+                place=where,
+                name=name,
+                proof=proof,
+                first_rank=first,
+                num_workers=0,
+                size=size,
+                settings=values,
+                address=LOOPBACK if self._address is None else None,
+            )
+            world = invitation.world(self.job.rank)
+            for server, count in zip(self._servers, counts, strict=False):  # none on other ranks
+                own = replace(invitation, first_rank=first, num_workers=count)
+                calls.append(_Call(server.init_weight_transfer_engine, own, refused=world.refuse))
+                first += count
+            undo.enter_context(self._join(world))
+            with self._servers_asked("joining the servers"):
+                for call in calls:
+                    call.result(self.config.timeout_seconds)
+            self._name, self._ends = name, undo.pop_all()
+
+    def _join(self, world: World) -> ExitStack:
+        """Join as one of the trainers, and plan; what is returned ends it."""
+        with Ends() as undo:
+            host = self.job.hosts[self.job.rank]
+            job = Job.join(self.config.timeout_seconds, world=world, device=self.job.device, host=host)
+            undo.callback(job.close)
+            self._manager = ShardingManager(
+                self.trainer,
+                self._side,
+                caches=self._side,
+                offloader=self.offloader,
+                config=self.config.model_copy(update={"check_compute": "off"}),
+                job=job,
+            )
+            undo.callback(self._manager.close)
+            return undo.pop_all()
+
+    @contextmanager
+    def _servers_asked(self, phase: str) -> Iterator[None]:
+        """Calls of the first rank, which has the servers; what fails there is raised on all."""
+        with self.job.agreement.phase(phase, kind=ServerError):
+            yield
+
+    def _recover(self, manager: ShardingManager, error: Exception) -> None:
+        """After a failed switch: training state is back on the device, and the job goes unless all are still in it."""
+        if manager.state is State.TRAIN and not isinstance(error, (LostRankError, ServerError)):
+            self.state = State.TRAIN
+            return
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """End the job with the servers, and bring training state back."""
+        ends, self._ends, self._manager, self._name = self._ends, ExitStack(), None, ""
+        try:
+            ends.close()
+        finally:
+            self.state = State.INTERRUPTED
+            with self.job.agreement.phase("bringing training state back"):
+                self.offloader.onload(KINDS)
+            self.state, self._is_started = State.TRAIN, True
+
+
+class _Call:
+    """A call of a server that goes on while all ranks take part in what it waits for.
+
+    Args:
+        call: of the server.
+        told: to it.
+        refused: is told why, where the server refuses.
+    """
+
+    def __init__(
+        self, call: Callable[[dict[str, Any]], None], told: Told, refused: Callable[[str], None] = lambda why: None
+    ) -> None:
+        self._future: Future[None] = Future()
+        self._refused = refused
+        threading.Thread(target=self._run, args=(call, told), name="call of a server", daemon=True).start()
+
+    def _run(self, call: Callable[[dict[str, Any]], None], told: Told) -> None:
+        try:
+            call(told.said())
+        except BaseException as error:  # handed to whoever waits
+            self._future.set_exception(error)
+            self._refused(str(error))
+        else:
+            self._future.set_result(None)
+
+    def result(self, seconds: float) -> None:
+        """Wait for the answer. Raises ServerError."""
+        try:
+            self._future.result(seconds)
+        except NotDone:
+            raise ServerError(f"a server did not answer within {seconds:g} s after the switch") from None

@@ -1,0 +1,146 @@
+"""A server's worker: joins the trainers' job, is filled by their switches, and says whether its weights can be used.
+
+    UNJOINED --join--> JOINED --first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
+        ^                                         ^------------------ withdrawn, or failed -------|
+        └---- a trainer is gone, or others invite: weights that were FILLED stay, others are void
+
+Whoever draws tokens asks `obstacle` before: "" only in FILLED, and in UNJOINED with the weights of a last fill. A lost
+trainer ends a wait, never this process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from hybrid_engine.errors import HybridEngineError, LostRankError, StateError
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.process import Ends
+from hybrid_engine.serving.invitation import Invitation, Update
+from hybrid_engine.serving.roles import NoInference, NoTraining
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import State
+
+logger = logging.getLogger("hybrid_engine")
+
+
+class Holds(StrEnum):
+    """States of a worker's weights."""
+
+    NOTHING_YET = "no weights yet"
+    EMPTY = "no weights: trainers have the device"
+    PARTIAL = "weights that were being filled"
+    FILLED = "weights"
+
+
+class ServedWeights(InferenceWeights, Protocol):
+    """Weights of a worker, whose rank each job decides."""
+
+    def take_rank(self, rank: int) -> None:
+        """From now on the records are those of this rank."""
+        ...
+
+
+class WeightReceiver:
+    """One worker of a server.
+
+    Args:
+        weights: of its model.
+        index: of the worker in its server, from 0, over all its replicas.
+        device: of the weights.
+        host: where the worker is; default: what /proc says.
+
+    Attributes:
+        holds: what the weights are now.
+        version: of the weights, in FILLED.
+    """
+
+    def __init__(self, weights: ServedWeights, index: int, device: torch.device, *, host: str | None = None) -> None:
+        self._weights, self._index, self._device, self._host = weights, index, device, host
+        self.holds, self.version = Holds.NOTHING_YET, -1
+        self._name = ""
+        self._manager: ShardingManager | None = None
+        self._ends = Ends()
+
+    def join(self, invitation: Invitation) -> None:
+        """Take part in a job, in place of an earlier one. Collective, of all its trainers and servers.
+
+        Weights stay as they are until the job's first switch. Raises what keeps the plan from being made; then this
+        worker is in no job.
+        """
+        self.leave()
+        if self._index >= invitation.num_workers:
+            raise StateError(
+                f"worker {self._index} was invited to a job that counts {invitation.num_workers} workers of its server"
+            )
+        config, rank = invitation.config(), invitation.first_rank + self._index
+        with Ends() as undo:
+            world = invitation.world(rank, may_end=False)
+            job = Job.join(config.timeout_seconds, world=world, device=self._device, host=self._host)
+            undo.callback(job.close)
+            self._weights.take_rank(rank)
+            trainer = NoTraining()
+            manager = ShardingManager(
+                trainer,
+                self._weights,
+                caches=NoInference(),
+                offloader=Offloader(trainer.offload_items),
+                config=config,
+                job=job,
+            )
+            undo.callback(manager.close)
+            self._ends = undo.pop_all()
+        self._name, self._manager = invitation.name, manager
+        logger.info("[Reshard] joined as rank %d of %d: %d buckets", rank, world.size, len(manager.plan.buckets))
+
+    def switch(self, update: Update) -> None:
+        """Take part in a switch. Collective, of all trainers and servers of the job; see `ShardingManager.enter`.
+
+        Raises StateError for a job that this worker is not in. On failure the weights are void.
+        """
+        manager = self._manager
+        if manager is None or update.name != self._name:
+            raise StateError("this worker is not in the job of whoever asks for a switch: it was lost or restarted")
+        target = State(update.to)
+        before = self.holds
+        self.holds = Holds.PARTIAL if target is State.INFER else Holds.EMPTY
+        try:
+            manager.enter(target)
+        except BaseException as error:
+            self._note_failure(before, error)
+            raise
+        if target is State.INFER:
+            self.holds, self.version = Holds.FILLED, update.version
+
+    def obstacle(self) -> str:
+        """Why no token is to be drawn now; "" where the weights are whole."""
+        return "" if self.holds is Holds.FILLED else f"worker {self._index} has {self.holds}"
+
+    def leave(self) -> None:
+        """Be in no job; weights that are whole stay. Idempotent."""
+        manager, self._manager, self._name = self._manager, None, ""
+        if manager is not None:
+            self._ends.close()
+
+    def _note_failure(self, before: Holds, error: BaseException) -> None:
+        """After a switch that failed: the weights are void, and where the job is lost this worker is in none."""
+        self.holds = Holds.EMPTY
+        manager = self._manager
+        assert manager is not None
+        if manager.state is State.INFER:  # it went no further than asking
+            self.holds = before
+            return
+        steps: list[Callable[[], None]] = [self._weights.abandon, self._weights.release]
+        if isinstance(error, LostRankError) or manager.state is State.INTERRUPTED:
+            steps = [self.leave, *steps]
+        for step in steps:
+            try:
+                step()
+            except HybridEngineError as failure:
+                logger.error("[Reshard] after a failed switch: %s", failure)

@@ -1,0 +1,160 @@
+"""A vLLM server for tests: `vllm serve` in processes that are forked from one import.
+
+    with serving(directory, "--load-format", "hybrid_engine", ...) as server:
+        server.url, server.processes(), server.log
+
+vLLM spawns its engine core and workers, each of which imports all of it for a quarter of a minute of CPU. Here they
+are forked; what else they do is vLLM's own. The CPU build has another distribution's name than `vllm serve` asks for,
+so the server is started by the module behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+PLAIN = (
+    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--uvicorn-log-level", "warning"),
+)
+FILLED = ("--load-format", "hybrid_engine", "--weight-transfer-config", '{"backend": "hybrid_engine"}')
+ENVIRONMENT = {
+    **{"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"},
+}
+
+
+@dataclass
+class Server:
+    """A server that is up.
+
+    Attributes:
+        url: of it.
+        pid: of the process that answers HTTP; it leads a session of its own.
+        log: what all its processes say.
+    """
+
+    url: str
+    pid: int
+    log: Path
+
+    def processes(self) -> dict[str, list[int]]:
+        """Ids of its processes, by what vLLM calls them: APIServer, EngineCore, Worker."""
+        found: dict[str, list[int]] = {}
+        for pid in _session(self.pid):
+            name = Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("VLLM::").partition("_")[0]
+            found.setdefault(name, []).append(pid)
+        return found
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = entry.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def serving(
+    model: str | Path, directory: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A server of the model, on a free port of the loopback; afterwards none of its processes is left.
+
+    `directory`: for its log.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    log, port_file = directory / "server.log", directory / "port"
+    port_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", __name__, str(port_file), str(model), *arguments]
+    path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=settings, start_new_session=True)
+    try:
+        yield _once_up(process, port_file, log)
+    finally:
+        _end(process)
+
+
+def _once_up(process: subprocess.Popen[bytes], port_file: Path, log: Path, seconds: float = 300) -> Server:
+    import requests
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        if port_file.is_file() and (port := port_file.read_text()):
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
+                    return Server(f"http://127.0.0.1:{port}", process.pid, log)
+        time.sleep(0.1)
+    raise AssertionError(f"the server is not up:\n{log.read_text()[-5000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+        for pid in _session(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                if number is signal.SIGKILL or pid == process.pid:
+                    os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and (process.poll() is None or _session(process.pid)):
+            time.sleep(0.05)
+    process.wait()
+
+
+def main() -> None:
+    """Serve, until killed."""
+    import socket
+
+    import torch
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    from hybrid_engine.backends.vllm.isolation import register_model_class
+
+    port_file, model, *arguments = sys.argv[1:]
+    _fork_processes()
+    register_model_class(model)  # else vLLM starts a process of its own to look at the class
+    torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    sys.argv = ["server", "--model", model, "--host", "127.0.0.1", "--port", port, *arguments]
+    Path(port_file).write_text(port)
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+def _fork_processes() -> None:
+    import multiprocessing
+
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.v1.engine.core
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor  # noqa: F401
+
+    def forking() -> Any:
+        return multiprocessing.get_context("fork")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and hasattr(module, "get_mp_context"):
+            module.get_mp_context = forking  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()
