@@ -37,7 +37,7 @@ from hybrid_engine.tracing import check_path
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
-    from hybrid_engine.serving.inference import ServedInference
+    from hybrid_engine.backends.vllm.server.inference import ServedInference
 
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -93,7 +93,7 @@ def put_beside(
         if not config.generate_config.servers:
             offloader.offload()  # vLLM looks at the memory that is free while it starts
     if config.generate_config.servers:
-        from hybrid_engine.serving.inference import ServedInference
+        from hybrid_engine.backends.vllm.server.inference import ServedInference
 
         served = ServedInference(config, job, tokenizer_dir)
         return EngineParts(train, served, config, offloader, None, served.adaptor)

@@ -1,4 +1,4 @@
-"""How a publisher calls a server: vLLM's own requests over HTTP, an engine object in this process, or a Ray actor.
+"""How a publisher calls a server: vLLM's own requests, over HTTP or of a Ray actor.
 
 vLLM's calls for weights have the names of its `VLLMWeightSyncClient`; those that a publisher needs beside them have the
 names of its HTTP routes. Whoever has another way to reach a server writes a class of this shape.
@@ -6,7 +6,6 @@ names of its HTTP routes. Whoever has another way to reach a server writes a cla
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import socket
 from abc import ABC, abstractmethod
@@ -44,11 +43,11 @@ class VllmServer(Protocol):
 
 
 def server_of(given: object, timeout_seconds: float, *, allow_public: bool = False) -> VllmServer:
-    """A server of a URL, an `AsyncLLM` with its event loop, a Ray actor, or what is one already.
+    """A server of a URL, a Ray actor, or what is one already.
 
     Args:
-        given: `http://HOST:PORT`; `(engine, loop)` of an `AsyncLLM` in this process; a Ray handle of an actor with
-            these methods; or any `VllmServer`.
+        given: `http://HOST:PORT`; a Ray handle of an actor with the methods of a `VllmServer`; or any `VllmServer`, for
+            example `backends.vllm.server.AsyncServer` around an `AsyncLLM` of this process.
         timeout_seconds: longest wait for an answer; for a switch, which has waits of its own, there is none.
         allow_public: take addresses that others than this host and its private network can reach.
 
@@ -56,17 +55,15 @@ def server_of(given: object, timeout_seconds: float, *, allow_public: bool = Fal
     """
     if isinstance(given, str):
         return HttpServer(given, timeout_seconds, allow_public=allow_public)
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], asyncio.AbstractEventLoop):
-        return AsyncServer(*given, timeout_seconds=timeout_seconds)
     if hasattr(given, "_ray_actor_id"):
         return RayServer(given, timeout_seconds)
     if isinstance(given, VllmServer):
         return given
-    remedy = "Give http://HOST:PORT, (AsyncLLM, its event loop), a Ray actor, or a serving.clients.VllmServer"
+    remedy = "Give http://HOST:PORT, a Ray actor, or a serving.clients.VllmServer"
     raise ConfigError([Violation("servers", f"got {shortened(given)}", remedy)])
 
 
-class _Server(ABC):
+class Server(ABC):
     """The calls of a `VllmServer`, each as one call of this server's own."""
 
     @abstractmethod
@@ -100,7 +97,7 @@ class _Server(ABC):
         self._call("resume")
 
 
-class HttpServer(_Server):
+class HttpServer(Server):
     """`vllm serve`, with VLLM_SERVER_DEV_MODE=1 in its environment: without it vLLM has no routes for weights."""
 
     def __init__(self, url: str, timeout_seconds: float, *, allow_public: bool = False) -> None:
@@ -147,31 +144,7 @@ class HttpServer(_Server):
             raise ServerError(f"{where}: {error}") from error
 
 
-class AsyncServer(_Server):
-    """An `AsyncLLM` in this process, whose event loop runs in another thread."""
-
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
-        self._engine, self._loop, self._timeout = engine, loop, timeout_seconds
-
-    def num_workers(self) -> int:
-        return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
-
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
-        from vllm.distributed.weight_transfer import base
-
-        if name == "init_weight_transfer_engine":
-            fields = {"request": base.WeightTransferInitRequest(**fields)}
-        elif name == "update_weights":
-            fields = {"request": base.WeightTransferUpdateRequest(**fields)}
-        method = getattr(self._engine, f"{name}_generation" if name in ("pause", "resume") else name)
-        try:
-            answer = asyncio.run_coroutine_threadsafe(method(**fields), self._loop)
-            return answer.result(self._timeout if ends else None)
-        except Exception as error:
-            raise ServerError(f"AsyncLLM.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
-
-
-class RayServer(_Server):
+class RayServer(Server):
     """A Ray actor with the methods of a `VllmServer`, for example around an `AsyncLLM`. Never run on several nodes."""
 
     def __init__(self, actor: Any, timeout_seconds: float) -> None:

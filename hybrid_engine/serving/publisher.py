@@ -50,6 +50,9 @@ NO_VERSION = "none"
 """What a server says of its weights while it has none."""
 
 
+_WHAT_FOLLOWS = "training state is on the device, and the next switch invites the servers that are there then"
+
+
 class WeightPublisher(Switch):
     """One rank of the trainers that publish their weights. All methods are collective, over the trainers.
 
@@ -190,26 +193,36 @@ class WeightPublisher(Switch):
         """Both sides of one switch."""
         update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
         try:
-            with self._servers_asked("asking the servers for a switch"):
-                for server in self._servers:
-                    if before is not State.TRAIN:
-                        server.pause(self._pause, self._clear_cache)
-                        server.update_weight_version(NO_VERSION)
-                    server.start_weight_update()
-            calls = [_Call(server.update_weights, update) for server in self._servers]
+            calls = self._ask_servers(before, update)
             manager.enter(target)
-            with self._servers_asked("ending the switch of the servers"):
-                for call in calls:
-                    call.result(self.config.timeout_seconds)
-                for server in self._servers:
-                    server.finish_weight_update(str(update.version) if target is State.INFER else NO_VERSION)
-                if target is State.INFER:
-                    for server in self._servers:
-                        server.resume()
+            self._end_update(calls, target, update)
         except Exception as error:
             self._recover(manager, error)
+            if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
+                raise ServerError(f"a server was lost in a switch; {_WHAT_FOLLOWS}. {error}") from error
             raise
         return manager.last_report
+
+    def _ask_servers(self, before: State, update: Update) -> list[_Call]:
+        """Begin an update in all servers, paused where they draw tokens."""
+        with self._servers_asked("asking the servers for a switch"):
+            for server in self._servers:
+                if before is not State.TRAIN:
+                    server.pause(self._pause, self._clear_cache)
+                    server.update_weight_version(NO_VERSION)
+                server.start_weight_update()
+        return [_Call(server.update_weights, update) for server in self._servers]
+
+    def _end_update(self, calls: Sequence[_Call], target: State, update: Update) -> None:
+        """End it: servers that were filled draw tokens, once all of them were, and say by which version."""
+        with self._servers_asked("ending the switch of the servers"):
+            for call in calls:
+                call.result(self.config.timeout_seconds)
+            for server in self._servers:
+                server.finish_weight_update(str(update.version) if target is State.INFER else NO_VERSION)
+            if target is State.INFER:
+                for server in self._servers:
+                    server.resume()
 
     def _connected(self) -> ShardingManager:
         if self._manager is None:

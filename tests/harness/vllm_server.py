@@ -31,6 +31,7 @@ ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"},
 }
+_OF_OTHERS = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass
@@ -69,18 +70,24 @@ def _session(leader: int) -> list[int]:
 
 @contextlib.contextmanager
 def serving(
-    model: str | Path, directory: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    model: str | Path,
+    directory: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[Server]:
-    """A server of the model, on a free port of the loopback; afterwards none of its processes is left.
+    """A server of the model, on a port of the loopback (default: a free one); afterwards none of its processes is left.
 
     `directory`: for its log.
     """
     directory.mkdir(parents=True, exist_ok=True)
     log, port_file = directory / "server.log", directory / "port"
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", __name__, str(port_file), str(model), *arguments]
+    command = [sys.executable, "-m", __name__, str(port_file), str(port or 0), str(model), *arguments]
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
+    # what an engine in this process has set there, or a launcher, is not meant for a server
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
+    settings = {**inherited, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=settings, start_new_session=True)
     try:
@@ -126,12 +133,13 @@ def main() -> None:
 
     from hybrid_engine.backends.vllm.isolation import register_model_class
 
-    port_file, model, *arguments = sys.argv[1:]
+    port_file, wanted, model, *arguments = sys.argv[1:]
     _fork_processes()
     register_model_class(model)  # else vLLM starts a process of its own to look at the class
     torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(wanted)))
         port = str(probe.getsockname()[1])
     sys.argv = ["server", "--model", model, "--host", "127.0.0.1", "--port", port, *arguments]
     Path(port_file).write_text(port)

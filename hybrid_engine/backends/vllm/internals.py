@@ -121,6 +121,22 @@ UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",
     "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",
 )
+TRANSFER_ENGINES = Internal(
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry", "tells whether ours is registered"
+)
+TRANSFER_ENGINE = Internal(
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine", "is the base of what a worker is told of weights by"
+)
+INIT_INFO = Internal("vllm.distributed.weight_transfer.base:WeightTransferInitInfo", "is what such a class must name")
+UPDATE_INFO = Internal("vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo", "is the other such class")
+INIT_REQUEST = Internal(
+    "vllm.distributed.weight_transfer.base:WeightTransferInitRequest", "is what an AsyncLLM is called with"
+)
+UPDATE_REQUEST = Internal(
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest", "is what an AsyncLLM is called with"
+)
+WORLD_GROUP = Internal("vllm.distributed.parallel_state:get_world_group", "is the group of a server's workers")
+PAUSED = Internal("vllm.v1.core.sched.interface:PauseState.PAUSED_ALL", "is how a scheduler holds all requests")
 MEM_ALLOCATOR = Internal(
     "vllm.device_allocator:get_mem_allocator_instance", "knows the segments in which weights sleep"
 )

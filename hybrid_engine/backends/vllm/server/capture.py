@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.loader import loader_class
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
@@ -42,7 +43,7 @@ def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
     table = table_for(config.hf_config.to_dict())
     dtypes = dict.fromkeys(table.shapes, config.dtype)
     dtypes |= {name: getattr(torch, dtype) for name, dtype in (table.dtypes or {}).items()}
-    traced = trace_model(model, table.shapes, dtypes, dist.get_rank())
+    traced = trace_model(model, table.shapes, dtypes, internals.WORLD_GROUP.load()().rank)
     if traced.staged and get_current_vllm_config().lora_config is not None:
         raise ModelError(
             f"{', '.join(traced.staged)} can only be written by the model's own loader, which does not know the layers "
@@ -58,12 +59,11 @@ def _inspect(traced: TracedModel, context: Context, dtype: torch.dtype, is_colle
 
 def _barrier(is_collective: bool) -> ProcessingBarrier:
     """Of all workers where vLLM's processing is collective in any."""
-    from vllm.distributed import get_world_group
-
-    if dist.get_world_size() == 1:
+    workers = internals.WORLD_GROUP.load()()
+    if workers.world_size == 1:
         return ProcessingBarrier()
     is_any = torch.tensor([is_collective], dtype=torch.int64)
-    dist.all_reduce(is_any, dist.ReduceOp.MAX, group=get_world_group().cpu_group)
+    dist.all_reduce(is_any, dist.ReduceOp.MAX, group=workers.cpu_group)
     if not is_any:
         return ProcessingBarrier()
     world = World.of_default_group()

@@ -32,9 +32,7 @@ def _begins_paused(begin: Callable[..., None], load_format: str) -> Callable[...
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         if self.vllm_config.load_config.load_format == load_format:
-            from vllm.v1.core.sched.interface import PauseState
-
-            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self.scheduler.set_pause_state(internals.PAUSED.load())
             self._weight_version = NO_VERSION
 
     return wrapped

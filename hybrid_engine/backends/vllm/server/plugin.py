@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 
+from hybrid_engine.backends.vllm import internals
+
 NAME = "hybrid_engine"
 """Of the load format and of the weight transfer engine."""
 
@@ -17,7 +19,7 @@ def register() -> None:
     """Make vLLM know the load format, the weight transfer engine and the gate. Idempotent."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    if NAME not in WeightTransferEngineFactory._registry:
+    if NAME not in internals.TRANSFER_ENGINES.load():
         WeightTransferEngineFactory.register_engine(NAME, f"{_HERE}.receiver", "HybridEngineReceiver")
         importlib.import_module(f"{_HERE}.capture").register_loader(NAME)
         importlib.import_module(f"{_HERE}.gate").close_gate(NAME)

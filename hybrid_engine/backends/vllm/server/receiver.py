@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
@@ -19,11 +15,13 @@ from hybrid_engine.errors import MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.receiver import WeightReceiver
 
+_TransferEngine: Any = internals.TRANSFER_ENGINE.load()
 
-class HybridEngineReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
+
+class HybridEngineReceiver(_TransferEngine):
     """One worker's, made by vLLM once its model is there."""
 
-    init_info_cls, update_info_cls = WeightTransferInitInfo, WeightTransferUpdateInfo
+    init_info_cls, update_info_cls = internals.INIT_INFO.load(), internals.UPDATE_INFO.load()
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
