@@ -6,6 +6,7 @@
 #:   PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"
 #:   ARGS          of make rl: "rl_config.iterations=5"; of pytest in make gpu-check: "-k stage1"
 #:   TRAINER       of make rl: megatron or fsdp2; NPROC: its ranks; CONFIG: its file; OUT: where it writes
+#:   SERVER        of make rl: 1 lets `vllm serve` generate, in a process of its own
 #:   STOP_SECONDS  after which torchrun kills the ranks of make rl that have not ended by Ctrl-C (600)
 #:   DEVICE        of make gpu-check: cuda, or cpu to see what can run without a GPU
 #:   DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine
@@ -32,8 +33,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile && sed -n 's/^#: //p' Makefile
 env: $(READY) ## Create the environment in VENV if it is missing or out of date
-rl: $(READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPROC, CONFIG, OUT, ARGS)
-	OMP_NUM_THREADS=1 $(PY) -m examples.gpt_rl.torchrun --standalone --nproc-per-node $(NPROC) \
+rl: $(READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPROC, CONFIG, OUT, SERVER, ARGS)
+	OMP_NUM_THREADS=1 $(if $(SERVER),$(PY) -m examples.gpt_rl.served $(CONFIG) --) \
+	    $(PY) -m examples.gpt_rl.torchrun --standalone --nproc-per-node $(NPROC) \
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT) $(ARGS)
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
 	$(PYTEST) $(PYTEST_ARGS)

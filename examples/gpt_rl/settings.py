@@ -118,7 +118,7 @@ class Settings(pydantic.BaseModel):
         when memory moves and how much there is, and which weights it began with."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
-        unasked = {"prefetch", "prefetch_share", "prefetch_mb", "verify", "trace"}
+        unasked = {"prefetch", "prefetch_share", "prefetch_mb", "verify", "trace", "servers"}
         values = {
             "world_size": "any" if has_any_size else self.world_size,
             **self.engine.model_dump(

@@ -38,6 +38,7 @@ class ReshardReport:
         bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
         bytes_prefetched: of bytes_onloaded, what came ahead of the switch.
         seconds_hidden: for which copies between device and host went on beside other work of this rank.
+            Where trainers and servers are processes of their own, all of these are of all ranks together.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
         bytes_skipped: not read, for the inference side has them from an earlier switch; bytes_least is for the others.
         bytes_kept: inference weights that stay on the device while it trains, for switches to come.

@@ -253,10 +253,12 @@ class ShardingManager(Switch):
                 if verification is not None:
                     verification.skipped(self.plan.buckets[index] for index in selection.skipped)
                     observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
-                self._tally.add_fill(self.container.fill(buffers, fence, verification, selection.skipped))
+                fill = self.container.fill(buffers, fence, verification, selection.skipped)
             self._tally.offloaded += fence.released_nbytes if fence is not None else 0
             self._note_peak()
             self._filled_nbytes = self.inference.resident_nbytes()
+        # a trainer that receives nothing is to tell what the servers did
+        self._tally.add_fill(fill.of_all(self.job.agreement) if self._require_open().is_apart else fill)
         if verification is not None:
             self._tally.add_verified(verification.conclude())
         if (incremental := self._require_open().incremental) is not None:

@@ -36,6 +36,7 @@ from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, Sta
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
 from hybrid_engine.tracing import span
@@ -80,6 +81,24 @@ class FillReport:
     def received_nbytes(self) -> int:
         """Bytes that came from other ranks."""
         return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
+
+    def of_all(self, agreement: Agreement) -> FillReport:
+        """With the bytes of all ranks together, in which each way between two of them counts once. Collective."""
+        own = self.nbytes_by_link, self.nbytes_by_peer, self.staging_nbytes, self.least_nbytes, self.skipped_nbytes
+        by_link, by_way = Counter[Link](), dict[str, dict[int, int]]()
+        told = agreement.gather(own, _Told, "bytes of all ranks")
+        for number, (links, peers, *_) in enumerate(told):
+            by_link.update({Link(link): nbytes for link, nbytes in links.items()})
+            for name, by_peer in peers.items():
+                ways = by_way.setdefault(name, {})
+                ways |= {number * len(told) + peer: nbytes for peer, nbytes in by_peer.items()}
+        counts = {link: by_link[link] for link in Link}
+        return FillReport(
+            self.seconds, counts, by_way, *(sum(column) for column in zip(*(each[2:] for each in told), strict=True))
+        )
+
+
+_Told = tuple[dict[str, int], dict[str, dict[int, int]], int, int, int]
 
 
 class WeightContainer:

@@ -84,6 +84,8 @@ def test_a_server_computes_what_a_cold_start_does(engines: Ranks, tiny: str, ser
     for number, of_rank in enumerate(zip(*by_rank, strict=True)):
         assert of_rank[0]["version"] == [str(number)]
         assert of_rank[0]["answers"] == of_rank[1]["answers"]
+        assert of_rank[0]["received"] == of_rank[1]["received"]
+        assert of_rank[0]["received"][0] == of_rank[0]["received"][1] > 0
     assert len({str(each["answers"]) for each in by_rank[0]}) == 3
     with serving(tmp_path / "v2", tmp_path / "cold", *PLAIN) as cold:
         assert complete(cold.url) == by_rank[0][2]["answers"]

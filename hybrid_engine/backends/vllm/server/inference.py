@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +14,7 @@ from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
 from hybrid_engine.backends.vllm.replica_exchange import check_data
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ArgumentError, GenerationError, ServerError, StateError, Violation
+from hybrid_engine.errors import ArgumentError, GenerationError, ServerError, Violation
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import LIMIT
 from hybrid_engine.ports import Data, NearEnd, Trainer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _PROMPTS_OF_A_REQUEST = 64
 """Servers decode requests together; one of many prompts would be parsed while nothing is decoded."""
+_MOST_REQUESTS = 64
+"""Under way at once, of a rank."""
 
 
 class ServedInference:
@@ -48,6 +51,8 @@ class ServedInference:
         self.job, self.adaptor = job, NoInference()
         self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
         self._generate, self._limits = generate, config.hf_config()
+        self._seed: int | None = None
+        self._num_calls = 0
         with job.agreement.phase("looking at the servers"):
             self._servers = [
                 HttpServer(url, generate.timeout_seconds, allow_public=generate.server_allow_public)
@@ -89,7 +94,7 @@ class ServedInference:
         step = job.world_size if data == "global" else 1
         own = token_ids[job.rank % step :: step]
         with job.agreement.phase("generate", kind=GenerationError):
-            completed = self._complete(own, wanted)
+            completed = self._complete(own, wanted, self._seeds(len(token_ids), data)[job.rank % step :: step])
         if data == "local" or step == 1:
             return completed
         told = [
@@ -105,17 +110,31 @@ class ServedInference:
             for index, prompt in enumerate(token_ids)
         ]
 
-    def _complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """By this rank's requests, all under way together."""
-        parts = [
-            prompts[start : start + _PROMPTS_OF_A_REQUEST] for start in range(0, len(prompts), _PROMPTS_OF_A_REQUEST)
-        ]
-        if not parts:
+    def _seeds(self, num: int, data: Data) -> list[int | None]:
+        """Of each prompt's generator, from the last `manual_seed`, however many ranks ask for them; None without."""
+        if self._seed is None:
+            return [None] * num
+        self._num_calls += 1
+        said = (self._seed, self._num_calls, self.job.rank if data == "local" else -1)
+        return [_seed_of(*said, index) for index in range(num)]
+
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int | None]
+    ) -> list[list[Completion]]:
+        """By this rank's requests, all under way together. Prompts with generators of their own are asked apart."""
+        size = 1 if self._seed is not None and sampling.seed is None else _PROMPTS_OF_A_REQUEST
+        starts = range(0, len(prompts), size)
+        if not starts:
             return []
-        with ThreadPoolExecutor(len(parts)) as pool:
+        with ThreadPoolExecutor(min(len(starts), _MOST_REQUESTS)) as pool:
             asked = [
-                pool.submit(self._ask, (self.job.rank + number) % len(self._servers), part, sampling)
-                for number, part in enumerate(parts)
+                pool.submit(
+                    self._ask,
+                    (self.job.rank + number) % len(self._servers),
+                    prompts[start : start + size],
+                    sampling if sampling.seed is not None else replace(sampling, seed=seeds[start]),
+                )
+                for number, start in enumerate(starts)
             ]
             return [of_prompt for each in asked for of_prompt in each.result()]
 
@@ -123,6 +142,7 @@ class ServedInference:
         values = {name: value for name, value in asdict(sampling).items() if value is not None}
         values |= {"logprobs": 0 if sampling.logprobs else None, "max_tokens": sampling.max_tokens}
         body = {**values, "prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
+        body["return_tokens_as_token_ids"] = True  # a server without a tokenizer makes no text
         answer = self._servers[number].post("v1/completions", body)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != len(prompts) * sampling.n:
@@ -146,12 +166,17 @@ class ServedInference:
             tokenizer=self.tokenizer,
         )
 
-    def manual_seed(self, seed: int) -> NoReturn:
-        """A server draws by its own generator."""
-        raise StateError("servers draw by generators of their own: set Sampling(seed=...), for each prompt")
+    def manual_seed(self, seed: int) -> None:
+        """From now on each prompt has a generator of its own, seeded by this, the call and its place in it."""
+        self._seed, self._num_calls = seed, 0
 
     def shutdown(self) -> None:
         """Servers are not ended."""
+
+
+def _seed_of(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
 
 
 def _wanted(sampling: object) -> Sampling:
