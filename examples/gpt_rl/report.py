@@ -107,7 +107,7 @@ class Report:
         self._say(
             f"\nheld-out accuracy now {_shown(figures['accuracy'], '.3f')}, "
             f"{_shown(figures['accuracy_after_warm_up'], '.3f')} after the warm-up\n"
-            f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s; "
+            f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s\n"
             f"{figures['bytes_received']:,} bytes received, {figures['bytes_least']:,} the least possible\n"
             f"largest log-prob difference, vLLM against the trainer: {_shown(figures['logprob_diff'], '.1e')}\n"
             f"written to {self._directory.path}"

@@ -46,6 +46,17 @@ def test_rows_are_written_shown_and_summed_up(tmp_path: Path) -> None:
     assert {"train/kl", "time/generate", "reshard/seconds"} <= set(events.Tags()["scalars"])
 
 
+def test_the_summary_of_a_long_run_fits(tmp_path: Path) -> None:
+    directory, screen = RunDirectory(tmp_path), io.StringIO()
+    long = {"reshard_seconds": 1e5, "iteration_seconds": 1e6, "bytes_received": 10**15, "bytes_least": 10**15}
+    directory.append_row(row(0, **long))
+    report.Report(Console(file=screen, width=80), directory).finish()
+    lines = [line for line in screen.getvalue().splitlines() if str(tmp_path) not in line]
+    assert "resharding 100000.00 s of 1000000 s" in lines
+    assert "1,000,000,000,000,000 bytes received, 1,000,000,000,000,000 the least possible" in lines
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_bar_leaves_the_streams_alone(tmp_path: Path) -> None:
     """They go to the log; on a terminal rich would bring them back."""
     stdout, stderr = sys.stdout, sys.stderr

@@ -148,6 +148,10 @@ SLEEP_BACKEND = Internal(
     "vllm.device_allocator.sleep_mode_backend:CuMemBackend", "is the way of sleeping that has such segments"
 )
 CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
+KERNELS = Internal(
+    "vllm._custom_ops:torch.ops._C",
+    "has init_shm_manager where CPU ranks exchange tensors through shared memory: vLLM asks the same",
+)
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
 LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built")

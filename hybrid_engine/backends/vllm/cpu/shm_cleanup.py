@@ -3,7 +3,8 @@
 What has a name in /dev/shm stays there when everybody who knew the name is killed. vLLM 0.32 names
 
 - the buffers through which the CPU ranks of a tensor or pipeline parallel group exchange tensors, 4 MiB a thread. Their
-  names go as soon as the group has mapped them, here;
+  names go as soon as the group has mapped them, here. vLLM's kernels for CPUs without AVX-512 make none: there tensors
+  go through gloo;
 - a queue of 24 MiB beside each tensor parallel group, for `broadcast_object`. Nothing calls that while vLLM generates
   inside the ranks, and without the queue it goes through the process group, so no queue is made, nor its sockets
   (isolation.py);
@@ -83,6 +84,8 @@ def check_room(settings: InferenceSettings, job: Job) -> None:
 
 def nbytes_needed(settings: InferenceSettings) -> int:
     """In /dev/shm by this rank, while vLLM's groups live."""
+    if not hasattr(internals.KERNELS.load(), "init_shm_manager"):
+        return 0
     num_groups = sum(size > 1 for size in (settings.sizes.tensor, settings.sizes.pipeline))
     return num_groups * -(-torch.get_num_threads() * _BYTES_PER_THREAD // _PAGE) * _PAGE
 

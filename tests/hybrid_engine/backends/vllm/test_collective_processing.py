@@ -212,7 +212,10 @@ class Engine:
 
 
 def run_engine(directory: str) -> Engine:
-    """One whose linear layers reduce a scale while they are processed, and do not use it."""
+    """One whose linear layers reduce a scale while they are processed, keep it beside the weight, and do not use it.
+
+    So something is derived of each layer's weight, whether the kernels of this CPU pack it or not.
+    """
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod as Method
 
@@ -220,7 +223,8 @@ def run_engine(directory: str) -> Engine:
     checkpoint = support.write_checkpoint(Path(directory), support.LLAMA, weights)
 
     def reduce_and_process(method: Any, layer: Any) -> None:
-        dist.all_reduce(layer.weight.data.abs().amax().float(), group=get_tp_group().device_group)
+        layer.largest = layer.weight.data.abs().amax().float()
+        dist.all_reduce(layer.largest, op=dist.ReduceOp.MAX, group=get_tp_group().device_group)
         process(method, layer)
 
     def fail(name: str, tensor: torch.Tensor) -> None:

@@ -138,7 +138,9 @@ def _state() -> dict[str, Any]:
     parallel_state = internals.PARALLEL_STATE.load()
     kind = parallel_state.GroupCoordinator
     from vllm.config import get_current_vllm_config_or_none
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()  # what plug-ins register stays, from a process's first engine on
     return {
         "vLLM's groups": [name for name, value in vars(parallel_state).items() if isinstance(value, kind)],
         "vLLM's count of hosts": parallel_state._NODE_COUNT,

@@ -130,11 +130,22 @@ def run(directory: str, num_tp: int) -> Cycles:
 
 
 def _check_shared_memory(engine: InferenceEngine, before: dict[str, int], num_tp: int) -> None:
-    """It has no name, for that would stay in /dev/shm if all ranks were killed, and the size that was computed."""
+    """It has no name, for that would stay in /dev/shm if all ranks were killed, and the size that was computed.
+
+    That is none if vLLM's group does not exchange tensors through it, for want of a kernel for this CPU.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.parallel_state import get_tp_group
+
     shared = {name: nbytes for name, nbytes in shared_mappings().items() if name not in before}
     assert [name for name in shared if not name.endswith("(deleted)")] == []
     nbytes = sorted(nbytes for name, nbytes in shared.items() if "cpushm" in name)
-    assert nbytes == ([nbytes_needed(engine.settings)] * num_tp if num_tp > 1 else [])
+    communicator = get_tp_group().device_communicator
+    assert (communicator is None) == (num_tp == 1)
+    is_used = isinstance(getattr(communicator, "dist_module", None), _CPUSHMDistributed)
+    needed = nbytes_needed(engine.settings)
+    assert (needed > 0) == is_used
+    assert nbytes == ([needed] * num_tp if is_used else [])
 
 
 def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
