@@ -29,7 +29,7 @@ PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help env rl test test-fast test-faults lint format docs matrix bench gpu-check offline-bundle
+.PHONY: help env rl test test-fast test-faults test-servers lint format docs matrix bench gpu-check offline-bundle
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile && sed -n 's/^#: //p' Makefile
 env: $(READY) ## Create the environment in VENV if it is missing or out of date
@@ -45,6 +45,8 @@ test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, 
 	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
 	FAULTS_JSON='$(FAULTS_JSON)' $(PYTEST) -m faults $(PYTEST_ARGS) \
 	    tests/faults tests/hybrid_engine/ranks/test_failure_watch.py
+test-servers: $(READY) ## Fill vLLM servers, processes of their own, in more families and layouts than make test
+	$(PYTEST) -m servers $(PYTEST_ARGS) tests/hybrid_engine/serving
 lint: $(READY) ## Check style, formatting and types
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 format: $(READY) ## Fix style and formatting in place

@@ -68,18 +68,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test by what it takes, before `-m` chooses; leave out `faults` unless asked for.
+    """Mark each test by what it takes, before `-m` chooses; leave out what takes minutes unless it is asked for.
 
     An `addopts = -m` would be lost with another `-m`.
     """
     for item in items:
         marks.add_implied(item)
-    if "faults" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("faults")]
+    unasked = [name for name in ("faults", "servers") if name not in config.option.markexpr]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("faults")]
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

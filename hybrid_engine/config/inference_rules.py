@@ -44,6 +44,17 @@ def _dtype(context: JobContext) -> Iterator[Finding]:
         yield problem, "Leave it out, or set compress_reshard and compression_dtype"
 
 
+@constraint(INFERENCE, "generate_config.servers", "Servers get whole weights, and hold what they hold by themselves.")
+def _servers(context: JobContext) -> Iterator[Finding]:
+    if not context.generate.servers:
+        return
+    if context.generate.lora_delivery == "adapter":
+        yield "named, but lora_delivery is adapter", "Set lora_delivery to merge: adapters are added on their way"
+    if context.generate.check_compute == "always":
+        remedy = "Leave check_compute out, and compare log-probabilities of completions with the trainer's yourself"
+        yield "named, but check_compute is always: a server answers nothing within a switch", remedy
+
+
 @constraint(INFERENCE, "generate_config.prefetch_mb", "prefetch_mb needs prefetch: auto.")
 def _prefetch(context: JobContext) -> Iterator[Finding]:
     if context.generate.prefetch_mb is not None and context.generate.prefetch == "off":

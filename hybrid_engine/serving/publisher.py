@@ -20,15 +20,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, LostRankError, ServerError, Violation
+from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, ServerError, Violation
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
@@ -49,6 +49,10 @@ logger = logging.getLogger("hybrid_engine")
 NO_VERSION = "none"
 """What a server says of its weights while it has none."""
 
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+_T = TypeVar("_T")
 
 _WHAT_FOLLOWS = "training state is on the device, and the next switch invites the servers that are there then"
 
@@ -95,6 +99,7 @@ class WeightPublisher(Switch):
         self._manager: ShardingManager | None = None
         self._name = ""
         self._ends = ExitStack()
+        self._places: list[MeetingPlace] = []  # a server that leaves a job still asks its store
         self._servers: list[VllmServer] = []
         with job.agreement.phase("looking at the servers"):
             if not servers:
@@ -151,7 +156,10 @@ class WeightPublisher(Switch):
 
     def close(self) -> None:
         """Bring training state back, and leave the servers paused where they have nothing. Idempotent."""
-        self._disconnect()
+        try:
+            self._disconnect()
+        finally:
+            self._close_places(but=0)
 
     # -- switches -----------------------------------------------------------------------------------------------------
 
@@ -192,37 +200,46 @@ class WeightPublisher(Switch):
     def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
         """Both sides of one switch."""
         update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
+        is_within, calls = False, list[_Call]()
         try:
             calls = self._ask_servers(before, update)
+            is_within = True
             manager.enter(target)
+            is_within = False
             self._end_update(calls, target, update)
         except Exception as error:
-            self._recover(manager, error)
+            self._recover(manager, stays=is_within)
             if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
-                raise ServerError(f"a server was lost in a switch; {_WHAT_FOLLOWS}. {error}") from error
+                said = "".join(f"\n{why}" for call in calls if (why := call.failure()))
+                raise ServerError(f"a server was lost in a switch; {_WHAT_FOLLOWS}. {error}{said}") from error
             raise
         return manager.last_report
 
     def _ask_servers(self, before: State, update: Update) -> list[_Call]:
         """Begin an update in all servers, paused where they draw tokens."""
-        with self._servers_asked("asking the servers for a switch"):
+
+        def ask() -> None:
             for server in self._servers:
                 if before is not State.TRAIN:
                     server.pause(self._pause, self._clear_cache)
                     server.update_weight_version(NO_VERSION)
                 server.start_weight_update()
+
+        self._ask("asking the servers for a switch", ask)
         return [_Call(server.update_weights, update) for server in self._servers]
 
     def _end_update(self, calls: Sequence[_Call], target: State, update: Update) -> None:
         """End it: servers that were filled draw tokens, once all of them were, and say by which version."""
-        with self._servers_asked("ending the switch of the servers"):
-            for call in calls:
-                call.result(self.config.timeout_seconds)
+
+        def end() -> None:
+            self._await(calls)
             for server in self._servers:
                 server.finish_weight_update(str(update.version) if target is State.INFER else NO_VERSION)
             if target is State.INFER:
                 for server in self._servers:
                     server.resume()
+
+        self._ask("ending the switch of the servers", end)
 
     def _connected(self) -> ShardingManager:
         if self._manager is None:
@@ -233,12 +250,12 @@ class WeightPublisher(Switch):
     def _connect(self) -> None:
         """Invite the servers to a new job, and plan with them."""
         with ExitStack() as undo:
-            with self._servers_asked("inviting the servers"):
-                counts = [server.num_workers() for server in self._servers]
+            counts = self._ask("inviting the servers", lambda: [server.num_workers() for server in self._servers])
+            with self.job.agreement.phase("inviting the servers"):
                 place = MeetingPlace(self._address) if self.job.rank == 0 else None
                 told = [] if place is None else [place.place, place.name, place.proof]
                 if place is not None:
-                    undo.callback(place.close)
+                    self._places.append(place)
             heard = self.job.agreement.gather((told, counts), tuple[list[str], list[int]], "inviting the servers")
             (where, name, proof), counts = heard[0]
             size = self.job.world_size + sum(counts)
@@ -260,10 +277,16 @@ class WeightPublisher(Switch):
                 calls.append(_Call(server.init_weight_transfer_engine, own, refused=world.refuse))
                 first += count
             undo.enter_context(self._join(world))
-            with self._servers_asked("joining the servers"):
-                for call in calls:
-                    call.result(self.config.timeout_seconds)
+            self._ask("joining the servers", lambda: self._await(calls))
             self._name, self._ends = name, undo.pop_all()
+        self._close_places(but=1)
+
+    def _close_places(self, but: int) -> None:
+        """But for the last ones."""
+        closing = self._places[: len(self._places) - but]
+        self._places = self._places[len(closing) :]
+        for place in closing:
+            place.close()
 
     def _join(self, world: World) -> ExitStack:
         """Join as one of the trainers, and plan; what is returned ends it."""
@@ -282,18 +305,40 @@ class WeightPublisher(Switch):
             undo.callback(self._manager.close)
             return undo.pop_all()
 
-    @contextmanager
-    def _servers_asked(self, phase: str) -> Iterator[None]:
-        """Calls of the first rank, which has the servers; what fails there is raised on all."""
-        with self.job.agreement.phase(phase, kind=ServerError):
-            yield
+    def _ask(self, phase: str, ask: Callable[[], _T]) -> _T:
+        """Have the first rank, which has the servers, call them; what fails there is raised on all.
 
-    def _recover(self, manager: ShardingManager, error: Exception) -> None:
-        """After a failed switch: training state is back on the device, and the job goes unless all are still in it."""
-        if manager.state is State.TRAIN and not isinstance(error, (LostRankError, ServerError)):
+        A server may take longer to answer than ranks wait for each other, so they meet every few seconds.
+        """
+        answer: Future[_T] = Future()
+
+        def waiting() -> Iterator[None]:
+            if self._servers:
+                threading.Thread(target=_answer, args=(answer, phase, ask), name=phase, daemon=True).start()
+            else:
+                answer.set_result(ask())
+            while not wait([answer], _SECONDS_BETWEEN_LOOKS).done:
+                yield
+            answer.result()
+
+        self.job.agreement.rounds(phase, waiting())
+        return answer.result()
+
+    def _await(self, calls: Sequence[_Call]) -> None:
+        for call in calls:
+            call.result(self.config.timeout_seconds)
+
+    def _recover(self, manager: ShardingManager, *, stays: bool) -> None:
+        """After a failed switch: training state is back on the device, and the job goes unless all are still in it.
+
+        `stays`: the servers heard of it in the switch, and have ended it as trainers have.
+        """
+        goes = not stays or manager.state is not State.TRAIN or manager.job.agreement.lost is not None
+        (goes,) = self.job.agreement.any_of([goes], "recovering")  # ranks raise different things
+        if goes:
+            self._disconnect()
+        else:
             self.state = State.TRAIN
-            return
-        self._disconnect()
 
     def _disconnect(self) -> None:
         """End the job with the servers, and bring training state back."""
@@ -305,6 +350,17 @@ class WeightPublisher(Switch):
             with self.job.agreement.phase("bringing training state back"):
                 self.offloader.onload(KINDS)
             self.state, self._is_started = State.TRAIN, True
+
+
+def _answer(answer: Future[_T], phase: str, ask: Callable[[], _T]) -> None:
+    try:
+        answer.set_result(ask())
+    except HybridEngineError as error:
+        answer.set_exception(error)
+    except BaseException as error:  # handed to whoever waits
+        failure = ServerError(f"{phase}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        answer.set_exception(failure)
 
 
 class _Call:
@@ -338,3 +394,8 @@ class _Call:
             self._future.result(seconds)
         except NotDone:
             raise ServerError(f"a server did not answer within {seconds:g} s after the switch") from None
+
+    def failure(self) -> str:
+        """What came of it, where it has failed by now."""
+        error = self._future.exception() if self._future.done() else None
+        return "" if error is None else str(error)

@@ -24,7 +24,7 @@ from typing import Any
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PLAIN = (
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
-    *("--kv-cache-memory-bytes", str(64 << 20), "--uvicorn-log-level", "warning"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--uvicorn-log-level", "warning", "--skip-tokenizer-init"),
 )
 FILLED = ("--load-format", "hybrid_engine", "--weight-transfer-config", '{"backend": "hybrid_engine"}')
 ENVIRONMENT = {

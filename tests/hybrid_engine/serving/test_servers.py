@@ -5,26 +5,62 @@ What a server holds and computes is what a cold start of the saved checkpoint ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling, load_config
+from hybrid_engine.backends.vllm.server.gate import NO_VERSION
 from hybrid_engine.serving.clients import HttpServer
 from tests.harness.launch import Ranks
-from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
+from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
+from tests.zoo.families import served_config
 
 PROMPTS = [[40, 41, 42, 43], [50, 51]]
+NUM_VERSIONS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trainers, and the servers that they fill.
+
+    Attributes:
+        family: of the model.
+        trainers: how many.
+        actor: their layout.
+        servers: arguments of each.
+    """
+
+    family: str
+    trainers: int
+    actor: dict[str, Any]
+    servers: tuple[tuple[str, ...], ...] = ((),)
+    generate: dict[str, Any] = field(default_factory=dict)
+
+
+TP2 = ("--tensor-parallel-size", "2")
+CASES = {
+    "qwen2, tp2 to tp1": Case("qwen2", 2, {"tensor_model_parallel_size": 2}),
+    "qwen3_moe, ep2 to tp2": Case("qwen3_moe", 2, {"expert_model_parallel_size": 2}, (TP2,)),
+    "llama, one trainer to tp2": Case("llama", 1, {}, (TP2,)),
+    "qwen2, fsdp2 to tp1 and tp2": Case("qwen2", 2, {"fsdp": {}}, ((), TP2)),
+    "deepseek_v2, tp2 pp2 to tp1": Case(
+        "deepseek_v2", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    ),
+    "llama, by messages": Case("llama", 2, {}, ((),), {"transport": "collective"}),
+}
+ALWAYS = ("qwen2, tp2 to tp1", "qwen3_moe, ep2 to tp2")
 
 
 def config_of(model: str, urls: list[str], actor: dict[str, Any], **generate: Any) -> Any:
-    keys = {"servers": urls, "verify": "full", "bucket_mb": 1, "timeout_seconds": 60, **generate}
-    actor = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, **actor}
-    return load_config({"model": model, "actor_config": actor, "generate_config": keys})
+    keys = {"servers": urls, "verify": "full", "bucket_mb": 1, "timeout_seconds": 60, "max_model_len": 128, **generate}
+    own = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, **actor}
+    return load_config({"model": model, "actor_config": own, "generate_config": keys})
 
 
 def train_step(worker: ActorHybridWorker, step: int) -> None:
@@ -34,59 +70,78 @@ def train_step(worker: ActorHybridWorker, step: int) -> None:
     worker.update(batch, lambda batch, log_probs: -log_probs.mean())
 
 
-def publish_versions(model: str, urls: list[str], actor: dict[str, Any], out: str, num: int) -> list[dict[str, Any]]:
+def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[dict[str, Any]]:
     found = []
-    with ActorHybridWorker(config_of(model, urls, actor)) as worker:
-        for version in range(num):
+    with ActorHybridWorker(config_of(model, urls, case.actor, **case.generate)) as worker:
+        servers = [HttpServer(url, 60) for url in urls]
+        for version in range(NUM_VERSIONS):
             with worker.rollout_context():
                 report = worker.sharding.last_report
                 answers = worker.generate_sequences(PROMPTS, Sampling(max_tokens=8, temperature=0.0))
-                found.append(
-                    {
-                        "answers": [(each[0].token_ids, each[0].logprobs) for each in answers],
-                        "received": (report.bytes_received, report.bytes_least),
-                        "version": [HttpServer(url, 30).get("weight_info")["weight_version"] for url in urls],
-                        "sums": [checksums(url) for url in urls] if worker.rank == 0 else None,
-                    }
-                )
+                if worker.rank == 0:
+                    found.append(
+                        {
+                            "answers": [(each[0].token_ids, each[0].logprobs) for each in answers],
+                            "version": [server.get("weight_info")["weight_version"] for server in servers],
+                            "sums": [checksums(server) for server in servers],
+                            "report": report,
+                        }
+                    )
                 worker.barrier("looked at")
             with worker.train_context():
+                if worker.rank == 0:
+                    found[-1]["away"] = [server.get("weight_info")["weight_version"] for server in servers]
+                    found[-1]["paused"] = [server.get("is_paused")["is_paused"] for server in servers]
                 worker.save_hf_checkpoint(f"{out}/v{version}")
                 train_step(worker, version)
     return found
 
 
-def checksums(url: str) -> dict[str, str]:
-    sums: dict[str, str] = HttpServer(url, 60).post("weight_checker", {"action": "checksum"})["checksums"]
+def checksums(server: HttpServer) -> dict[str, str]:
+    sums: dict[str, str] = server.post("weight_checker", {"action": "checksum"})["checksums"]
     return sums
 
 
-def complete(url: str) -> list[Any]:
+def complete(server: HttpServer) -> list[Any]:
     body = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
-    choices = requests.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+    choices = server.post("v1/completions", {**body, "return_tokens_as_token_ids": True})["choices"]
     return [(tuple(each["token_ids"]), tuple(each["logprobs"]["token_logprobs"])) for each in choices]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return "/tmp/tinymodel"
+def write_model(directory: Path, family: str) -> str:
+    """A checkpoint of random weights."""
+    config = {**served_config(family), "torch_dtype": "float32"}
+    return write_checkpoint(directory, config, random_weights(config, 7, torch.float32))
 
 
-@pytest.fixture(scope="module")
-def server(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tiny, tmp_path_factory.mktemp("server"), *FILLED, *PLAIN) as found:
-        yield found
+@pytest.mark.parametrize("name", ALWAYS)
+def test_a_server_computes_what_a_cold_start_does(engines: Ranks, tmp_path: Path, name: str) -> None:
+    assert_as_a_cold_start(engines, tmp_path, CASES[name])
 
 
-def test_a_server_computes_what_a_cold_start_does(engines: Ranks, tiny: str, server: Server, tmp_path: Path) -> None:
-    actor = {"tensor_model_parallel_size": 2}
-    by_rank = engines.launch(publish_versions, 2, tiny, [server.url], actor, str(tmp_path), 3, timeout=300)
-    for number, of_rank in enumerate(zip(*by_rank, strict=True)):
-        assert of_rank[0]["version"] == [str(number)]
-        assert of_rank[0]["answers"] == of_rank[1]["answers"]
-        assert of_rank[0]["received"] == of_rank[1]["received"]
-        assert of_rank[0]["received"][0] == of_rank[0]["received"][1] > 0
-    assert len({str(each["answers"]) for each in by_rank[0]}) == 3
-    with serving(tmp_path / "v2", tmp_path / "cold", *PLAIN) as cold:
-        assert complete(cold.url) == by_rank[0][2]["answers"]
-        assert checksums(cold.url) == by_rank[0][2]["sums"][0]
+@pytest.mark.servers
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ALWAYS])
+def test_servers_of_other_families_and_layouts(engines: Ranks, tmp_path: Path, name: str) -> None:
+    assert_as_a_cold_start(engines, tmp_path, CASES[name])
+
+
+def assert_as_a_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> None:
+    model = write_model(tmp_path / "model", case.family)
+    with ExitStack() as ends:
+        servers = [
+            ends.enter_context(serving(model, tmp_path / f"server{number}", *FILLED, *PLAIN, *arguments))
+            for number, arguments in enumerate(case.servers)
+        ]
+        urls = [server.url for server in servers]
+        versions = engines.launch(publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400)[0]
+    assert len({str(each["answers"]) for each in versions}) == NUM_VERSIONS
+    for number, each in enumerate(versions):
+        assert each["version"] == [str(number)] * len(urls)
+        assert (each["away"], each["paused"]) == ([NO_VERSION] * len(urls), [True] * len(urls))
+        assert each["report"].bytes_received == each["report"].bytes_least > 0
+        assert each["report"].tensors_verified > 0
+    for number, arguments in enumerate(case.servers):
+        with serving(tmp_path / f"v{NUM_VERSIONS - 1}", tmp_path / f"cold{number}", *PLAIN, *arguments) as cold:
+            assert checksums(HttpServer(cold.url, 60)) == versions[-1]["sums"][number]
+            if len(case.servers) == 1:  # else ranks have asked different ones
+                assert complete(HttpServer(cold.url, 60)) == versions[-1]["answers"]
