@@ -36,6 +36,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     memory/            elastic buffers, offloading
     ranks/             the ranks of a job: start, agreement, failures
     tracing.py         a timeline of the switches
+    serving/           trainers' and servers' parts where vLLM runs in processes of its own
     config/            configuration keys and their rules
     files/             reading users' files, writing durable ones
     megatron_script/   --enable-resharding on Megatron-LM's own scripts

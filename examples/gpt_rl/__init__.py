@@ -16,5 +16,6 @@ ppo.py. With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
 settings.py            every key of `rl_config`; configs/ has one file per layout
 make_data.py           writes data/
 torchrun.py            torchrun without its own tracebacks
+served.py              a server beside the ranks: `make rl SERVER=1`
 pretrain_gpt_rl.py     the same inside Megatron-LM's own training loop; rollouts.py is its dataset
 """

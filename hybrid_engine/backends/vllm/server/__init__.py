@@ -1,9 +1,14 @@
 """In the processes of a vLLM server: what `vllm.general_plugins` loads.
 
-vllm serve MODEL --load-format hybrid_engine --weight-transfer-config '{"backend": "hybrid_engine"}'
+    vllm serve MODEL --load-format hybrid_engine --weight-transfer-config '{"backend": "hybrid_engine"}'
 
-plugin.py      called in each of its processes: registers the two names, closes the gate
-capture.py     load format, in workers: traces the model and reads no file
-receiver.py    weight transfer engine, in workers: vLLM's calls to a `serving.WeightReceiver`
-gate.py        in the engine core: no token is drawn while a worker's weights are not whole
+    plugin.py        called in each of its processes: registers the two names, closes the gate
+    capture.py       load format, in workers: traces the model and reads no file
+    receiver.py      weight transfer engine, in workers: vLLM's calls to a `serving.WeightReceiver`
+    gate.py          in the engine core: no token is drawn while a worker's weights are not whole
+
+And on the trainers' side:
+
+    inference.py     completions over HTTP, in place of an `InferenceEngine`
+    async_server.py  an `AsyncLLM` of the publisher's own process
 """
