@@ -19,9 +19,10 @@ from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 
 class Link(StrEnum):
-    """Boundary that a transfer crosses."""
+    """Boundary that a transfer crosses, the nearest first; DEVICE: it stays on one, between two of its processes."""
 
     SELF = "self"
+    DEVICE = "device"
     HOST = "host"
     NETWORK = "network"
 
@@ -107,6 +108,10 @@ class ByteCount:
     """Bytes one rank reads in a reshard, by link, and those that any plan would make it receive.
 
     What comes to a host in a relay buffer counts as network where that buffer is, as host where it is read by others.
+
+    Attributes:
+        own: from memory of its device, its own or another rank's.
+        lower_bound: what its device does not hold.
     """
 
     own: int
@@ -116,7 +121,7 @@ class ByteCount:
 
     @property
     def received(self) -> int:
-        """Bytes that come from other ranks."""
+        """Bytes that come from other devices."""
         return self.host + self.network
 
 
@@ -146,8 +151,12 @@ class ReshardPlan:
 
 
 def fingerprint_of(
-    source_digest: str, destination_digest: str, hosts: Iterable[str], relaying_hosts: Iterable[str] = ()
+    source_digest: str,
+    destination_digest: str,
+    hosts: Iterable[str],
+    relaying_hosts: Iterable[str] = (),
+    sharing: Iterable[int] = (),
 ) -> str:
-    """The fingerprint of a plan between two layouts on these hosts."""
-    parts = source_digest, destination_digest, *hosts, "", *sorted(relaying_hosts)
+    """The fingerprint of a plan between two layouts on these hosts; `sharing`: numbers of devices that ranks share."""
+    parts = source_digest, destination_digest, *hosts, "", *sorted(relaying_hosts), *map(str, sharing)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

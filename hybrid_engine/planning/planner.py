@@ -36,6 +36,7 @@ def plan(
     rank: int | None = None,
     relaying_hosts: Collection[str] = (),
     frozen: Collection[str] = (),
+    devices: Sequence[str] = (),
 ) -> ReshardPlan:
     """Plan the reshard that fills every destination buffer.
 
@@ -50,6 +51,7 @@ def plan(
         relaying_hosts: hosts whose ranks can read each other's relay buffers; to them each element that is needed
             comes over the network once, to others once for every place.
         frozen: tensors that no training step changes; groups of nothing else have buckets of their own.
+        devices: of every rank; equal for those of one host that share one. Default: each has its own.
 
     Raises:
         PlanError: with every fault: bounds, overlaps, gaps, tensors of several dtypes or shapes, destination regions
@@ -59,8 +61,10 @@ def plan(
     alternate between pipeline stages (planning/buckets.py).
     """
     sides = _checked_sides(source, destination, may_stay_unread)
-    found = plan_sides(*sides, hosts, bucket_nbytes, may_stay_unread, rank, relaying_hosts, frozen)
-    fingerprint = fingerprint_of(source.fingerprint, destination.fingerprint, hosts, relaying_hosts)
+    where = Hosts(hosts, relaying_hosts, devices)
+    found = _plan_sides(*sides, where, bucket_nbytes, may_stay_unread, rank, frozen)
+    sharing = where.devices.tolist()
+    fingerprint = fingerprint_of(source.fingerprint, destination.fingerprint, hosts, relaying_hosts, sharing)
     return replace(found, fingerprint=fingerprint)
 
 
@@ -81,13 +85,25 @@ def plan_sides(
     Raises:
         PlanError: as `plan`, but for faults of buffers.
     """
+    return _plan_sides(source, destination, Hosts(hosts, relaying_hosts), bucket_nbytes, may_stay_unread, rank, frozen)
+
+
+def _plan_sides(
+    source: PlacedHoldings,
+    destination: PlacedHoldings,
+    hosts: Hosts,
+    bucket_nbytes: int,
+    may_stay_unread: Collection[str],
+    rank: int | None,
+    frozen: Collection[str],
+) -> ReshardPlan:
     unread = _unread(source.holdings.owners, destination.holdings.owners)
     if faults := _unread_faults(unread, may_stay_unread):
         raise PlanError([*holding_faults(source.holdings, destination.holdings), *faults])
-    planner = _Planner(source, destination, Hosts(hosts, relaying_hosts), rank)
+    planner = _Planner(source, destination, hosts, rank)
     for tensors in tensor_classes(source.holdings, destination.holdings):
         planner.add(tensors)
-    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes, frozen)
+    outlines = outline_buckets(_needs(source, destination), hosts.num_ranks, bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
     buckets = tuple(planner.bucket(index, outline, relays) for index, outline in enumerate(outlines))
     return ReshardPlan(buckets, planner.bytes_by_rank(buckets), unread, relays=relays.buffers)
@@ -215,7 +231,8 @@ class _Planner:
         if not any(self._is_among(box.ranks) for box in chain(*owners)):
             return
         among = None if self._rank is None else np.array([self._rank])
-        missing = missing_by_rank(*owners, self._hosts.num_ranks, among)
+        on_devices = self._hosts.on_devices(tensors.sources)
+        missing = missing_by_rank(on_devices, tensors.destinations, self._hosts.num_ranks, among)
         numel = {rank: numel for ranks, numel in missing for rank in ranks.tolist()}
         routes = Routes(*owners, self._hosts)
         for index, name in enumerate(tensors.tensors):
@@ -247,7 +264,12 @@ class _Planner:
         for each in chain.from_iterable(bucket.counted() for bucket in buckets):
             moved[each.dst_rank, each.link] += each.nbytes
         return {
-            rank: ByteCount(moved[rank, Link.SELF], moved[rank, Link.HOST], moved[rank, Link.NETWORK], least)
+            rank: ByteCount(
+                moved[rank, Link.SELF] + moved[rank, Link.DEVICE],
+                moved[rank, Link.HOST],
+                moved[rank, Link.NETWORK],
+                least,
+            )
             for rank, least in sorted(lower_bound.items())
         }
 

@@ -5,7 +5,7 @@
     receivers         that need the same box, hold the same parts of it and whose hosts hold the same parts of it are
                       one class: the box algebra runs once per class, whatever the number of ranks
 
-    for every class of receivers:                     self, then same host, then network
+    for every class of receivers:                     self, then same device, then same host, then network
         for every source box that is held there:      the one with the largest common part first
             take what it has of the part that is still missing
         the ranks that hold a box equally near send it in a round robin of its receivers; over the network in
@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -194,24 +194,41 @@ def _cut(box: CommonBox, region: Region, number: int) -> Iterator[CommonBox]:
 
 
 class Hosts:
-    """Host numbers by rank.
+    """Where ranks are.
 
     Attributes:
         numbers: int array by rank; hosts are counted from 0 in order of their first rank.
         count: number of hosts.
         are_relaying: bool array by rank; its host's ranks read each other's relay buffers.
+        devices: numbers of devices by rank, counted likewise; none where no two ranks share one.
     """
 
-    def __init__(self, names: Sequence[object], relaying: Collection[object] = ()) -> None:
-        """`names`: by rank. `relaying`: names of hosts."""
-        number_of: dict[object, int] = {}
-        self.numbers = np.array([number_of.setdefault(name, len(number_of)) for name in names], dtype=np.int64)
-        self.count = len(number_of)
+    def __init__(
+        self, names: Sequence[object], relaying: Collection[object] = (), devices: Sequence[object] = ()
+    ) -> None:
+        """`names`, `devices`: by rank; default: each has a device of its own. `relaying`: names of hosts."""
+        self.numbers = _numbered(names)
+        self.count = int(self.numbers.max(initial=-1)) + 1
         self.are_relaying = np.array([name in relaying for name in names], dtype=bool)
+        of_hosts = _numbered([*zip(names, devices, strict=True)] if devices else [])
+        self.devices = of_hosts if len(np.unique(of_hosts)) < len(of_hosts) else of_hosts[:0]
 
     @property
     def num_ranks(self) -> int:
         return len(self.numbers)
+
+    def on_devices(self, owners: TensorOwners) -> TensorOwners:
+        """Who has each box on its device."""
+        if not len(self.devices):
+            return owners
+        return tuple(
+            replace(box, ranks=np.flatnonzero(np.isin(self.devices, self.devices[box.ranks]))) for box in owners
+        )
+
+
+def _numbered(names: Sequence[object]) -> np.ndarray:
+    number_of: dict[object, int] = {}
+    return np.array([number_of.setdefault(name, len(number_of)) for name in names], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,33 +298,48 @@ class Flow:
     nbytes: np.ndarray
 
 
-class _OnHosts:
-    """Some ranks, sorted by host.
+class _ByPlace:
+    """Some ranks, sorted by the host or device on which they are.
 
     Attributes:
-        by_host: the ranks; those of host h are `count[h]` from `start[h]` on.
+        ranks: those of place p are `count[p]` from `start[p]` on.
+        place_of: number of the place, by rank of the world.
     """
 
-    def __init__(self, ranks: np.ndarray, hosts: Hosts) -> None:
-        host_of = hosts.numbers[ranks]
-        self.by_host = ranks[np.argsort(host_of, kind="stable")]
-        self.count = np.bincount(host_of, minlength=hosts.count)
+    def __init__(self, ranks: np.ndarray, place_of: np.ndarray) -> None:
+        places = place_of[ranks]
+        self.place_of = place_of
+        self.ranks = ranks[np.argsort(places, kind="stable")]
+        self.count = np.bincount(places, minlength=int(place_of.max()) + 1)
         self.start = np.cumsum(self.count) - self.count
 
-    def rows(self, hosts: np.ndarray) -> np.ndarray:
-        """Ranks [hosts, columns] of hosts that have equally many."""
-        return self.by_host[self.start[hosts][:, None] + np.arange(self.count[hosts[0]])]
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        """Ranks [places, columns] of places that have equally many."""
+        return self.ranks[self.start[places][:, None] + np.arange(self.count[places[0]])]
 
 
-class _Source(_OnHosts):
-    """One source box and its holders."""
+class _Source:
+    """One source box and its holders.
+
+    Attributes:
+        near: the holders by device and by host.
+        rounds: how many ranks of each place have taken a position in the round robin of its holders.
+    """
 
     def __init__(self, owners: BoxOwners, hosts: Hosts) -> None:
         self.region = owners.region
         self.ranks = np.unique(owners.ranks)
         self.held = np.zeros(hosts.num_ranks, dtype=bool)
         self.held[self.ranks] = True
-        super().__init__(self.ranks, hosts)
+        places = {Link.DEVICE: hosts.devices, Link.HOST: hosts.numbers}
+        self.near = {link: _ByPlace(self.ranks, place_of) for link, place_of in places.items() if len(place_of)}
+        self.rounds = {link: np.zeros_like(places.count) for link, places in self.near.items()}
+
+    def links(self, ranks: np.ndarray) -> Iterator[tuple[Link, np.ndarray]]:
+        """Whether this box comes to each of these ranks by a link, or a nearer one; nearest first."""
+        yield Link.SELF, self.held[ranks]
+        for link, places in self.near.items():
+            yield link, places.count[places.place_of[ranks]] > 0
 
 
 class Routes:
@@ -325,9 +357,8 @@ class Routes:
     def __init__(self, sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners], hosts: Hosts) -> None:
         self._hosts = hosts
         self._sources = [_Source(box, hosts) for box in sources]
-        # How many receive from each source, over the network and by host: as far as a tensor advances a round robin.
+        # How many receive from each source over the network: as far as a tensor advances the round robin.
         self._network_rounds = np.zeros(len(sources), dtype=np.int64)
-        self._host_rounds: dict[int, np.ndarray] = {}
         self._from_network: list[tuple[Receivers, tuple[BoxSource, ...]]] = []  # of relaying hosts
         near = touching(sources, destinations)
         self.receivers = [
@@ -343,9 +374,11 @@ class Routes:
             return receivers.ranks
         if part.link is Link.NETWORK:
             return self._network_senders(part.source, receivers.positions[part.source], offset)
-        source, host = self._sources[part.source], self._hosts.numbers[receivers.ranks]
-        rounds = offset.first + offset.index * self._host_rounds[part.source][host]
-        return source.by_host[source.start[host] + (receivers.positions[part.source] + rounds) % source.count[host]]
+        source = self._sources[part.source]
+        near = source.near[part.link]
+        place = near.place_of[receivers.ranks]
+        rounds = offset.first + offset.index * source.rounds[part.link][place]
+        return near.ranks[near.start[place] + (receivers.positions[part.source] + rounds) % near.count[place]]
 
     def ingress_senders(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
         """The rank that sends a box of one tensor to each host."""
@@ -397,7 +430,8 @@ class Routes:
     def _period(self, receivers: Receivers, part: BoxSource) -> int:
         """Tensors this far apart in a class have the same senders: a multiple of the holders in every round robin."""
         source = self._sources[part.source]
-        counts = source.count[self._hosts.numbers[receivers.ranks]] if part.link is Link.HOST else len(source.ranks)
+        near = source.near.get(part.link)
+        counts = len(source.ranks) if near is None else near.count[near.place_of[receivers.ranks]]
         return int(np.lcm.reduce(np.unique(counts)))
 
     def _network_senders(self, source: int, positions: np.ndarray, offset: RoundRobinOffset) -> np.ndarray:
@@ -412,18 +446,16 @@ class Routes:
     def _classes(self, index: int, destination: BoxOwners, near: Sequence[int]) -> Iterator[Receivers]:
         """The receivers of one box, by what they and their hosts hold of it and by how many places need it."""
         ranks, copies = np.unique(destination.ranks, return_counts=True)
-        host = self._hosts.numbers[ranks]
-        held = [self._sources[number].held[ranks] for number in near]
-        held_on_host = [self._sources[number].count[host] > 0 for number in near]
+        links = [dict(self._sources[number].links(ranks)) for number in near]
         kinds = [self._hosts.are_relaying[ranks], *(copies == number for number in np.unique(copies))]
         region = destination.region
         common = {number: part for number in near if (part := region.intersect(self._sources[number].region))}
         are_disjoint = are_slices(region, common.values())
-        for members in groups_of_columns([*held, *held_on_host, *kinds], len(ranks)):
+        for members in groups_of_columns([*(row for each in links for row in each.values()), *kinds], len(ranks)):
             first = members[0]
             by_link: dict[Link, list[int]] = {link: [] for link in Link}  # nearest first
-            for number, own, of_host in zip(near, held, held_on_host, strict=True):
-                by_link[Link.SELF if own[first] else Link.HOST if of_host[first] else Link.NETWORK].append(number)
+            for number, reach in zip(near, links, strict=True):
+                by_link[next((link for link, reached in reach.items() if reached[first]), Link.NETWORK)].append(number)
             in_order = nearest_first(by_link, common)
             parts = tuple(in_order if are_disjoint else self._cover(region, in_order))
             from_network: tuple[BoxSource, ...] = ()
@@ -431,7 +463,7 @@ class Routes:
                 from_network = tuple(part for part in parts if part.link is Link.NETWORK)
                 parts = tuple(part for part in parts if part.link is not Link.NETWORK)
             asked = {part.source: part for part in parts if part.link is not Link.SELF}
-            positions = {number: self._enqueue(part, host[members]) for number, part in asked.items()}
+            positions = {number: self._enqueue(part, ranks[members]) for number, part in asked.items()}
             receivers = Receivers(index, ranks[members], copies[members], parts, positions)
             if from_network:
                 self._from_network.append((receivers, from_network))
@@ -441,7 +473,7 @@ class Routes:
         """Boxes that relaying hosts need over the network, found once for hosts with equally many equal receivers."""
         if not self._from_network:
             return
-        by_host = [_OnHosts(receivers.ranks, self._hosts) for receivers, _ in self._from_network]
+        by_host = [_ByPlace(receivers.ranks, self._hosts.numbers) for receivers, _ in self._from_network]
         # A column for each host: how many of its ranks are in each class of receivers. Hosts of equal columns are of
         # one kind: the same boxes come to them, to ranks at the same positions.
         kinds, kind_of = np.unique([ranks.count for ranks in by_host], axis=1, return_inverse=True)
@@ -476,19 +508,20 @@ class Routes:
             if not missing:
                 return
 
-    def _enqueue(self, part: BoxSource, host: np.ndarray) -> np.ndarray:
-        """The next positions in a source's round robin for ranks on these hosts: one over the network, one per host.
+    def _enqueue(self, part: BoxSource, ranks: np.ndarray) -> np.ndarray:
+        """The next positions of these ranks in a source's round robin: one over the network, one per host and device.
 
         Classes enqueue one after another, so the receivers of a source have consecutive positions and its holders equal
         shares.
         """
         if part.link is Link.NETWORK:
-            positions = self._network_rounds[part.source] + np.arange(len(host))
-            self._network_rounds[part.source] += len(host)
+            positions = self._network_rounds[part.source] + np.arange(len(ranks))
+            self._network_rounds[part.source] += len(ranks)
             return positions
-        rounds = self._host_rounds.setdefault(part.source, np.zeros(self._hosts.count, dtype=np.int64))
-        positions = rounds[host] + _position_on_host(host)
-        rounds += np.bincount(host, minlength=self._hosts.count)
+        source = self._sources[part.source]
+        place, rounds = source.near[part.link].place_of[ranks], source.rounds[part.link]
+        positions = rounds[place] + _position_in_place(place)
+        rounds += np.bincount(place, minlength=len(rounds))
         return positions
 
 
@@ -499,13 +532,13 @@ def _distinct_offsets(first: int, itemsizes: np.ndarray, period: int) -> Iterato
         yield RoundRobinOffset(first, index), int(itemsizes[index::period].sum())
 
 
-def _position_on_host(host: np.ndarray) -> np.ndarray:
+def _position_in_place(place: np.ndarray) -> np.ndarray:
     """How many earlier entries are equal to each entry: [5, 7, 5, 5, 7] -> [0, 0, 1, 2, 1]."""
-    order = np.argsort(host, kind="stable")  # equal entries are neighbours now, in the order in which they came
-    in_order = host[order]
+    order = np.argsort(place, kind="stable")  # equal entries are neighbours now, in the order in which they came
+    in_order = place[order]
     starts = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])  # where each run of equal entries begins
-    lengths = np.diff(np.r_[starts, len(host)])
-    positions = np.empty(len(host), dtype=np.int64)
+    lengths = np.diff(np.r_[starts, len(place)])
+    positions = np.empty(len(place), dtype=np.int64)
     # A run's entries are numbered from its start; `positions[order]` takes the numbers back to where entries came from.
-    positions[order] = np.arange(len(host)) - np.repeat(starts, lengths)
+    positions[order] = np.arange(len(place)) - np.repeat(starts, lengths)
     return positions

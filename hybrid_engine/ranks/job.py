@@ -143,6 +143,7 @@ class Job:
     Attributes:
         world: the ranks.
         hosts: of all ranks, by rank; equal for two of them exactly when they can read each other's memory.
+        devices: of all ranks, by rank; equal for two of them exactly when they are processes on one GPU.
         device: of this rank's training weights.
         timeout_seconds: longest wait for another rank, in the agreement and in groups; the configuration's.
         agreement: of all ranks.
@@ -150,6 +151,7 @@ class Job:
 
     world: World
     hosts: tuple[str, ...]
+    devices: tuple[str, ...]
     device: torch.device
     timeout_seconds: float
     agreement: Agreement
@@ -162,6 +164,7 @@ class Job:
         *,
         host: str | None = None,
         device: torch.device | None = None,
+        device_name: str | None = None,
         world: World | None = None,
     ) -> Job:
         """Take part in the job; in the process group that is there, else under torchrun. Collective.
@@ -170,6 +173,7 @@ class Job:
             timeout_seconds: longest wait for another rank; for the start, at least `agreement.SECONDS_TO_BUILD`.
             host: where this rank is; default: what /proc says.
             device: of the training weights; default: the current GPU, without one the CPU.
+            device_name: by which others tell whether they are on it too; default: a GPU's UUID, on a CPU this rank's.
             world: of the job, where that is not the process group's.
 
         Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
@@ -181,10 +185,12 @@ class Job:
             world = world or World.of_default_group()
             seconds = max(timeout_seconds, SECONDS_TO_BUILD)
             store = world.part(f"hosts/{world.next_number()}")
-            hosts = _meet(store, world.rank, world.size, seconds, host or host_id(), world.refusal)
+            said = json.dumps([host or host_id(), device_name or _name_of(device, world.rank)])
+            told = map(json.loads, _meet(store, world.rank, world.size, seconds, said, world.refusal))
+            hosts, devices = map(tuple, zip(*told, strict=True))
             agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
-            return cls(world, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
+            return cls(world, hosts, devices, device, timeout_seconds, agreement, undo.pop_all())
 
     @property
     def rank(self) -> int:
@@ -267,6 +273,10 @@ class Job:
         In a child that was forked from this rank it does nothing, as do all that end what uses the job.
         """
         self._ends.close()
+
+
+def _name_of(device: torch.device, rank: int) -> str:
+    return f"rank {rank}" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _end_process_group() -> None:

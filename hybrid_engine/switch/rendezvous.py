@@ -169,7 +169,7 @@ def connect(
         handles = _gather_handles(job, exported, fence_group)
     with timed("plan"):
         with job.agreement.phase("plan"):
-            made = rank_plan(job.rank, job.hosts, source_side, told, messages, config, may_stay_unread)
+            made = rank_plan(job.rank, job.hosts, source_side, told, messages, config, may_stay_unread, job.devices)
             relays = RelayBuffers(job.rank, made.plan.relays, job.device)
             of_relays = relays.handles()
         if not job.agreement.is_same([text_digest(made.parameters)], "comparison of plans"):
@@ -239,6 +239,7 @@ def rank_plan(
     messages: Sequence[bytes],
     config: GenerateConfig,
     may_stay_unread: Collection[str] = (),
+    devices: Sequence[str] = (),
 ) -> RankPlan:
     """Plan for one rank, without a collective. Raises PlanError, MessageError.
 
@@ -248,6 +249,7 @@ def rank_plan(
         source: what all ranks hold for training.
         told, messages: what the ranks shared: names and records of their inference layout, and an `Offer`.
         config, may_stay_unread: see `connect`.
+        devices: of all ranks; see `planner.plan`.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in told], messages)
     offers = {number: decode(messages[number], Offer) for number in {of_rank[2] for of_rank in told}}
@@ -264,6 +266,7 @@ def rank_plan(
         rank=rank,
         relaying_hosts=set(hosts) - cannot_relay,
         frozen=frozen,
+        devices=devices,
     )
     keys = config.bucket_mb, config.transport, config.verify, config.incremental, config.incremental_mb
     held = source.kind(rank)

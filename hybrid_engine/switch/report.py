@@ -31,10 +31,11 @@ class ReshardReport:
             prepare, check, fill (of which allocate, read, transfer, write, commit), release, resume; each with its wait
             for the slowest rank. verify: digests, made during the fill, and their comparison. compute: what both sides
             took for the log-probabilities of `check_compute`.
-        bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
+        bytes_received: from other ranks, but for those on the same device. bytes_own: copied inside this rank, or its
+            device. bytes_least: no plan receives less.
         bytes_across_hosts: those received from ranks of other hosts. What several ranks of a host need of them comes to
             one of these and counts there; the others have it from that rank.
-        bytes_by_transport: received, by transport. pairs_by_transport: ranks it was received from.
+        bytes_by_transport: from other ranks, by transport. pairs_by_transport: which ranks.
         bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
         bytes_prefetched: of bytes_onloaded, what came ahead of the switch.
         seconds_hidden: for which copies between device and host went on beside other work of this rank.
@@ -143,7 +144,7 @@ class SwitchTally:
             seconds=seconds,
             seconds_by_phase=dict(self.seconds),
             bytes_received=fill.received_nbytes,
-            bytes_own=fill.nbytes_by_link[Link.SELF],
+            bytes_own=fill.nbytes_by_link[Link.SELF] + fill.nbytes_by_link[Link.DEVICE],
             bytes_least=fill.least_nbytes,
             bytes_offloaded=self.offloaded,
             bytes_onloaded=self.onloaded,

@@ -63,7 +63,7 @@ class FillReport:
 
     Attributes:
         seconds: by phase; copies that go straight from source to destination count as transfer.
-        nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
+        nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other devices.
         nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
         staging_nbytes: memory of messages in flight, freed since.
         least_nbytes: no plan makes this rank receive less for the buckets that were filled.
@@ -79,7 +79,7 @@ class FillReport:
 
     @property
     def received_nbytes(self) -> int:
-        """Bytes that came from other ranks."""
+        """Bytes that came from other devices."""
         return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
 
     def of_all(self, agreement: Agreement) -> FillReport:

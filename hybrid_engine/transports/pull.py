@@ -151,7 +151,7 @@ class SharedMemoryTransport(PullTransport):
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
         """See `router.RegisteredTransport`."""
-        if transfer.link is not Link.HOST:
+        if transfer.link is Link.NETWORK:
             return "across hosts"
         return "" if transfer.src.buffer in exported else "a buffer that is not exported"
 

@@ -33,13 +33,19 @@ DTYPES = (("bfloat16",), ("float32",), ("bfloat16", "float32"))
 
 @dataclass(frozen=True)
 class Case:
-    """Two layouts over the same tensors; `hosts` by rank, `relaying` those whose ranks read each other's memory."""
+    """Two layouts over the same tensors; `hosts` and, where ranks share some, `devices` by rank, `relaying` those hosts
+    whose ranks read each other's memory."""
 
     source: Layout
     destination: Layout
     hosts: tuple[str, ...]
     bucket_nbytes: int
     relaying: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def share_a_device(self, one: int, other: int) -> bool:
+        places = [*zip(self.hosts, self.devices or map(str, range(len(self.hosts))), strict=True)]
+        return places[one] == places[other]
 
 
 def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
@@ -138,6 +144,7 @@ def cases(draw: st.DrawFn) -> Case:
         hosts=tuple(draw(st.lists(st.sampled_from("ab"), min_size=num_ranks, max_size=num_ranks))),
         bucket_nbytes=draw(st.sampled_from([1, 40, 10**9])),
         relaying=tuple(draw(st.sampled_from([(), "a", "ab"]))),
+        devices=tuple(draw(st.one_of(st.just(""), st.text("xyz", min_size=num_ranks, max_size=num_ranks)))),
     )
 
 

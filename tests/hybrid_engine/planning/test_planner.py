@@ -38,8 +38,9 @@ from tests.hybrid_engine.planning.cases import (
 )
 
 
-def plan_of(case: Case) -> ReshardPlan:
-    return plan(case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying)
+def plan_of(case: Case, rank: int | None = None) -> ReshardPlan:
+    keys = {"rank": rank, "relaying_hosts": case.relaying, "devices": case.devices}
+    return plan(case.source, case.destination, case.hosts, case.bucket_nbytes, **keys)
 
 
 Element = tuple[str, tuple[int, ...]]
@@ -99,16 +100,19 @@ def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
 
 @given(cases())
 def test_elements_come_from_the_nearest_rank(case: Case) -> None:
-    """Self before same host before anyone else, element by element; over a relay only from elsewhere."""
+    """Self before same device before same host before anyone else, element by element; relays only from elsewhere."""
     holders = held_by(case.source)
     result = plan_of(case)
     for journey in journeys_of(result, case):
         src, dst, ranks = journey.src, journey.dst, holders[journey.element]
-        same_host = case.hosts[src] == case.hosts[dst]
+        same_host, same_device = case.hosts[src] == case.hosts[dst], case.share_a_device(src, dst)
+        near = Link.DEVICE if same_device else Link.HOST if same_host else Link.NETWORK
         assert src in ranks
-        assert journey.link is (Link.SELF if src == dst else Link.HOST if same_host else Link.NETWORK)
+        assert journey.link is (Link.SELF if src == dst else near)
         if dst in ranks:
             assert src == dst
+        elif any(case.share_a_device(rank, dst) for rank in ranks):
+            assert same_device
         elif any(case.hosts[rank] == case.hosts[dst] for rank in ranks):
             assert same_host
         if journey.relay_rank is not None:
@@ -185,8 +189,10 @@ def test_bytes_are_counted_and_least(case: Case) -> None:
         for transfer in itertools.chain.from_iterable(bucket.counted() for bucket in result.buckets):
             if transfer.dst_rank == rank:
                 by_link[transfer.link] += transfer.nbytes
-        assert (count.own, count.host, count.network) == tuple(by_link[link] for link in Link)
-        least = sum(itemsize[element[0]] for element in elements if rank not in holders[element])
+        assert count.own == by_link[Link.SELF] + by_link[Link.DEVICE]
+        assert (count.host, count.network) == (by_link[Link.HOST], by_link[Link.NETWORK])
+        on_device = {each for each in range(len(case.hosts)) if case.share_a_device(each, rank)}
+        least = sum(itemsize[element[0]] for element in elements if not on_device & {*holders[element]})
         total = sum(itemsize[element[0]] * times for element, times in elements.items())
         assert count.lower_bound == least
         if max(elements.values()) == 1:
@@ -213,7 +219,7 @@ def test_plans_do_not_depend_on_the_order_of_records(case: Case, shuffler: rando
 def test_a_ranks_plan_is_its_part_of_everybodys(case: Case, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(case.hosts) - 1))
     everybody = plan_of(case)
-    own = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, rank=rank, relaying_hosts=case.relaying)
+    own = plan_of(case, rank)
     assert (own.fingerprint, own.unread) == (everybody.fingerprint, everybody.unread)
     assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
     assert own.buckets == tuple(bucket.of_rank(rank) for bucket in everybody.buckets)
@@ -239,6 +245,10 @@ def test_fingerprints_know_everything(case: Case) -> None:
     fingerprint = plan(case.source, case.destination, case.hosts).fingerprint
     relayed = plan(case.source, case.destination, case.hosts, relaying_hosts=case.hosts).fingerprint
     hosts = (*case.hosts[:-1], "another")
+    alone, shared = ([str(rank % count) for rank in range(len(case.hosts))] for count in (len(case.hosts), 1))
+    assert plan(case.source, case.destination, case.hosts, devices=alone).fingerprint == fingerprint
+    if len(case.hosts) > len(set(case.hosts)):
+        assert plan(case.source, case.destination, case.hosts, devices=shared).fingerprint != fingerprint
     assert relayed != fingerprint
     assert plan(case.source, case.destination, hosts).fingerprint != fingerprint
     layout = case.destination
@@ -347,17 +357,18 @@ def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors:
     """Over any number of tensors of a class, whoever receives over the same link."""
     for tensor in case.destination.tensors:
         sources = owners_of(case.source, tensor)
-        routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying))
-        received: Counter[tuple[int, Link, str]] = Counter()
-        sent: Counter[tuple[int, Link, str, int]] = Counter()
+        routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying, case.devices))
+        places = {Link.HOST: case.hosts, Link.DEVICE: [*zip(case.hosts, case.devices, strict=False)]}
+        received: Counter[tuple[int, Link, object]] = Counter()
+        sent: Counter[tuple[int, Link, object, int]] = Counter()
         for receivers in routes.receivers:
             for part in {part.source: part for part in receivers.parts}.values():
                 for index in range(num_tensors):
                     senders = routes.senders(receivers, part, RoundRobinOffset(first, index))
                     for dst, src in zip(receivers.ranks.tolist(), senders.tolist(), strict=True):
-                        host = case.hosts[dst] if part.link is Link.HOST else ""
-                        received[part.source, part.link, host] += part.link is not Link.SELF
-                        sent[part.source, part.link, host, src] += 1
+                        place = places[part.link][dst] if part.link in places else None
+                        received[part.source, part.link, place] += part.link is not Link.SELF
+                        sent[part.source, part.link, place, src] += 1
         # boxes of one source have the same sender to a host
         of_hosts: dict[tuple[int, tuple[int, ...]], HostIngress] = {}
         for ingress in routes.ingress:
@@ -365,11 +376,12 @@ def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors:
         for (number, _), ingress in of_hosts.items():
             for index in range(num_tensors):
                 for src in routes.ingress_senders(ingress, RoundRobinOffset(first, index)).tolist():
-                    received[number, Link.NETWORK, ""] += 1
-                    sent[number, Link.NETWORK, "", src] += 1
-        for (number, link, host), count in received.items():
-            holders = [rank for rank in set(sources[number].ranks.tolist()) if host in ("", case.hosts[rank])]
-            shares = [sent[number, link, host, rank] for rank in holders] if link is not Link.SELF else []
+                    received[number, Link.NETWORK, None] += 1
+                    sent[number, Link.NETWORK, None, src] += 1
+        for (number, link, place), count in received.items():
+            ranks = set(sources[number].ranks.tolist())
+            holders = [rank for rank in ranks if place is None or places[link][rank] == place]
+            shares = [sent[number, link, place, rank] for rank in holders] if link is not Link.SELF else []
             assert sum(shares) == count
             assert max(shares, default=0) - min(shares, default=0) <= 1
 

@@ -36,7 +36,7 @@ NUM_TRAINERS, SERVER = 2, 2
 class Member:
     """A process of the job, with its side."""
 
-    def __init__(self, hosts: str = "aaa", **settings: object) -> None:
+    def __init__(self, hosts: str = "aaa", devices: str = "xyz", **settings: object) -> None:
         store, self.rank, size = next(dist.rendezvous("env://"))
         self.script = Script()
         if self.rank < NUM_TRAINERS:
@@ -49,7 +49,8 @@ class Member:
         else:
             self.training, self.inference = NoTraining(), FakeInference(self.script, self.rank)
         world = World(dist.PrefixStore("both", store), self.rank, size, may_end=self.rank != SERVER)
-        self.job = Job.join(60, world=world, host=hosts[self.rank], device=torch.device("cpu"))
+        where = {"host": hosts[self.rank], "device_name": devices[self.rank], "device": torch.device("cpu")}
+        self.job = Job.join(60, world=world, **where)
         self.offloader = ScriptedOffloader(self.script, self.training.offload_items)
         config = GenerateConfig(bucket_mb=1, timeout_seconds=60, check_compute="off", **settings)
         self.manager = ShardingManager(
@@ -69,7 +70,9 @@ class Member:
             self.assert_training_is_back()
             return f"{type(error).__name__}: {error}"
         report = self.manager.last_report
-        assert (report.bytes_received, report.bytes_least) == (NBYTES, NBYTES)
+        assert report.bytes_own + report.bytes_received == NBYTES
+        assert report.bytes_received == report.bytes_least
+        self.received = report.bytes_received
         self.transports = sorted(report.bytes_by_transport)
         if self.is_server:
             for name in SHAPES:
@@ -100,8 +103,8 @@ class Member:
             dist.destroy_process_group()
 
 
-def train_and_serve(hosts: str, verify: str) -> dict[str, object]:
-    member = Member(hosts, verify=verify)
+def train_and_serve(hosts: str, devices: str, verify: str) -> dict[str, object]:
+    member = Member(hosts, devices, verify=verify)
     assert dist.is_initialized() is not member.is_server
     found: dict[str, object] = {"well": []}
     for _ in range(3):
@@ -113,18 +116,27 @@ def train_and_serve(hosts: str, verify: str) -> dict[str, object]:
         found[name] = member.switch()
         member.step()
     found["after"] = member.switch()
-    found["transports"] = member.transports
+    found |= {"transports": member.transports, "received": member.received}
     member.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("hosts", "transport"), [("aaa", "shared_memory"), ("aab", "collective")], ids=["one host", "two hosts"]
+    ("hosts", "devices", "transport", "received"),
+    [
+        ("aaa", "xyz", "shared_memory", NBYTES),
+        ("aaa", "xyx", "shared_memory", NBYTES // 2),
+        ("aab", "xyx", "collective", NBYTES),
+    ],
+    ids=["one host", "one device", "two hosts"],
 )
 @pytest.mark.parametrize("verify", ["off", "full"])
-def test_two_trainers_fill_a_server(ranks: Ranks, hosts: str, transport: str, verify: str) -> None:
-    by_rank = ranks.launch(train_and_serve, 3, hosts, verify, timeout=200)
+def test_two_trainers_fill_a_server(
+    ranks: Ranks, hosts: str, devices: str, transport: str, received: int, verify: str
+) -> None:
+    by_rank = ranks.launch(train_and_serve, 3, hosts, devices, verify, timeout=200)
     for rank, found in enumerate(by_rank):
+        assert found["received"] == received
         assert found["well"] == [""] * 3
         assert found["after"] == ""
         for name, failing in (("trainer", 1), ("server", SERVER)):
