@@ -72,6 +72,7 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
     from hybrid_engine.trainer.megatron.build import destroy_parallel_state, initialize_parallel_state
 
     initialize_parallel_state(config, dist.get_world_size(), timeout_seconds=120)
+    dist.barrier()  # a test that ends at once would close what others are still connecting
     try:
         yield
     finally:
