@@ -67,7 +67,6 @@ class WeightPublisher(Switch):
         job: of the trainers; outlives this object.
         offloader: of the trainer's state; made here when there is none.
         pause: what becomes of requests in flight when weights leave or change.
-        clear_cache: compute again what was cached with older weights.
         address: of the interface at which servers on other hosts reach these trainers; None: all are on this host.
         allow_public: see `clients.server_of`.
 
@@ -85,7 +84,6 @@ class WeightPublisher(Switch):
         job: Job,
         offloader: Offloader | None = None,
         pause: PauseMode = "keep",
-        clear_cache: bool = True,
         address: str | None = None,
         allow_public: bool = False,
     ) -> None:
@@ -94,10 +92,10 @@ class WeightPublisher(Switch):
         self.offloader = offloader or Offloader(trainer.offload_items)
         self.inference = self._side = NoInference()
         self._pause: PauseMode = pause
-        self._clear_cache, self._address = clear_cache, address
+        self._address = address
         self.state, self._is_started = State.INTERRUPTED, False
         self._manager: ShardingManager | None = None
-        self._name = ""
+        self._name, self._is_new = "", False
         self._ends = ExitStack()
         self._places: list[MeetingPlace] = []  # a server that leaves a job still asks its store
         self._servers: list[VllmServer] = []
@@ -216,12 +214,18 @@ class WeightPublisher(Switch):
         return manager.last_report
 
     def _ask_servers(self, before: State, update: Update) -> list[_Call]:
-        """Begin an update in all servers, paused where they draw tokens."""
+        """Begin an update in all servers, paused where they draw tokens.
+
+        In a job's first one that is not known: they may have weights of trainers that are gone. Where requests wait for
+        weights, none of them is ended.
+        """
+        is_first, self._is_new = self._is_new, False
+        mode: PauseMode = "wait" if is_first and self._pause == "abort" else self._pause
 
         def ask() -> None:
             for server in self._servers:
-                if before is not State.TRAIN:
-                    server.pause(self._pause, self._clear_cache)
+                if before is not State.TRAIN or is_first:
+                    server.pause(mode, clear_cache=True)  # what was cached with older weights is computed again
                     server.update_weight_version(NO_VERSION)
                 server.start_weight_update()
 
@@ -278,7 +282,7 @@ class WeightPublisher(Switch):
                 first += count
             undo.enter_context(self._join(world))
             self._ask("joining the servers", lambda: self._await(calls))
-            self._name, self._ends = name, undo.pop_all()
+            self._name, self._is_new, self._ends = name, True, undo.pop_all()
         self._close_places(but=1)
 
     def _close_places(self, but: int) -> None:

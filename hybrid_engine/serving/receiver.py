@@ -19,11 +19,11 @@ import torch
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, StateError
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.ports import InferenceCaches, InferenceWeights
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.serving.invitation import Invitation, Update
-from hybrid_engine.serving.roles import NoInference, NoTraining
+from hybrid_engine.serving.roles import NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 
@@ -51,7 +51,7 @@ class WeightReceiver:
     """One worker of a server.
 
     Args:
-        weights: of its model.
+        weights: of its model. caches: of what it computed with them.
         index: of the worker in its server, from 0, over all its replicas.
         device: of the weights.
         host: where the worker is; default: what /proc says.
@@ -61,8 +61,17 @@ class WeightReceiver:
         version: of the weights, in FILLED.
     """
 
-    def __init__(self, weights: ServedWeights, index: int, device: torch.device, *, host: str | None = None) -> None:
-        self._weights, self._index, self._device, self._host = weights, index, device, host
+    def __init__(
+        self,
+        weights: ServedWeights,
+        caches: InferenceCaches,
+        index: int,
+        device: torch.device,
+        *,
+        host: str | None = None,
+    ) -> None:
+        self._weights, self._caches = weights, caches
+        self._index, self._device, self._host = index, device, host
         self.holds, self.version = Holds.NOTHING_YET, -1
         self._name = ""
         self._manager: ShardingManager | None = None
@@ -89,7 +98,7 @@ class WeightReceiver:
             manager = ShardingManager(
                 trainer,
                 self._weights,
-                caches=NoInference(),
+                caches=self._caches,
                 offloader=Offloader(trainer.offload_items),
                 config=config,
                 job=job,

@@ -1,11 +1,11 @@
-"""A vLLM server for tests: `vllm serve` in processes that are forked from one import.
+"""A vLLM server for tests: `vllm serve`, on a CPU in processes that are forked from one import.
 
     with serving(directory, "--load-format", "hybrid_engine", ...) as server:
         server.url, server.processes(), server.log
 
 vLLM spawns its engine core and workers, each of which imports all of it for a quarter of a minute of CPU. Here they
-are forked; what else they do is vLLM's own. The CPU build has another distribution's name than `vllm serve` asks for,
-so the server is started by the module behind it.
+are forked, without a GPU; what else they do is vLLM's own. The CPU build has another distribution's name than `vllm
+serve` asks for, so the server is started by the module behind it.
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ def main() -> None:
     import socket
 
     import torch
-    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     from hybrid_engine.backends.vllm.isolation import register_model_class
 
     port_file, wanted, model, *arguments = sys.argv[1:]
-    _fork_processes()
+    if not torch.cuda.is_available():  # of which a fork has nothing
+        _fork_processes()
+        torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
     register_model_class(model)  # else vLLM starts a process of its own to look at the class
-    torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", int(wanted)))
@@ -154,7 +154,8 @@ def _fork_processes() -> None:
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.v1.engine.core
     import vllm.v1.engine.utils
-    import vllm.v1.executor.multiproc_executor  # noqa: F401
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     def forking() -> Any:
         return multiprocessing.get_context("fork")

@@ -37,7 +37,12 @@ from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory, require_unused_allocator
+from hybrid_engine.backends.vllm.weights.weight_memory import (
+    SleepingLlm,
+    SleepMode,
+    WeightMemory,
+    require_unused_allocator,
+)
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -118,7 +123,7 @@ class InferenceEngine:
                 self._generator_state = process_state.seeded_state(settings.generate.seed + self.dp_rank)
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
-            self._sleep_mode = SleepMode(lambda: self.llm) if sleeps else None
+            self._sleep_mode = SleepMode(SleepingLlm(lambda: self.llm)) if sleeps else None
             memory = self._sleep_mode or memory
             # as weights were processed at first, but for the caller's stream, on which they arrive, and its threads
             own = replace(self._process_settings, stream=None, num_threads=None)
@@ -285,7 +290,7 @@ class InferenceEngine:
         unfinished."""
         requests.reset_prefix_cache(self.llm)
         if self._sleep_mode is None or not self._sleep_mode.is_kv_cache_asleep:  # what sleeps has no memory
-            requests.zero_caches(self.llm)
+            requests.zero_caches(internals.model_runner_of(self.llm))
 
     def release(self) -> None:
         """Give up the weights' memory and, on GPU with sleep mode, the KV cache's. Raises as `reset_caches`."""
@@ -298,7 +303,7 @@ class InferenceEngine:
         """Take the KV cache's memory again (GPU, after a release); call once the weights are committed."""
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             self._sleep_mode.wake_kv_cache()
-            requests.zero_caches(self.llm)  # memory that anything may have been in
+            requests.zero_caches(internals.model_runner_of(self.llm))  # memory that anything may have been in
         if self._loras is not None:
             self._loras.reset_device()
 
@@ -313,7 +318,7 @@ class InferenceEngine:
         isolation.forget_import_frames()
         with self._ends:
             if memory is not None:
-                memory.before_shutdown(llm)
+                memory.before_shutdown(internals.worker_of(llm))
             core = internals.core_of(llm)
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()

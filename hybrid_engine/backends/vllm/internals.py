@@ -258,6 +258,10 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     "give the KV cache's memory back where weights stay": {
         f"{_V1}.executor.abstract:Executor": ("discard",),
     },
+    "let a server's workers sleep, and its requests wait": {
+        f"{_V1}.worker.gpu_worker:Worker": ("sleep", "wake_up", "discard", "weight_transfer_engine"),
+        f"{_V1}.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep"),
+    },
     "wake weights segment by segment, where nothing else lies in one": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
         "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools", "get_current_usage"),

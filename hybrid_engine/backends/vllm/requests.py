@@ -246,13 +246,13 @@ def reset_prefix_cache(llm: Any) -> None:
         )
 
 
-def zero_caches(llm: Any) -> None:
+def zero_caches(runner: Any) -> None:
     """Zero all of the memory behind every cache: keys and values, latent vectors, states of linear attention.
 
     A block that a request leaves keeps what it held, and kernels read more of a block than what is valid in it: a
     masked score is zero, and zero times NaN is NaN. What a diverged policy left would spoil later requests there.
     """
-    runner, tree_leaves = internals.model_runner_of(llm), internals.TREE_LEAVES.load()
+    tree_leaves = internals.TREE_LEAVES.load()
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     held = [*runner.kv_caches, *(getattr(layer, "kv_cache", None) for layer in layers)]
     # views of whatever shape, alone or in tuples

@@ -52,6 +52,7 @@ CASES = {
     "deepseek_v2, tp2 pp2 to tp1": Case(
         "deepseek_v2", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     ),
+    "llama, one trainer to two replicas": Case("llama", 1, {}, (("--data-parallel-size", "2"),)),
     "llama, by messages": Case("llama", 2, {}, ((),), {"transport": "collective"}),
 }
 ALWAYS = ("qwen2, tp2 to tp1", "qwen3_moe, ep2 to tp2")

@@ -25,6 +25,7 @@ def close_gate(load_format: str) -> None:
     core = internals.ENGINE_CORE.load()
     core.__init__ = _begins_paused(core.__init__, load_format)
     core.resume_scheduler = _needs_weights(core.resume_scheduler, load_format)
+    core.sleep = _is_the_trainers(core.sleep, load_format)
 
 
 def _begins_paused(begin: Callable[..., None], load_format: str) -> Callable[..., None]:
@@ -34,6 +35,22 @@ def _begins_paused(begin: Callable[..., None], load_format: str) -> Callable[...
         if self.vllm_config.load_config.load_format == load_format:
             self.scheduler.set_pause_state(internals.PAUSED.load())
             self._weight_version = NO_VERSION
+            from hybrid_engine.backends.vllm.server import receiver
+
+            self.collective_rpc(receiver.begin)
+
+    return wrapped
+
+
+def _is_the_trainers(sleep: Callable[..., Any], load_format: str) -> Callable[..., Any]:
+    @functools.wraps(sleep)
+    def wrapped(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level and self.vllm_config.load_config.load_format == load_format:
+            raise StateError(
+                "memory of this server's weights goes and comes with its trainers' switches, and sleeps already while "
+                "they train: pause the server, or sleep at level 0"
+            )
+        return sleep(self, level, *args, **kwargs)
 
     return wrapped
 

@@ -1,4 +1,9 @@
-"""vLLM's weight transfer engine of this name: its calls, as those of a `WeightReceiver`."""
+"""vLLM's weight transfer engine of this name: its calls, as those of a `WeightReceiver`.
+
+On a GPU weights and KV cache sleep while trainers have the device, by vLLM's sleep mode in each worker
+(`vllm serve --enable-sleep-mode`). **Never run on a GPU yet**; tested with vLLM's allocator over a stand-in for the
+driver.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,10 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.requests import zero_caches
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
+from hybrid_engine.backends.vllm.weights.weight_memory import SleepingWorker, SleepMode, WeightMemory
 from hybrid_engine.errors import MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.receiver import WeightReceiver
@@ -36,12 +42,20 @@ class HybridEngineReceiver(_TransferEngine):
             raise StateError("a draft model's weights are not resharded: start the server without speculative decoding")
         parallel = vllm_config.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        memory = WeightMemory()
+        memory, self._caches = WeightMemory(), WorkerCaches()
         if device.type == "cpu":
             from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
 
             memory = CpuWeightMemory()
-        self.receiver = WeightReceiver(VllmAdaptor(captured, memory), index, device)
+        elif vllm_config.model_config.enable_sleep_mode:
+            memory = self._caches.sleep_mode = SleepMode(self._caches.sleeper)
+        self._weights = VllmAdaptor(captured, memory)
+        self.receiver = WeightReceiver(self._weights, self._caches, index, device)
+
+    def take_worker(self, worker: Any) -> None:
+        """Belong to this worker of vLLM's, which is ready; and hold no memory of weights, for it has none."""
+        self._caches.sleeper.worker = worker
+        self._weights.release()
 
     def parse_init_info(self, init_dict: Mapping[str, Any]) -> Any:
         return _read(Invitation, init_dict)
@@ -65,11 +79,40 @@ class HybridEngineReceiver(_TransferEngine):
         self.receiver.leave()
 
 
+class WorkerCaches:
+    """Those of a server's worker (`ports.InferenceCaches`). Requests that had anything in them were told to begin anew
+    when the server was paused.
+
+    Attributes:
+        sleeper: knows the worker.
+        sleep_mode: where the KV cache sleeps; None where it does not.
+    """
+
+    taken_before = 0
+
+    def __init__(self) -> None:
+        self.sleeper = SleepingWorker()
+        self.sleep_mode: SleepMode | None = None
+
+    def wake_kv_cache(self) -> None:
+        if self.sleep_mode is not None:
+            self.sleep_mode.wake_kv_cache()
+
+    def reset_caches(self) -> None:
+        zero_caches(self.sleeper.worker.model_runner)
+
+
 def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
     try:
         return kind.read(values)
     except MessageError as error:
         raise ValueError(str(error)) from None  # what vLLM expects
+
+
+def begin(worker: Any) -> None:
+    """Called by the gate in each worker, once the engine is there."""
+    if isinstance(engine := worker.weight_transfer_engine, HybridEngineReceiver):
+        engine.take_worker(worker)
 
 
 def obstacle(worker: Any) -> str:

@@ -8,7 +8,7 @@ vLLM's allocator over a stand-in for the driver.
 
     segments = SleepingSegments.of(...)           those in which nothing lies but weights that will be written
     with segments.overlooked():                   vLLM's own wake-up passes over them, and does all the rest:
-        llm.wake_up(tags=["weights"])             its bookkeeping, buffers and their contents
+        vllm.wake_up(["weights"])                 its bookkeeping, buffers and their contents
     segments.wake(tensors)                        for every group before it is filled
     segments.wake()                               what no group asked for
 
@@ -24,7 +24,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -83,6 +83,69 @@ class WeightMemory:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+class Sleeper(Protocol):
+    """Who puts vLLM to sleep: an engine of this process, or a server's worker.
+
+    Attributes:
+        worker: vLLM's, of this process.
+    """
+
+    @property
+    def worker(self) -> Any: ...
+
+    def sleep(self, level: int) -> None:
+        """As `vllm.LLM` has it; level 0 pauses vLLM, and takes no memory."""
+        ...
+
+    def wake_up(self, tags: list[str]) -> None:
+        """As `vllm.LLM` has it."""
+        ...
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Give back the memory of these kinds, without their contents."""
+        ...
+
+
+class SleepingLlm:
+    """An engine of this process."""
+
+    def __init__(self, llm: Callable[[], Any]) -> None:
+        """`llm`: called for the `vllm.LLM`, which others keep."""
+        self._llm = llm
+
+    @property
+    def worker(self) -> Any:
+        return internals.worker_of(self._llm())
+
+    def sleep(self, level: int) -> None:
+        self._llm().sleep(level=level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._llm().wake_up(tags=tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        internals.core_of(self._llm()).model_executor.discard(tags)
+
+
+class SleepingWorker:
+    """A server's worker; whoever calls it has paused the server.
+
+    The engine core is not told: it would take the worker's memory for its own to give.
+    """
+
+    worker: Any
+
+    def sleep(self, level: int) -> None:
+        if level:
+            self.worker.sleep(level=level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.worker.wake_up(tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.worker.discard(tags)
+
+
 class SleepMode(WeightMemory):
     """On a GPU: level 2 of vLLM's sleep mode gives all weights and the KV cache back at once; addresses stay.
 
@@ -92,9 +155,8 @@ class SleepMode(WeightMemory):
 
     frees_all_at_once = True
 
-    def __init__(self, llm: Callable[[], Any]) -> None:
-        """`llm`: called for the `vllm.LLM`, which others keep."""
-        self._llm = llm
+    def __init__(self, vllm: Sleeper) -> None:
+        self._vllm = vllm
         self._is_asleep = False
         self._is_partly_awake = False  # a wake-up ran out of memory half-way
         self._sleeping: SleepingSegments | None = None
@@ -102,13 +164,13 @@ class SleepMode(WeightMemory):
 
     def free(self, live: Live) -> None:
         if not self._is_asleep:
-            self._llm().sleep(level=2)
+            self._vllm.sleep(level=2)
             self._is_asleep = self.is_kv_cache_asleep = True
             self._sleeping = None
         elif self._is_partly_awake:
             # For vLLM the weights sleep still, and its worker would first read buffers that have no memory: only what
             # gives the memory back is called, which passes over what sleeps.
-            internals.worker_of(self._llm()).sleep_mode_backend.suspend(level=2)
+            self._vllm.worker.sleep_mode_backend.suspend(level=2)
             self._is_partly_awake = False
 
     def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
@@ -125,32 +187,30 @@ class SleepMode(WeightMemory):
 
     def free_kv_cache(self) -> None:
         if not self.is_kv_cache_asleep:
-            llm = self._llm()
-            llm.sleep(level=0)  # pauses vLLM, and takes no memory
+            self._vllm.sleep(level=0)
             # As vLLM's own release_kv_cache_memory, which refuses while the scheduler keeps ids of finished requests:
             # only a further step forgets them, and there is none.
-            internals.core_of(llm).model_executor.discard(("kv_cache",))
+            self._vllm.discard(("kv_cache",))
             self.is_kv_cache_asleep = True
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again, if it was given back. After a failure all of it is given back."""
         if self.is_kv_cache_asleep:
-            llm = self._llm()
             try:
-                llm.wake_up(tags=["kv_cache"])
+                self._vllm.wake_up(["kv_cache"])
             except BaseException:
-                internals.worker_of(llm).sleep_mode_backend.discard(("kv_cache",))
+                self._vllm.worker.sleep_mode_backend.discard(("kv_cache",))
                 raise
             self.is_kv_cache_asleep = False
 
-    def before_shutdown(self, llm: Any) -> None:
+    def before_shutdown(self, worker: Any) -> None:
         """Give back what is awake where anything sleeps; vLLM's memory pools have not ended yet.
 
         vLLM's allocator unmaps once more what sleeps when its pool ends. The driver's error about that stays in the
         allocator, which from then on gives nothing back: what was awake would be taken as long as the process lives.
         """
         if self.is_kv_cache_asleep:  # it sleeps as soon as anything does, and wakes last
-            internals.worker_of(llm).sleep_mode_backend.suspend(level=2)
+            worker.sleep_mode_backend.suspend(level=2)
 
     def after_shutdown(self) -> None:
         """Let others have memory from vLLM's allocator in this process; vLLM's memory has been freed."""
@@ -169,11 +229,10 @@ class SleepMode(WeightMemory):
         return super().nbytes({name: tensor for name, tensor in live.items() if not sleeping.hold(tensor)})
 
     def _wake_up(self, live: Live) -> None:
-        llm = self._llm()
-        sleeping = SleepingSegments.of(llm, live.values())
+        sleeping = SleepingSegments.of(self._vllm.worker, live.values())
         self._is_partly_awake = True
         with sleeping.overlooked():
-            llm.wake_up(tags=["weights"])
+            self._vllm.wake_up(["weights"])
         self._is_asleep = self._is_partly_awake = False
         self._sleeping = sleeping
 
@@ -214,13 +273,12 @@ class SleepingSegments:
         self._starts = [_start(segment) for segment in self._segments]
 
     @staticmethod
-    def of(llm: Any, weights: Iterable[torch.Tensor]) -> SleepingSegments:
+    def of(worker: Any, weights: Iterable[torch.Tensor]) -> SleepingSegments:
         """The segments in which nothing lies but these weights, which will be written whole.
 
         Where anything else does (a buffer, whose contents vLLM brings back when it wakes up, or a tensor that nobody
         knows), torch has given more of the segment than they take. None where vLLM's sleep mode works in another way.
         """
-        worker = internals.worker_of(llm)
         if not internals.SLEEP_BACKEND.is_type_of(worker.sleep_mode_backend) or worker._sleep_saved_parameters:
             return SleepingSegments(())
         allocator = internals.MEM_ALLOCATOR.load()()

@@ -162,6 +162,10 @@ class SleepingVllm:
         patch.setattr(internals, "worker_of", lambda _: self.worker)
         patch.setattr(internals, "core_of", lambda _: SimpleNamespace(model_executor=self._executor))
 
+    def is_told(self) -> bool:
+        """Whether its executor knows that it sleeps, and not its worker alone."""
+        return bool(self._executor.sleeping_tags)
+
     def sleep(self, level: int) -> None:
         if level:  # else only requests are paused
             self._executor.sleep(level)

@@ -293,17 +293,12 @@ def nan_views(numel: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return views
 
 
-def engine_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
+def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
     """As far as `zero_caches` looks; a layer has what is given for it as its cache."""
     context = {name: SimpleNamespace(kv_cache=cache) for name, cache in layers.items()}
     context["without"] = SimpleNamespace()
     compilation_config = SimpleNamespace(static_forward_context=context)
-    runner = SimpleNamespace(
-        kv_caches=runner_caches, vllm_config=SimpleNamespace(compilation_config=compilation_config)
-    )
-    for name in ("model_runner", "worker", "driver_worker", "model_executor", "engine_core", "engine_core"):
-        runner = SimpleNamespace(**{name: runner})
-    return SimpleNamespace(llm_engine=runner)
+    return SimpleNamespace(kv_caches=runner_caches, vllm_config=SimpleNamespace(compilation_config=compilation_config))
 
 
 def test_every_kind_of_cache_is_zero_to_its_last_byte() -> None:
@@ -313,10 +308,10 @@ def test_every_kind_of_cache_is_zero_to_its_last_byte() -> None:
     draft = nan_views(8, (8,))[0].view(torch.int32)
     unused = torch.tensor([])
     (held,) = nan_views(6, (6,))
-    llm = engine_with(
+    runner = runner_with(
         [attention, held], layer=attention, mla=latent, mamba=(convolution, [state]), draft=draft, none=unused
     )
-    zero_caches(llm)
+    zero_caches(runner)
     for cache in (attention, convolution, draft):
         storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
         assert storage.numel() in (256, 160, 32)

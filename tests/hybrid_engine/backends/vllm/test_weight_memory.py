@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory, require_unused_allocator
+from hybrid_engine.backends.vllm.weights.weight_memory import (
+    SleepingLlm,
+    SleepingWorker,
+    SleepMode,
+    WeightMemory,
+    require_unused_allocator,
+)
 from hybrid_engine.errors import StateError
 from tests.harness.libcuda import GRANULE, LibCuda
 from tests.hybrid_engine.backends.vllm import sleeping
@@ -28,9 +34,13 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     vllm.leave()
 
 
-@pytest.fixture
-def memory(vllm: SleepingVllm) -> SleepMode:
-    return SleepMode(lambda: vllm)
+@pytest.fixture(params=["engine of this process", "server's worker"])
+def memory(request: pytest.FixtureRequest, vllm: SleepingVllm) -> SleepMode:
+    if request.param == "engine of this process":
+        return SleepMode(SleepingLlm(lambda: vllm))
+    sleeper = SleepingWorker()
+    sleeper.worker = vllm.worker
+    return SleepMode(sleeper)
 
 
 def storages(*names: str) -> list[Any]:
@@ -113,7 +123,7 @@ def test_without_memory_for_a_wake_up_all_goes_back_to_sleep(
     with pytest.raises(RuntimeError, match=r"(?i)out.of.memory"):
         memory.restore(live, storages("d"))
     assert not memory.is_given_back(live)
-    if num_awake == 1:  # in vLLM's own wake-up, after which it passes over what woke:
+    if num_awake == 1 and vllm.is_told():  # in vLLM's own wake-up, after which it passes over what woke:
         vllm.sleep(level=2)
         assert memory.nbytes(live) == 0
         assert vllm.asleep() == ALL[1:]
@@ -151,7 +161,7 @@ def test_after_the_end_the_next_engine_gets_memory(vllm: SleepingVllm, memory: S
     elif asleep:
         memory.free_kv_cache()
     assert vllm.asleep() == asleep
-    memory.before_shutdown(vllm)
+    memory.before_shutdown(vllm.worker)
     vllm.end("kv", *ALL[:-1])  # vLLM ends the cache's pool first
     memory.after_shutdown()
     assert vllm.cuda.taken_nbytes() == 0
@@ -161,7 +171,7 @@ def test_after_the_end_the_next_engine_gets_memory(vllm: SleepingVllm, memory: S
 @pytest.mark.slow
 def test_tensors_that_outlive_their_engine_are_named_and_harmless(vllm: SleepingVllm, memory: SleepMode) -> None:
     memory.free(vllm.live)
-    memory.before_shutdown(vllm)
+    memory.before_shutdown(vllm.worker)
     vllm.end("kv", "workspace")
     memory.after_shutdown()
     with pytest.raises(StateError, match=f"{3 * GRANULE} bytes of an earlier vLLM's weights or caches are in use"):
