@@ -134,7 +134,7 @@ def main() -> None:
 
     port_file, wanted, model, *arguments = sys.argv[1:]
     if not torch.cuda.is_available():  # of which a fork has nothing
-        _fork_processes()
+        fork_processes()
         torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
     register_model_class(model)  # else vLLM starts a process of its own to look at the class
     with socket.socket() as probe:
@@ -148,7 +148,8 @@ def main() -> None:
     serve()
 
 
-def _fork_processes() -> None:
+def fork_processes() -> None:
+    """Have vLLM fork the processes that it starts, with what is imported by now."""
     import multiprocessing
 
     import vllm.entrypoints.launchers.api_server.entry
