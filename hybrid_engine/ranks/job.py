@@ -104,9 +104,9 @@ def _meet(
                 raise LostRankError(why)
             store.set("all", json.dumps([store.get(name).decode() for name in names]))
         store.wait(["all"], datetime.timedelta(seconds=seconds))
-    except dist.DistError as error:
+    except RuntimeError as error:  # a FileStore raises no DistError
         missing = ["0"]  # which has the store, and ends the wait for all
-        with suppress(dist.DistError):
+        with suppress(RuntimeError):
             missing = [str(each) for each, name in enumerate(names) if not store.check([name])] or missing
         raise LostRankError(
             f"rank {', '.join(missing)} of {world_size} did not start within {seconds:g} s: see its log, or raise "
@@ -119,13 +119,13 @@ def _meet(
 
 
 def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable[[], str]) -> str:
-    """Wait until the store has all names, or there is a refusal, which is returned. Raises DistError after `seconds`"""
+    """Wait until the store has all names, or there is a refusal, which is returned. Raises RuntimeError after that"""
     deadline = time.monotonic() + seconds
     while not (why := refusal()):
         left = deadline - time.monotonic()
         try:
             store.wait(names, datetime.timedelta(seconds=max(min(left, 1.0), 0.001)))
-        except dist.DistError:
+        except RuntimeError:
             if left < 1.0:
                 raise
         else:
@@ -276,7 +276,9 @@ class Job:
 
 
 def _name_of(device: torch.device, rank: int) -> str:
-    return f"rank {rank}" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"rank {rank}"
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _end_process_group() -> None:

@@ -41,7 +41,7 @@ class World:
     ) -> None:
         """`store`: one that all ranks reach, with nothing in it yet: a FileStore, a TCPStore, or better a PrefixStore
         over one, of a name for each job."""
-        self._store, self._numbers = store.clone(), itertools.count()  # type: ignore[attr-defined]  # not in the stubs
+        self._store, self._numbers = _connected(store), itertools.count()
         self.rank, self.size, self.may_end, self.is_default = rank, size, may_end, is_default
         self.address = address
 
@@ -70,4 +70,11 @@ class World:
 
     def own_connection(self, name: str) -> dist.Store:
         """The same by a connection of its own: waits over others do not hold it up."""
-        return dist.PrefixStore(name, self._store.clone())
+        return dist.PrefixStore(name, _connected(self._store))
+
+
+def _connected(store: dist.Store) -> dist.Store:
+    """Another connection to a store, with its timeout."""
+    other: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+    other.set_timeout(store.timeout)  # type: ignore[attr-defined]
+    return other

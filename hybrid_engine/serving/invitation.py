@@ -91,7 +91,9 @@ class Invitation(Told, frozen=True, kw_only=True):
         kind, _, where = self.place.partition(":")
         if kind == "file":
             _require_own(Path(where))
-            return dist.PrefixStore(self.name, dist.FileStore(where, -1))
+            store = dist.FileStore(where, -1)
+            store.set_timeout(_SECONDS_FOR_A_FILE)
+            return dist.PrefixStore(self.name, store)
         if kind != "tcp":
             raise MessageError(f"no place to meet: {shortened(self.place)}")
         if not hmac.compare_digest(self.proof, proof_of(self.name, require_token())):
@@ -103,6 +105,10 @@ class Invitation(Told, frozen=True, kw_only=True):
     def world(self, rank: int, *, may_end: bool = True) -> World:
         """The job's, for one of its ranks; raises as `store`."""
         return World(self.store(), rank, self.size, may_end=may_end, address=self.address)
+
+
+_SECONDS_FOR_A_FILE = timedelta(seconds=10)
+"""To open the store's file: one that is gone, with those who invited, does not come back."""
 
 
 class Update(Told, frozen=True, kw_only=True):

@@ -259,7 +259,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.executor.abstract:Executor": ("discard",),
     },
     "let a server's workers sleep, and its requests wait": {
-        f"{_V1}.worker.gpu_worker:Worker": ("sleep", "wake_up", "discard", "weight_transfer_engine"),
+        f"{_V1}.worker.gpu_worker:Worker": (
+            *("sleep", "wake_up", "discard", "weight_transfer_engine", "_weight_update_active"),
+        ),
         f"{_V1}.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep"),
     },
     "wake weights segment by segment, where nothing else lies in one": {

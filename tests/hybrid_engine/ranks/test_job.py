@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,14 +99,25 @@ def test_hosts_are_exchanged_and_a_process_group_of_its_own_ends_with_the_job(ra
     assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, [0], True, False), (1, hosts, [1], True, False)]
 
 
-def test_missing_ranks_are_named() -> None:
-    store = dist.HashStore()
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_missing_ranks_are_named(tmp_path: Path, kind: str) -> None:
+    """Stores raise different things for what does not come."""
+    store = dist.HashStore() if kind == "memory" else dist.FileStore(str(tmp_path / "store"), 4)
     store.set("started/2", "")
     with pytest.raises(LostRankError, match=r"rank 1, 3 of 4 did not start within 0\.2 s"):
         _meet(store, 0, 4, 0.2)
     for rank in (1, 3):
         store.set(f"started/{rank}", "")
     _meet(store, 0, 4, 0.2)
+
+
+def test_a_server_may_come_some_seconds_later_to_a_store_in_a_file(tmp_path: Path) -> None:
+    """Each look at the store ends after a second."""
+    path = str(tmp_path / "store")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(_meet, dist.FileStore(path, 2), 0, 2, 30)
+        time.sleep(1.5)
+        assert _meet(dist.FileStore(path, 2), 1, 2, 30, "later") == waiting.result() == ["", "later"]
 
 
 def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
