@@ -1,0 +1,56 @@
+"""`benchmarks/publish.py` on its tiniest model, with two vLLM servers, and what it makes of figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPO_ROOT
+
+pytestmark = pytest.mark.slow  # each imports both engines
+
+ROWS = {"publish", "withdraw", "save", "reload", "disk", "in process", "back", "copy", "copies"}
+
+
+@pytest.mark.servers
+@pytest.mark.engines
+def test_every_row_is_measured_and_both_servers_have_the_same_weights(tmp_path: Path) -> None:
+    """Had they not, it would have ended with what differs."""
+    out = tmp_path / "figures.json"
+    options = ["--model", "tiny", "--runs", "1", "--rounds", "1", "--directory", str(tmp_path), "--json", str(out)]
+    command = [sys.executable, str(REPO_ROOT / "benchmarks" / "publish.py"), *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    assert run.returncode == 0, run.stdout + run.stderr
+    figures = json.loads(out.read_text())
+    rows = figures["rows"]
+    assert set(rows) == ROWS
+    assert all(row["seconds"] > 0 and row["runs"] == 1 for row in rows.values())
+    assert rows["in process"]["nbytes"] == 2 * rows["publish"]["nbytes"] == 2 * rows["disk"]["nbytes"] > 0
+    assert figures["over_floor"]["publish"] == rows["publish"]["seconds"] / rows["copy"]["seconds"]
+    assert figures["over_publish"]["disk"] == rows["disk"]["seconds"] / rows["publish"]["seconds"]
+    assert "in process" in run.stdout
+
+
+def test_what_differs_between_servers_is_named() -> None:
+    from benchmarks import publish
+
+    same = {"sums": {"a": "1"}, "tokens": [([7], [-0.5])]}
+    publish._require_same(same, dict(same))
+    with pytest.raises(SystemExit, match=r"tokens differ.*\[8\]"):
+        publish._require_same(same, {**same, "tokens": [([8], [-0.5])]})
+
+
+def test_the_median_of_all_rounds_counts() -> None:
+    from benchmarks import publish
+
+    rows = publish.Rows()
+    for seconds in ([9.0, 1.0], [3.0]):
+        rows.add({"seconds": {"publish": seconds}, "nbytes": {"publish": 8}, "phases": {}})
+    assert publish._summary(rows.seconds["publish"], rows.nbytes["publish"]) == {
+        **{"seconds": 3.0, "fastest": 1.0, "slowest": 9.0},
+        **{"runs": 3, "nbytes": 8},
+    }

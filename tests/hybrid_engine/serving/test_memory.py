@@ -1,0 +1,249 @@
+"""Memory of a device on which trainers and a server are processes of their own, sampled while they switch.
+
+Each holds its weights in a memory file, as elastic memory is on a CPU. A fourth process reads every two milliseconds
+how many pages each file has, and how much anonymous memory each process has taken beside it since before. (To read
+`Pss` would take longer than a bucket does.)
+
+Processes are read one after the other, so bytes that one gives back and another takes meanwhile could count twice. Each
+is read twice in turn, and the lesser of both counts: never more than was there in between.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.offload_items import Kind, OffloadItem, Part
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+from hybrid_engine.serving.roles import NoInference, NoTraining
+from hybrid_engine.switch import sharding_manager
+from hybrid_engine.switch.release_fence import ReleaseFence
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.switch.fakes import INFER, TRAIN
+
+NUM_TRAINERS, SERVER, SAMPLER = 2, 2, 3
+MIB = 2**20
+BUCKET = 8 * MIB
+TENSORS = {f"tensor{number:02}": (512, 1024) for number in range(32)}  # of 2 MiB each
+SIZE = 512 * 1024
+NBYTES = 4 * SIZE * len(TENSORS)
+SLACK = 4 * MIB
+"""What three interpreters take for themselves, and by which the kernel's count of anonymous pages may be off."""
+NUM_WARM_UPS, NUM_SWITCHES = 2, 20
+NUM_WITHOUT = 8
+"""Switches that show what is held without the second signal: two buckets more."""
+LONGEST_DELAY = 0.05
+"""Seconds before a step of a bucket, on the side that is slow in a switch: meanwhile the other could go on by two."""
+
+
+class Delays:
+    """Of one rank, seeded. In four switches trainers are slow, the server is, both are, and none."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._draw, self._longest = rank, random.Random(rank), 0.0
+
+    def begin_switch(self, number: int) -> None:
+        is_slow = number % 4 in ((1, 2) if self._rank == SERVER else (0, 2))
+        self._longest = LONGEST_DELAY * is_slow
+
+    def pass_some(self) -> None:
+        time.sleep(self._draw.random() * self._longest)
+
+
+class HalfOfAll(NoTraining):
+    """A trainer with half of the rows of every tensor."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.flat = allocate_elastic(NBYTES // 4 // NUM_TRAINERS, torch.float32, "cpu", "param")
+        self.flat.fill_(rank + 1)
+
+    def layout(self) -> Layout:
+        buffer_id, part = BufferId(self.rank, "param"), SIZE // NUM_TRAINERS
+        shards = []
+        for number, (name, (rows, columns)) in enumerate(TENSORS.items()):
+            own = rows // NUM_TRAINERS
+            region = Region(name, (self.rank * own, 0), (own, columns))
+            shards.append(Shard(region, Place(buffer_id, number * part, (columns, 1))))
+        return Layout(TENSORS, {buffer_id: Buffer(self.flat.numel(), "float32")}, tuple(shards))
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return {"param": self.flat}
+
+    def offload_items(self) -> Iterable[OffloadItem]:
+        return [OffloadItem("param", "param", self.flat)]
+
+
+class SlowOffloader(Offloader):
+    """Parameters go late, and ranks say late that they have read a bucket."""
+
+    def __init__(self, inventory: Callable[[], Iterable[OffloadItem]], delays: Delays) -> None:
+        super().__init__(inventory)
+        self._delays = delays
+
+    def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
+        self._delays.pass_some()
+        return super().offload_parts(kind, parts)
+
+    def save_parts(self, kind: Kind, parts: Iterable[Part]) -> None:
+        super().save_parts(kind, parts)
+        self._delays.pass_some()
+
+
+class AllOfAll(NoInference):
+    """A server's weights: every tensor is a group. It takes memory when it is asked for it, and not when it writes."""
+
+    def __init__(self, rank: int, delays: Delays) -> None:
+        self.rank, self._delays = rank, delays
+        self.flat = allocate_elastic(NBYTES // 4, torch.float32, "cpu", "param")
+        self._parts = dict(zip(TENSORS, self.flat.split(SIZE), strict=True))
+        self.live: set[str] = set()
+
+    def layout(self) -> Layout:
+        ids = {name: BufferId(self.rank, name) for name in TENSORS}
+        shards = [
+            Shard(Region(name, (0, 0), shape), Place(ids[name], 0, (shape[1], 1))) for name, shape in TENSORS.items()
+        ]
+        return Layout(TENSORS, {ids[name]: Buffer(SIZE, "float32", name) for name in TENSORS}, tuple(shards))
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        self._delays.pass_some()
+        self.live.update(groups)
+        return {name: self._parts[name].zero_() for name in groups}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        self._delays.pass_some()
+
+    def release(self, keep: Collection[str] = ()) -> None:
+        assert not keep
+        exported_buffer_of(self.flat).release()
+        self.live.clear()
+
+    def committed(self) -> Collection[str]:
+        return self.live
+
+    def resident_nbytes(self) -> int:
+        return exported_buffer_of(self.flat).resident_nbytes()
+
+    def assert_filled(self) -> None:
+        half = SIZE // NUM_TRAINERS
+        for part in self._parts.values():
+            assert all((part[half * rank : half * (rank + 1)] == rank + 1).all() for rank in range(NUM_TRAINERS))
+
+
+def fence_of_one_signal(*args: Any, is_apart: bool, **kwargs: Any) -> ReleaseFence:
+    """As it was: a fence tells that a bucket was read, and not that the one before has gone."""
+    assert is_apart
+    return ReleaseFence(*args, **kwargs)
+
+
+def switch_or_sample(has_second_signal: bool, num_switches: int) -> dict[str, int] | None:
+    store, rank, _ = next(dist.rendezvous("env://"))
+    if rank == SAMPLER:
+        return sample(store)
+    as_it_was = mock.patch.object(sharding_manager, "ReleaseFence", fence_of_one_signal)
+    with nullcontext() if has_second_signal else as_it_was:
+        switch_again_and_again(store, rank, num_switches)
+    return None
+
+
+def switch_again_and_again(store: dist.Store, rank: int, num_switches: int) -> None:
+    delays = Delays(rank)
+    training = NoTraining() if rank == SERVER else HalfOfAll(rank)
+    inference = AllOfAll(rank, delays) if rank == SERVER else NoInference()
+    flat = inference.flat if rank == SERVER else training.flat
+    world = World(dist.PrefixStore("job", store), rank, SERVER + 1)
+    with ExitStack() as ends:
+        device = torch.device("cpu")
+        job = ends.enter_context(closing(Job.join(60, world=world, host="a", device_name="one", device=device)))
+        config = GenerateConfig(bucket_mb=BUCKET // MIB, timeout_seconds=60, check_compute="off")
+        manager = ShardingManager(
+            training,
+            inference,
+            caches=inference,
+            offloader=SlowOffloader(training.offload_items, delays),
+            config=config,
+            job=job,
+        )
+        ends.callback(manager.close)
+        assert max(bucket.nbytes for bucket in manager.plan.buckets) == BUCKET
+        for number in range(NUM_WARM_UPS + num_switches):
+            if number == NUM_WARM_UPS:
+                handle = exported_buffer_of(flat).export()
+                store.set(f"ready{rank}", f"{handle.pid} {handle.fd}")
+                store.wait(["sampling"])
+            if number >= NUM_WARM_UPS:
+                delays.begin_switch(number - NUM_WARM_UPS)
+            manager.enter(INFER)
+            if rank == SERVER and number == NUM_WARM_UPS:
+                inference.assert_filled()
+            manager.enter(TRAIN)
+        store.set(f"done{rank}", "")
+        store.wait(["sampled"])
+
+
+class Watched:
+    """Another process, and the memory file that it holds as its share of the device."""
+
+    def __init__(self, told: str) -> None:
+        pid, fd = told.split()
+        self._file, self._statm = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY), Path(f"/proc/{pid}/statm")
+        self.before = self._anonymous_nbytes()
+
+    def _anonymous_nbytes(self) -> int:
+        _, resident, of_files, *_ = map(int, self._statm.read_bytes().split())
+        return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
+
+    def nbytes(self) -> int:
+        """On the device now, with what it has taken beside it since before."""
+        return os.fstat(self._file).st_blocks * 512 + max(0, self._anonymous_nbytes() - self.before)
+
+
+def sample(store: dist.Store) -> dict[str, int]:
+    ranks = range(SERVER + 1)
+    watched = [Watched(store.get(f"ready{rank}").decode()) for rank in ranks]
+    found = {"at rest": sum(each.nbytes() for each in watched), "most": 0, "samples": 0}
+    store.set("sampling", "")
+    while not store.check([f"done{rank}" for rank in ranks]):
+        for _ in range(20):
+            first = [each.nbytes() for each in watched]
+            held = sum(map(min, first, [each.nbytes() for each in watched]))
+            found["most"] = max(found["most"], held)
+            found["samples"] += 1
+            time.sleep(0.002)
+    store.set("sampled", "")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("has_second_signal", "num_switches"),
+    [(True, NUM_SWITCHES), (False, NUM_WITHOUT)],
+    ids=["both signals", "without the second"],
+)
+def test_processes_of_a_device_hold_the_larger_side_and_two_buckets(
+    ranks: Ranks, has_second_signal: bool, num_switches: int
+) -> None:
+    *_, found = ranks.launch(switch_or_sample, SAMPLER + 1, has_second_signal, num_switches, timeout=300)
+    assert found["samples"] > 10 * num_switches
+    assert abs(found["at rest"] - NBYTES) < SLACK  # both sides have as much
+    assert found["most"] > NBYTES
+    most = NBYTES + 2 * BUCKET + SLACK
+    assert (found["most"] <= most) is has_second_signal, f"{(found['most'] - NBYTES) / BUCKET:.2f} buckets"
