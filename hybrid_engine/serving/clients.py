@@ -134,10 +134,12 @@ class HttpServer(Server):
 
         where = f"{self.url}/{route}"
         try:
-            with self._session.request(method, where, timeout=(self._timeout, seconds), **said) as response:
+            # a redirect could take what is said of a job to anybody
+            said |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
+            with self._session.request(method, where, **said) as response:
                 if response.status_code == requests.codes.not_found:
                     raise ServerError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
-                if not response.ok:
+                if not response.ok or response.is_redirect:
                     raise ServerError(f"{where}: {response.status_code}: {clipped(response.text, 2000)}")
                 return response.json() if response.content else None
         except requests.RequestException as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -21,6 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
@@ -31,10 +33,13 @@ TOKEN = "HYBRID_ENGINE_TOKEN"
 
 LOOPBACK = "127.0.0.1"
 
+NO_VERSION = "none"
+"""What a server says of its weights while it has none."""
+
 T = TypeVar("T", bound="Told")
 
 SWITCH_KEYS = (
-    *("transport", "bucket_mb", "incremental", "incremental_mb", "release_weights", "check_nan", "verify"),
+    *("transport", "bucket_mb", "incremental", "incremental_mb", "check_nan", "verify"),
     *("offload_train_param", "offload_train_grad", "offload_train_optimizer", "prefetch", "timeout_seconds"),
 )
 """Keys of `generate_config` by which both sides of a switch must go alike."""
@@ -63,7 +68,7 @@ class Invitation(Told, frozen=True, kw_only=True):
     Attributes:
         place: `file:PATH` or `tcp:ADDRESS:PORT`, of the store.
         name: of the job: what is in the store is below it. Nobody guesses it.
-        proof: HMAC-SHA256 of the name, by the token; empty without one.
+        proof: HMAC-SHA256 of all the rest, by the token; empty without one.
         first_rank: of this server's workers.
         num_workers: of this server.
         size: of the job.
@@ -73,12 +78,22 @@ class Invitation(Told, frozen=True, kw_only=True):
 
     place: str
     name: str
-    proof: str
     first_rank: int
     num_workers: int
     size: int
     settings: dict[str, Any]
     address: str | None = None
+    proof: str = ""
+
+    def signed(self) -> Invitation:
+        """With the proof, where this process has the token. Raises ConfigError where it needs one and has none."""
+        if self.place.startswith("tcp:") or TOKEN in os.environ:
+            return replace(self, proof=self._proof())
+        return self
+
+    def _proof(self) -> str:
+        said = msgspec.json.encode(replace(self, proof=""), order="deterministic")
+        return hmac.new(require_token().encode(), said, "sha256").hexdigest()
 
     def config(self) -> GenerateConfig:
         """The keys of a switch, and of what a server leaves to trainers the values that do nothing."""
@@ -89,6 +104,10 @@ class Invitation(Told, frozen=True, kw_only=True):
     def store(self) -> dist.Store:
         """The store. Raises MessageError where this process is not to go there, ConfigError where it cannot."""
         kind, _, where = self.place.partition(":")
+        if not _NAME.fullmatch(self.name):
+            raise MessageError(f"no name of a job: {shortened(self.name)}")
+        if (kind == "tcp" or TOKEN in os.environ) and not hmac.compare_digest(self.proof, self._proof()):
+            raise MessageError(f"{self.place}: who invites does not have this server's {TOKEN}")
         if kind == "file":
             _require_own(Path(where))
             store = dist.FileStore(where, -1)
@@ -96,8 +115,6 @@ class Invitation(Told, frozen=True, kw_only=True):
             return dist.PrefixStore(self.name, store)
         if kind != "tcp":
             raise MessageError(f"no place to meet: {shortened(self.place)}")
-        if not hmac.compare_digest(self.proof, proof_of(self.name, require_token())):
-            raise MessageError(f"{self.place}: who invites does not have this server's {TOKEN}")
         host, _, port = where.rpartition(":")
         seconds = timedelta(seconds=self.config().timeout_seconds)
         return dist.PrefixStore(self.name, dist.TCPStore(host, int(port), is_master=False, timeout=seconds))
@@ -107,6 +124,8 @@ class Invitation(Told, frozen=True, kw_only=True):
         return World(self.store(), rank, self.size, may_end=may_end, address=self.address)
 
 
+_NAME = re.compile(r"hybrid_engine/[0-9a-f]{32}")
+_DIRECTORY, _FILE = "hybrid-engine-", "store"
 _SECONDS_FOR_A_FILE = timedelta(seconds=10)
 """To open the store's file: one that is gone, with those who invited, does not come back."""
 
@@ -134,13 +153,15 @@ class MeetingPlace:
 
     def __init__(self, address: str | None) -> None:
         self.name = f"hybrid_engine/{secrets.token_hex(16)}"
-        self.proof, self._directory = "", ""
+        self._directory = ""
         if address is None:
-            self._directory = tempfile.mkdtemp(prefix="hybrid-engine-")  # of this user alone
-            self.place = f"file:{self._directory}/store"
-            self._store: dist.Store = dist.FileStore(f"{self._directory}/store", -1)
+            self._directory = tempfile.mkdtemp(prefix=_DIRECTORY)  # of this user alone
+            path = Path(self._directory, _FILE)
+            path.touch(0o600)  # servers open what is there alone
+            self.place = f"file:{path}"
+            self._store: dist.Store = dist.FileStore(str(path), -1)
             return
-        self.proof = proof_of(self.name, require_token())
+        require_token()
         # By itself, a TCPStore listens on all interfaces, whatever host name it is given.
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
@@ -164,9 +185,14 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _require_own(path: Path) -> None:
-    """Raise MessageError unless the directory of `path` is this user's, and closed to all others."""
+    """Raise MessageError unless `path` is a meeting place's file, in a directory of this user that is closed to others.
+
+    Whoever reaches a server can invite it; a file of another kind would be written to.
+    """
     with _explained(path):
-        found = os.lstat(path.parent)
+        found, file = os.lstat(path.parent), os.lstat(path)
+    if path.name != _FILE or not path.parent.name.startswith(_DIRECTORY) or not stat.S_ISREG(file.st_mode):
+        raise MessageError(f"{path} is no place where trainers and servers meet")
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise MessageError(f"{path.parent} is not a directory that only this user can open")
 
@@ -178,8 +204,3 @@ def require_token() -> str:
     problem = "not set: trainers and servers that meet at an address must know each other"
     remedy = "Set it to the same secret in the environment of trainers and servers (openssl rand -hex 32)"
     raise ConfigError([Violation(TOKEN, problem, remedy)])
-
-
-def proof_of(name: str, token: str) -> str:
-    """What shows that somebody who names a job knows the token."""
-    return hmac.new(token.encode(), name.encode(), "sha256").hexdigest()

@@ -37,7 +37,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import PauseMode, VllmServer, server_of
-from hybrid_engine.serving.invitation import LOOPBACK, SWITCH_KEYS, Invitation, MeetingPlace, Told, Update
+from hybrid_engine.serving.invitation import LOOPBACK, NO_VERSION, SWITCH_KEYS, Invitation, MeetingPlace, Told, Update
 from hybrid_engine.serving.roles import NoInference
 from hybrid_engine.switch.prefetch import total
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
@@ -45,10 +45,6 @@ from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import NEEDED_KINDS, State, Switch, require, resident_kinds
 
 logger = logging.getLogger("hybrid_engine")
-
-NO_VERSION = "none"
-"""What a server says of its weights while it has none."""
-
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -224,7 +220,7 @@ class WeightPublisher(Switch):
 
         def ask() -> None:
             for server in self._servers:
-                if before is not State.TRAIN or is_first:
+                if before in (State.INFER, State.INTERRUPTED) or is_first:
                     server.pause(mode, clear_cache=True)  # what was cached with older weights is computed again
                     server.update_weight_version(NO_VERSION)
                 server.start_weight_update()
@@ -257,30 +253,35 @@ class WeightPublisher(Switch):
             counts = self._ask("inviting the servers", lambda: [server.num_workers() for server in self._servers])
             with self.job.agreement.phase("inviting the servers"):
                 place = MeetingPlace(self._address) if self.job.rank == 0 else None
-                told = [] if place is None else [place.place, place.name, place.proof]
+                told = [] if place is None else [place.place, place.name]
                 if place is not None:
                     self._places.append(place)
             heard = self.job.agreement.gather((told, counts), tuple[list[str], list[int]], "inviting the servers")
-            (where, name, proof), counts = heard[0]
+            (where, name), counts = heard[0]
             size = self.job.world_size + sum(counts)
             values = self.config.model_dump(mode="json", include=set(SWITCH_KEYS))
             first, calls = self.job.world_size, list[_Call]()
             invitation = Invitation(
                 place=where,
                 name=name,
-                proof=proof,
                 first_rank=first,
                 num_workers=0,
                 size=size,
                 settings=values,
                 address=LOOPBACK if self._address is None else None,
             )
-            world = invitation.world(self.job.rank)
+            world = invitation.signed().world(self.job.rank)
             for server, count in zip(self._servers, counts, strict=False):  # none on other ranks
-                own = replace(invitation, first_rank=first, num_workers=count)
+                own = replace(invitation, first_rank=first, num_workers=count).signed()
                 calls.append(_Call(server.init_weight_transfer_engine, own, refused=world.refuse))
                 first += count
-            undo.enter_context(self._join(world))
+            try:
+                undo.enter_context(self._join(world))
+            except LostRankError as error:
+                if self.job.agreement.lost is not None:
+                    raise
+                why = "".join(f"\n{each}" for call in calls if (each := call.failure()))
+                raise ServerError(f"a server did not join; {_WHAT_FOLLOWS}. {error}{why}") from error
             self._ask("joining the servers", lambda: self._await(calls))
             self._name, self._is_new, self._ends = name, True, undo.pop_all()
         self._close_places(but=1)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from hybrid_engine.errors import HybridEngineError, LostRankError, StateError
+from hybrid_engine.errors import LostRankError, StateError
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceCaches, InferenceWeights
 from hybrid_engine.ranks.job import Job
@@ -151,5 +151,5 @@ class WeightReceiver:
         for step in steps:
             try:
                 step()
-            except HybridEngineError as failure:
-                logger.error("[Reshard] after a failed switch: %s", failure)
+            except Exception as failure:  # each step is made, and what failed at first is raised
+                logger.error("[Reshard] after a failed switch: %s: %s", type(failure).__name__, failure)

@@ -6,6 +6,7 @@
     test_stage2a_alone.py     one GPU: vLLM's libraries, Megatron, vLLM, each alone
     test_stage2b_together.py  then both engines in one process
     test_stage2c_fresh.py     a vLLM of its own says the same
+    test_stage2d_server.py    and so does `vllm serve` on the trainer's GPU, which that one fills
     test_stage3_ranks.py      two GPUs or more: cases of `verify`
     small_job.py              the configuration of stage 2
     process_state.py          what vLLM may change in the process, or leave there

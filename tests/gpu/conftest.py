@@ -33,7 +33,9 @@ from tests.harness import marks
 
 SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
 """Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
-MINUTES_ON_THE_CPU = ("test_stage2a_alone.py", "test_stage2c_fresh.py", "test_stage3_ranks.py")
+MINUTES_ON_THE_CPU = (
+    *("test_stage2a_alone.py", "test_stage2c_fresh.py", "test_stage2d_server.py", "test_stage3_ranks.py"),
+)
 """Files that `make test` leaves out: tests/faults/test_gpu_checks.py runs them."""
 REPORTS, OUTPUT = "reports", "output"
 """Files of a child."""

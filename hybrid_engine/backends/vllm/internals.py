@@ -262,7 +262,10 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu_worker:Worker": (
             *("sleep", "wake_up", "discard", "weight_transfer_engine", "_weight_update_active"),
         ),
-        f"{_V1}.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep"),
+        f"{_V1}.engine.core:EngineCore": (
+            *("collective_rpc", "resume_scheduler", "sleep", "release_kv_cache_memory", "add_lora"),
+            *("is_scheduler_paused", "model_executor"),
+        ),
     },
     "wake weights segment by segment, where nothing else lies in one": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),

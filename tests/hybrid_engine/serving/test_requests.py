@@ -24,8 +24,8 @@ import requests
 import torch
 
 from hybrid_engine import ActorHybridWorker
-from hybrid_engine.backends.vllm.server.gate import NO_VERSION
 from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.invitation import NO_VERSION
 from hybrid_engine.switch.states import State
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling, load_config
-from hybrid_engine.backends.vllm.server.gate import NO_VERSION
 from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.invitation import NO_VERSION
 from tests.harness.launch import Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint

@@ -1,9 +1,13 @@
-"""No token is drawn while a worker's weights are not whole: in the engine core, where requests are scheduled.
+"""No token is drawn while a worker's weights are not whole: in the engine core, through which all calls of workers go.
 
 A worker that computed with what is no model would answer nonsense, and one that raised would end vLLM's engine. So a
 server that gets its weights from trainers is paused before it is up; requests wait. Whoever resumes it is refused until
-all workers have their weights. vLLM's scheduler is the one place through which all tokens go, and `resume_scheduler`
-the one way to open it: `wake_up` calls it too.
+all workers have the weights of one version. vLLM's scheduler is the one place through which all tokens go, and
+`resume_scheduler` the one way to open it: `wake_up` calls it too.
+
+What vLLM's routes have workers do goes through `collective_rpc`. While weights are away only what brings them goes
+through it; what would change them behind the trainers' back never does. A worker's error is an answer like any other
+there: vLLM would stop reading at the first, and take what other workers answered for that of the next call.
 """
 
 from __future__ import annotations
@@ -13,56 +17,117 @@ from collections.abc import Callable
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.errors import StateError, first_of
+from hybrid_engine.errors import StateError, clipped, first_of
 
-NO_VERSION = "none"
-"""Version of weights that are not there."""
+_BRING_WEIGHTS = frozenset(
+    {
+        *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+        "shutdown_weight_transfer_engine",
+    }
+)
+_THE_TRAINERS = frozenset(
+    {"sleep", "wake_up", "discard", "reset_weights", "reload_weights", "start_draft_weight_update"}
+)
+_WHY_THE_TRAINERS = (
+    "weights of this server, and their memory, go and come with its trainers' switches: pause the server, or sleep at "
+    "level 0"
+)
 
 
 def close_gate(load_format: str) -> None:
     """Have every engine core of this process that gets its weights by `load_format` begin paused, and stay so without
     weights."""
     core = internals.ENGINE_CORE.load()
-    core.__init__ = _begins_paused(core.__init__, load_format)
-    core.resume_scheduler = _needs_weights(core.resume_scheduler, load_format)
-    core.sleep = _is_the_trainers(core.sleep, load_format)
+    wrappers: dict[str, Callable[..., Any]] = {
+        "__init__": _begin,
+        "collective_rpc": _call_workers,
+        "resume_scheduler": _resume,
+        "sleep": _sleep,
+        "release_kv_cache_memory": _refuse,
+        "add_lora": _with_weights,
+    }
+    for name, wrapper in wrappers.items():
+        setattr(core, name, _wrapped(getattr(core, name), wrapper, load_format))
 
 
-def _begins_paused(begin: Callable[..., None], load_format: str) -> Callable[..., None]:
-    @functools.wraps(begin)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        if self.vllm_config.load_config.load_format == load_format:
-            self.scheduler.set_pause_state(internals.PAUSED.load())
-            self._weight_version = NO_VERSION
-            from hybrid_engine.backends.vllm.server import receiver
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_format: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # the first argument of a core's constructor is its configuration
+        config = args[0] if original.__name__ == "__init__" and args else kwargs.get("vllm_config")
+        config = config or self.vllm_config
+        if config.load_config.load_format != load_format:
+            return original(self, *args, **kwargs)
+        return wrapper(functools.partial(original, self), self, *args, **kwargs)
 
-            self.collective_rpc(receiver.begin)
-
-    return wrapped
-
-
-def _is_the_trainers(sleep: Callable[..., Any], load_format: str) -> Callable[..., Any]:
-    @functools.wraps(sleep)
-    def wrapped(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if level and self.vllm_config.load_config.load_format == load_format:
-            raise StateError(
-                "memory of this server's weights goes and comes with its trainers' switches, and sleeps already while "
-                "they train: pause the server, or sleep at level 0"
-            )
-        return sleep(self, level, *args, **kwargs)
-
-    return wrapped
+    return method
 
 
-def _needs_weights(resume: Callable[[Any], None], load_format: str) -> Callable[[Any], None]:
-    @functools.wraps(resume)
-    def wrapped(self: Any) -> None:
-        if self.vllm_config.load_config.load_format == load_format:
-            from hybrid_engine.backends.vllm.server.receiver import obstacle
+def _begin(begin: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+    from hybrid_engine.backends.vllm.server import receiver
+    from hybrid_engine.serving.invitation import NO_VERSION
 
-            if obstacles := [why for why in self.collective_rpc(obstacle) if why]:
-                raise StateError(f"the server stays paused, and requests wait: {first_of(obstacles, 4)}")
-        resume(self)
+    begin(*args, **kwargs)
+    core.scheduler.set_pause_state(internals.PAUSED.load())
+    core._weight_version = NO_VERSION
+    core.model_executor.collective_rpc(receiver.begin)
+    core._begins_without_weights = True
 
-    return wrapped
+
+def _call_workers(
+    call: Callable[..., list[Any]],
+    core: Any,
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
+    from hybrid_engine.backends.vllm.server.receiver import answer
+
+    if not hasattr(core, "_begins_without_weights"):  # vLLM's own, while the core begins
+        return call(method, timeout, args, kwargs)
+    if method in _THE_TRAINERS:
+        raise StateError(f"{method}: {_WHY_THE_TRAINERS}")
+    if method == "update_weights" and not core.is_scheduler_paused():
+        raise StateError("the server draws tokens: somebody has resumed it after its trainers paused it")
+    if method not in _BRING_WEIGHTS:
+        _require_weights(core, f"{method} is refused")
+    answers = call(answer, timeout, (method, args, kwargs or {}))
+    if failures := [f"worker {number}: {why}" for number, (why, _) in enumerate(answers) if why]:
+        raise StateError(clipped("\n".join(failures), 4000))
+    return [found for _, found in answers]
+
+
+def _resume(resume: Callable[[], None], core: Any) -> None:
+    core._weight_version = _require_weights(core, "the server stays paused, and requests wait")
+    resume()
+
+
+def _sleep(sleep: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    if level:
+        raise StateError(_WHY_THE_TRAINERS)
+    return sleep(level, *args, **kwargs)
+
+
+def _refuse(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    raise StateError(_WHY_THE_TRAINERS)
+
+
+def _with_weights(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    _require_weights(core, f"{original.func.__name__} is refused")  # type: ignore[attr-defined]
+    return original(*args, **kwargs)
+
+
+def _require_weights(core: Any, what: str) -> str:
+    """Their version, the same in all workers; raises StateError, which begins with `what`, where they are not whole."""
+    from hybrid_engine.backends.vllm.server.receiver import weights_of
+
+    answers = core.model_executor.collective_rpc(weights_of)
+    why = [obstacle for obstacle, _ in answers if obstacle]
+    versions = {version for _, version in answers}
+    if not why and len(versions) > 1:
+        why = [f"workers have weights of versions {sorted(versions)}"]
+    if why:
+        raise StateError(f"{what}: {first_of(why, 4)}")
+    (version,) = versions
+    return str(version)

@@ -7,7 +7,9 @@ driver.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from hybrid_engine.backends.vllm.weights.weight_memory import SleepingWorker, Sl
 from hybrid_engine.errors import MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.receiver import WeightReceiver
+
+logger = logging.getLogger("hybrid_engine")
 
 _TransferEngine: Any = internals.TRANSFER_ENGINE.load()
 
@@ -41,6 +45,16 @@ class HybridEngineReceiver(_TransferEngine):
         if vllm_config.speculative_config is not None:
             raise StateError("a draft model's weights are not resharded: start the server without speculative decoding")
         parallel = vllm_config.parallel_config
+        if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+            raise StateError(
+                "data parallel replicas of a model with experts compute together, also on empty batches, and would do "
+                "so without weights: start a server for each replica"
+            )
+        if vllm_config.kv_transfer_config is not None and vllm_config.model_config.enable_sleep_mode:
+            raise StateError(
+                "a KV connector writes into a cache that sleeps while trainers have the device: start the "
+                "server without --kv-transfer-config"
+            )
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         memory, self._caches = WeightMemory(), WorkerCaches()
         if device.type == "cpu":
@@ -116,9 +130,20 @@ def begin(worker: Any) -> None:
         engine.take_worker(worker)
 
 
-def obstacle(worker: Any) -> str:
-    """Why this worker of vLLM's can draw no token; "" where it can. Called by the gate, in each worker."""
+def weights_of(worker: Any) -> tuple[str, int]:
+    """Why this worker of vLLM's can draw no token, "" where it can; and the version of its weights. Called by the gate,
+    in each worker; raises nothing."""
     engine = worker.weight_transfer_engine
     if isinstance(engine, HybridEngineReceiver):
-        return engine.receiver.obstacle()
-    return "the server has the load format hybrid_engine and no weight transfer backend of that name: no weights come"
+        return engine.receiver.obstacle(), engine.receiver.version
+    return "the load format is hybrid_engine and there is no weight transfer backend of that name: no weights come", -1
+
+
+def answer(worker: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """What a call of a worker brings, or what it raises. Called by the gate, in each worker; raises nothing itself."""
+    try:
+        call = functools.partial(method, worker) if callable(method) else getattr(worker, method)
+        return "", call(*args, **kwargs)
+    except Exception as error:
+        logger.exception("%s failed in this worker", method)
+        return f"{type(error).__name__}: {error}", None

@@ -136,8 +136,14 @@ class SleepingWorker:
     worker: Any
 
     def sleep(self, level: int) -> None:
-        if level:
+        if not level:
+            return
+        try:
             self.worker.sleep(level=level)
+        except AssertionError as error:
+            # of the whole device's free memory, in which trainers and other servers take part
+            if "Memory usage increased" not in str(error):
+                raise
 
     def wake_up(self, tags: list[str]) -> None:
         self.worker.wake_up(tags)
@@ -164,9 +170,10 @@ class SleepMode(WeightMemory):
 
     def free(self, live: Live) -> None:
         if not self._is_asleep:
-            self._vllm.sleep(level=2)
-            self._is_asleep = self.is_kv_cache_asleep = True
+            self._is_asleep = self.is_kv_cache_asleep = self._is_partly_awake = True  # whatever comes of it
             self._sleeping = None
+            self._vllm.sleep(level=2)
+            self._is_partly_awake = False
         elif self._is_partly_awake:
             # For vLLM the weights sleep still, and its worker would first read buffers that have no memory: only what
             # gives the memory back is called, which passes over what sleeps.

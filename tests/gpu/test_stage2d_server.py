@@ -1,0 +1,97 @@
+"""Stage 2, a server: vLLM in processes of its own on the GPU of the trainer, which fills and empties it.
+
+It says what both engines said that saved the checkpoint, has no memory of weights and cache while the trainer trains,
+and keeps its captured graphs over switches.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.memory.cuda_driver import taken_nbytes
+from hybrid_engine.trainer.worker import ActorHybridWorker
+from hybrid_engine.verification.machine import GIB
+from tests.gpu.conftest import Noted
+from tests.gpu.small_job import GREEDY, KV_CACHE_MB, MEMORY_SHARE, SmallJob, differences
+from tests.harness.vllm_server import FILLED, serving
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+NUM_SWITCHES = 3
+MOST_KEPT = 0.25 * GIB
+"""Device memory of a server that sleeps, beside what it had before its weights: allocators' own."""
+
+
+def server_arguments(job: SmallJob) -> list[str]:
+    """What a user would type, for the engine of the other checks."""
+    on_gpu = job.device == "cuda"
+    arguments = [*FILLED, "--skip-tokenizer-init", "--max-num-seqs", "16", "--max-model-len", "64"]
+    arguments += ["--dtype", "bfloat16" if on_gpu else "float32", *(["--enforce-eager"] if job.eager else [])]
+    nbytes = (KV_CACHE_MB if on_gpu else 8) << 20
+    arguments += ["--kv-cache-memory-bytes", str(nbytes), "--gpu-memory-utilization", str(MEMORY_SHARE)]
+    given = [part for name, value in job.vllm.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [*arguments, *(["--enable-sleep-mode"] if on_gpu else []), *given]
+
+
+def config_of(job: SmallJob, url: str) -> HybridConfig:
+    values: dict[str, Any] = job.config().model_dump(exclude_unset=True)
+    del values["random_weights"]
+    keys = ("verify", "bucket_mb", "timeout_seconds")
+    generate = {key: value for key, value in values["generate_config"].items() if key in keys}
+    values |= {"model": str(job.checkpoint), "generate_config": {**generate, "servers": [url]}}
+    return load_config(values, world_size=1)
+
+
+def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
+    """Publish and withdraw a few times; what differs from both engines' answers is an error."""
+    if not job.answers.is_file():
+        pytest.skip("both engines left no completions: see test_stage2b_together.py")
+    device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
+    expected, taken = json.loads(job.answers.read_text()), list[int]()
+    with ExitStack() as ends:
+        server = ends.enter_context(serving(str(job.checkpoint), directory, *server_arguments(job)))
+        before = taken_nbytes(device)  # with the server asleep, and no trainer
+        worker = ends.enter_context(ActorHybridWorker(config_of(job, server.url)))
+        at_first = taken_nbytes(device)
+        reports = []
+        for _ in range(NUM_SWITCHES):
+            with worker.rollout_context():
+                reports.append(worker.sharding.last_report)
+                answers = worker.generate_sequences(job.prompts(), GREEDY)
+            found = [list(each[0].token_ids) for each in answers]
+            assert differences(expected, found) == ""
+            with worker.train_context():
+                taken.append(taken_nbytes(device))
+    kept = max(taken) - at_first
+    last = reports[-1]
+    noted(
+        f"a publish {last.seconds:.2f} s, {last.bytes_own / GIB:.2f} GiB on the device, {last.bytes_received} bytes "
+        f"from elsewhere; {kept / GIB:.2f} GiB more taken while training than before the first one",
+        f"at most {MOST_KEPT / GIB:.2f} GiB more",
+        seconds=last.seconds,
+        bytes_own=last.bytes_own,
+        kept=kept,
+        server=before,
+    )
+    assert last.bytes_received == last.bytes_least
+    if job.device == "cuda":
+        assert last.bytes_received == 0 < last.bytes_own
+        assert kept <= MOST_KEPT
+
+
+class TestEager:
+    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], noted: Noted) -> None:
+        fill_and_empty(SmallJob(shared, device, eager=True, vllm=vllm_arguments), shared / "server", noted)
+
+
+@pytest.mark.gpu
+class TestGraphs:
+    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: dict[str, Any], noted: Noted) -> None:
+        fill_and_empty(SmallJob(shared, device, eager=False, vllm=vllm_arguments), shared / "server", noted)

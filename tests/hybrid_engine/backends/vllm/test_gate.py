@@ -1,0 +1,194 @@
+"""What a server's engine core lets through; real servers are in tests/hybrid_engine/serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.server.gate import close_gate
+from hybrid_engine.errors import StateError
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+OURS = "hybrid_engine"
+
+
+class Engine:
+    """As much of a worker's transfer engine as the gate asks for."""
+
+    def __init__(self) -> None:
+        self.why, self.version = "no weights yet", -1
+        self.receiver = self
+
+    def obstacle(self) -> str:
+        return self.why
+
+    def take_worker(self, worker: object) -> None:
+        self.worker = worker
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.weight_transfer_engine, self.calls = Engine(), list[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> str:
+            self.calls.append(name)
+            if kwargs.get("fails") is self:
+                raise MemoryError("no memory in this worker")
+            return name
+
+        return call
+
+
+class Executor:
+    """Of two workers; as vLLM's, it reads no answer after the first failure."""
+
+    def __init__(self) -> None:
+        self.workers = [Worker(), Worker()]
+        self._answers: list[list[Any]] = [[], []]
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
+        for worker, answers in zip(self.workers, self._answers, strict=True):
+            call = (
+                (lambda *a, worker=worker, **k: method(worker, *a, **k))
+                if callable(method)
+                else getattr(worker, method)
+            )
+            try:
+                answers.append(("", call(*args, **(kwargs or {}))))
+            except Exception as error:
+                answers.append((str(error), None))
+        found = []
+        for answers in self._answers:
+            why, answer = answers.pop(0)
+            if why:
+                raise RuntimeError(why)
+            found.append(answer)
+        return found
+
+
+class Core:
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config, self.model_executor = vllm_config, Executor()
+        self.scheduler = SimpleNamespace(state="drawing")
+        self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
+        self.collective_rpc("update_max_model_len")
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        return self.model_executor.collective_rpc(method, timeout, args, kwargs)
+
+    def resume_scheduler(self) -> None:
+        self.scheduler.state = "drawing"
+
+    def is_scheduler_paused(self) -> bool:
+        return self.scheduler.state != "drawing"
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> str:
+        return f"asleep at {level}"
+
+    def release_kv_cache_memory(self) -> str:
+        return "released"
+
+    def add_lora(self, request: object) -> str:
+        return "added"
+
+
+@pytest.fixture
+def core_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A core of a load format, with the gate of ours."""
+    kind = type("Core", (Core,), dict(vars(Core)))
+    from hybrid_engine.backends.vllm.server import receiver
+
+    monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
+    monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
+    close_gate(OURS)
+    return lambda load_format: kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
+
+
+def engines_of(core: Any) -> list[Engine]:
+    return [worker.weight_transfer_engine for worker in core.model_executor.workers]
+
+
+def fill(core: Any, *versions: int) -> None:
+    for engine, version in zip(engines_of(core), versions, strict=True):
+        engine.why, engine.version = "", version
+
+
+def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    assert all(engine.worker for engine in engines_of(core))
+    assert core.is_scheduler_paused()
+    assert core._weight_version == "none"
+    for versions in ((), (3, 4)):
+        if versions:
+            fill(core, *versions)
+        with pytest.raises(StateError, match="the server stays paused, and requests wait: "):
+            core.resume_scheduler()
+        assert core.is_scheduler_paused()
+    fill(core, 4, 4)
+    core.resume_scheduler()
+    assert not core.is_scheduler_paused()
+    assert core._weight_version == "4"
+
+
+def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    fill(core, 0, 0)
+    assert core.collective_rpc("update_weights") == ["update_weights"] * 2
+    core.resume_scheduler()
+    with pytest.raises(StateError, match="somebody has resumed it"):
+        core.collective_rpc("update_weights")
+    assert all(worker.calls.count("update_weights") == 1 for worker in core.model_executor.workers)
+
+
+def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    first, second = core.model_executor.workers
+    for failing, number in ((first, 0), (second, 1)):
+        with pytest.raises(StateError, match=f"^worker {number}: MemoryError: no memory in this worker$"):
+            core.collective_rpc("start_weight_update", kwargs={"fails": failing})
+        assert core.collective_rpc("finish_weight_update") == ["finish_weight_update"] * 2
+    with pytest.raises(StateError, match="no weights yet"):
+        core.resume_scheduler()
+
+
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights"])
+def test_nobody_else_touches_the_weights(core_of: Callable[[str], Any], name: str) -> None:
+    core = core_of(OURS)
+    fill(core, 0, 0)
+    with pytest.raises(StateError, match="pause the server"):
+        core.collective_rpc(name)
+    for call in (core.sleep, core.release_kv_cache_memory):
+        with pytest.raises(StateError, match="pause the server"):
+            call()
+    assert core.sleep(0) == core.sleep(level=0) == "asleep at 0"
+    assert all(worker.calls == ["update_max_model_len"] for worker in core.model_executor.workers)
+
+
+def test_nothing_reads_weights_that_are_not_there(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    for call in (lambda: core.collective_rpc("compute_weight_checksums"), lambda: core.add_lora("request")):
+        with pytest.raises(StateError, match="is refused: no weights yet"):
+            call()
+    fill(core, 0, 0)
+    assert core.collective_rpc("compute_weight_checksums") == ["compute_weight_checksums"] * 2
+    assert core.add_lora("request") == "added"
+
+
+def test_other_engines_of_the_process_are_as_they_were(core_of: Callable[[str], Any]) -> None:
+    core = core_of("auto")
+    assert not core.is_scheduler_paused()
+    assert core.collective_rpc("reload_weights") == ["reload_weights"] * 2
+    assert core.sleep() == "asleep at 1"
+    assert core.release_kv_cache_memory() == "released"
+    core.resume_scheduler()

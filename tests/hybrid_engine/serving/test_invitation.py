@@ -1,0 +1,132 @@
+"""What a server takes of whoever reaches it: typed, of a meeting place, and by proof where there is a token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from hybrid_engine.errors import ConfigError, MessageError, ServerError
+from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPlace]:
+    monkeypatch.delenv(TOKEN, raising=False)
+    made = MeetingPlace(None)
+    yield made
+    made.close()
+
+
+def invitation_to(meeting: MeetingPlace, **values: Any) -> Invitation:
+    given = {"place": meeting.place, "name": meeting.name, "first_rank": 2, "num_workers": 1, "size": 3, "settings": {}}
+    return Invitation(**{**given, **values})
+
+
+def test_both_sides_meet_in_a_file(place: MeetingPlace) -> None:
+    one, other = (invitation_to(place).signed().store() for _ in range(2))
+    one.set("key", "value")
+    assert other.get("key") == b"value"
+
+
+@pytest.mark.parametrize("name", ["hybrid_engine/x", "x\nssh-ed25519 AAAA somebody\n", "hybrid_engine/" + "0" * 33])
+def test_a_name_that_nobody_draws_is_refused(place: MeetingPlace, name: str) -> None:
+    with pytest.raises(MessageError, match="no name of a job"):
+        invitation_to(place, name=name).store()
+
+
+def test_a_file_of_something_else_is_never_written_to(place: MeetingPlace, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    own, like = tmp_path / "authorized_keys", tmp_path / "hybrid-engine-x" / "store"
+    own.write_text("mine")
+    like.parent.mkdir(mode=0o700)
+    with pytest.raises(MessageError, match="no place where trainers and servers meet"):
+        invitation_to(place, place=f"file:{own}").store()
+    with pytest.raises(MessageError, match="No such file"):  # nothing is made
+        invitation_to(place, place=f"file:{like}").store()
+    like.symlink_to(own)
+    with pytest.raises(MessageError, match="no place where trainers and servers meet"):
+        invitation_to(place, place=f"file:{like}").store()
+    assert own.read_text() == "mine"
+
+
+def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace) -> None:
+    Path(place.place.removeprefix("file:")).parent.chmod(0o755)
+    with pytest.raises(MessageError, match="not a directory that only this user can open"):
+        invitation_to(place).store()
+
+
+def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsigned = invitation_to(place).signed()
+    monkeypatch.setenv(TOKEN, "secret")
+    signed = invitation_to(place).signed()
+    signed.store()
+    for other in (unsigned, replace(signed, first_rank=1), replace(signed, settings={"bucket_mb": 1})):
+        with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
+            other.store()
+    monkeypatch.setenv(TOKEN, "another")
+    with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
+        signed.store()
+
+
+def test_across_hosts_both_sides_have_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=TOKEN):
+        MeetingPlace("127.0.0.1")
+    monkeypatch.setenv(TOKEN, "secret")
+    place = MeetingPlace("127.0.0.1")
+    signed = invitation_to(place).signed()
+    signed.store().set("key", "value")
+    monkeypatch.delenv(TOKEN)
+    with pytest.raises(ConfigError, match=TOKEN):
+        signed.store()
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"more": 1}, "more"),
+        ({"first_rank": "2"}, "first_rank"),
+        ({"size": None}, "size"),
+        ({"settings": []}, "settings"),
+    ],
+)
+def test_what_is_told_is_typed(place: MeetingPlace, values: dict[str, Any], problem: str) -> None:
+    told = {"place": place.place, "name": place.name, "first_rank": 2, "num_workers": 1, "size": 3, "settings": {}}
+    assert Invitation.read(told).size == 3
+    with pytest.raises(MessageError, match=problem):
+        Invitation.read({**told, **values})
+
+
+@pytest.mark.parametrize(
+    "url", ["http://8.8.8.8:8000", "http://[2001:4860:4860::8888]:8000", "http://[::ffff:8.8.8.8]:1"]
+)
+def test_an_address_that_anybody_reaches_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="authenticate nobody"):
+        HttpServer(url, 1)
+    HttpServer(url, 1, allow_public=True)
+    HttpServer("http://10.0.0.1:8000", 1)
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(307)
+        self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is written."""
+
+
+def test_a_redirect_takes_nothing_elsewhere() -> None:
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ServerError, match="307"):
+            HttpServer(f"http://127.0.0.1:{server.server_port}", 5).start_weight_update()
+        server.shutdown()
