@@ -1,10 +1,11 @@
 """A server's worker: joins the trainers' job, is filled by their switches, and says whether its weights can be used.
 
-    UNJOINED --join--> JOINED --first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
-        ^                                         ^------------------ withdrawn, or failed -------|
-        └---- a trainer is gone, or others invite: weights that were FILLED stay, others are void
+    NOTHING_YET --join, first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
+                                          ^------------------ withdrawn, or failed -------|
 
-Whoever draws tokens asks `obstacle` before: "" only in FILLED, and in UNJOINED with the weights of a last fill. A lost
+    in no job, or in another   when a trainer is gone, or others invite: weights that were FILLED stay, others are void
+
+Whoever draws tokens asks `obstacle` before: "" only in FILLED, also in no job with the weights of a last fill. A lost
 trainer ends a wait, never this process.
 """
 
@@ -34,7 +35,7 @@ class Holds(StrEnum):
     """States of a worker's weights."""
 
     NOTHING_YET = "no weights yet"
-    EMPTY = "no weights: trainers have the device"
+    EMPTY = "no weights: trainers have taken them, or could not bring them"
     PARTIAL = "weights that were being filled"
     FILLED = "weights"
 
@@ -117,12 +118,12 @@ class WeightReceiver:
         if manager is None or update.name != self._name:
             raise StateError("this worker is not in the job of whoever asks for a switch: it was lost or restarted")
         target = State(update.to)
-        before = self.holds
+        before, state = self.holds, manager.state
         self.holds = Holds.PARTIAL if target is State.INFER else Holds.EMPTY
         try:
             manager.enter(target)
         except BaseException as error:
-            self._note_failure(before, error)
+            self._note_failure(before, state, error)
             raise
         if target is State.INFER:
             self.holds, self.version = Holds.FILLED, update.version
@@ -137,12 +138,12 @@ class WeightReceiver:
         if manager is not None:
             self._ends.close()
 
-    def _note_failure(self, before: Holds, error: BaseException) -> None:
+    def _note_failure(self, before: Holds, state: State, error: BaseException) -> None:
         """After a switch that failed: the weights are void, and where the job is lost this worker is in none."""
         self.holds = Holds.EMPTY
         manager = self._manager
         assert manager is not None
-        if manager.state is State.INFER:  # it went no further than asking
+        if manager.state is state is State.INFER:  # it went no further than asking
             self.holds = before
             return
         steps: list[Callable[[], None]] = [self._weights.abandon, self._weights.release]

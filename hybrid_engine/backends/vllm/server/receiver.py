@@ -127,7 +127,7 @@ def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
 def begin(worker: Any) -> None:
     """Called by the gate in each worker, once the engine is there."""
     if isinstance(engine := worker.weight_transfer_engine, HybridEngineReceiver):
-        engine.take_worker(worker)
+        engine.take_worker(getattr(worker, "worker", worker))  # not the wrapper, which only reads through
 
 
 def weights_of(worker: Any) -> tuple[str, int]:

@@ -48,11 +48,21 @@ class Worker:
         return call
 
 
+class Wrapper:
+    """What vLLM calls a worker by: it reads through to it, and keeps what is written."""
+
+    def __init__(self) -> None:
+        self.worker = Worker()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+
 class Executor:
     """Of two workers; as vLLM's, it reads no answer after the first failure."""
 
     def __init__(self) -> None:
-        self.workers = [Worker(), Worker()]
+        self.workers = [Wrapper(), Wrapper()]
         self._answers: list[list[Any]] = [[], []]
 
     def collective_rpc(
@@ -126,7 +136,7 @@ def fill(core: Any, *versions: int) -> None:
 
 def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
-    assert all(engine.worker for engine in engines_of(core))
+    assert [engine.worker for engine in engines_of(core)] == [each.worker for each in core.model_executor.workers]
     assert core.is_scheduler_paused()
     assert core._weight_version == "none"
     for versions in ((), (3, 4)):
@@ -153,7 +163,7 @@ def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callabl
 
 def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any]) -> None:
     core = core_of(OURS)
-    first, second = core.model_executor.workers
+    first, second = (each.worker for each in core.model_executor.workers)
     for failing, number in ((first, 0), (second, 1)):
         with pytest.raises(StateError, match=f"^worker {number}: MemoryError: no memory in this worker$"):
             core.collective_rpc("start_weight_update", kwargs={"fails": failing})
