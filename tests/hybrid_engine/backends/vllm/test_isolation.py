@@ -36,7 +36,8 @@ ORDER = [0, 2, 1, 3]
 
 def check(sizes: InferenceParallelism, world_size: int, rank: int = 0, *, is_default: bool = True) -> None:
     world = World(dist.HashStore(), rank, world_size, is_default=is_default)
-    job = Job(world, ("host",) * world_size, torch.device("cpu"), 1.0, None, ExitStack())
+    devices = tuple(map(str, range(world_size)))
+    job = Job(world, ("host",) * world_size, devices, torch.device("cpu"), 1.0, None, ExitStack())
     check_world(InferenceSettings("model", sizes), job)
 
 
