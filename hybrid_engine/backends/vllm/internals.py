@@ -98,6 +98,8 @@ _LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.mode
 # -- names to import ---------------------------------------------------------------------------------------------------
 
 ENGINE_CORE = Internal(f"{_V1}.engine.core:EngineCore", "is where a server's requests are held until it has weights")
+ENGINE_CORE_PROCESS = Internal(f"{_V1}.engine.core:EngineCoreProc", "is a server's engine core, and has its loop")
+REPLICA_CORE_PROCESS = Internal(f"{_V1}.engine.core:DPEngineCoreProc", "is that of a data parallel replica")
 # the first that is looked up: its module replaces names that others import
 CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
 ROPES = Internal(

@@ -36,18 +36,27 @@ _WHY_THE_TRAINERS = (
 
 def close_gate(load_format: str) -> None:
     """Have every engine core of this process that gets its weights by `load_format` begin paused, and stay so without
-    weights."""
-    core = internals.ENGINE_CORE.load()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "__init__": _begin,
-        "collective_rpc": _call_workers,
-        "resume_scheduler": _resume,
-        "sleep": _sleep,
-        "release_kv_cache_memory": _refuse,
-        "add_lora": _with_weights,
+    weights.
+
+    vLLM loads plug-ins in the constructor of the core: in a process that was spawned for it, this is called within the
+    very constructor that it would replace. Such a core begins where its loop does, before the first request.
+    """
+    wrappers: dict[internals.Internal, dict[str, Callable[..., Any]]] = {
+        internals.ENGINE_CORE: {
+            "__init__": _construct,
+            "collective_rpc": _call_workers,
+            "resume_scheduler": _resume,
+            "sleep": _sleep,
+            "release_kv_cache_memory": _refuse,
+            "add_lora": _with_weights,
+        },
+        internals.ENGINE_CORE_PROCESS: {"run_busy_loop": _run},
+        internals.REPLICA_CORE_PROCESS: {"run_busy_loop": _run},
     }
-    for name, wrapper in wrappers.items():
-        setattr(core, name, _wrapped(getattr(core, name), wrapper, load_format))
+    for core, of_core in wrappers.items():
+        kind = core.load()
+        for name, wrapper in of_core.items():
+            setattr(kind, name, _wrapped(getattr(kind, name), wrapper, load_format))
 
 
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_format: str) -> Callable[..., Any]:
@@ -63,11 +72,23 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_for
     return method
 
 
-def _begin(begin: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+def _construct(construct: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+    construct(*args, **kwargs)
+    _begin(core)
+
+
+def _run(run: Callable[[], None], core: Any) -> None:
+    _begin(core)
+    run()
+
+
+def _begin(core: Any) -> None:
+    """Pause it, once, before it draws a token: it has no weights yet."""
     from hybrid_engine.backends.vllm.server import receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
-    begin(*args, **kwargs)
+    if hasattr(core, "_begins_without_weights"):
+        return
     core.scheduler.set_pause_state(internals.PAUSED.load())
     core._weight_version = NO_VERSION
     core.model_executor.collective_rpc(receiver.begin)

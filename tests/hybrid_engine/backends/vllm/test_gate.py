@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +90,10 @@ class Executor:
 
 
 class Core:
+    loads_plug_ins: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(self, vllm_config: Any) -> None:
+        self.loads_plug_ins()
         self.vllm_config, self.model_executor = vllm_config, Executor()
         self.scheduler = SimpleNamespace(state="drawing")
         self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
@@ -112,17 +117,40 @@ class Core:
     def add_lora(self, request: object) -> str:
         return "added"
 
+    def run_busy_loop(self) -> None:
+        self.ran = self.scheduler.state
+
 
 @pytest.fixture
-def core_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A core of a load format, with the gate of ours."""
-    kind = type("Core", (Core,), dict(vars(Core)))
+def kind(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
+    """A core's class, which the gate is closed in."""
     from hybrid_engine.backends.vllm.server import receiver
 
+    kind = type("Core", (Core,), dict(vars(Core)))
+    process = type("Process", (kind,), {"run_busy_loop": Core.run_busy_loop})
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
-    monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
+    for name, own in (("ENGINE_CORE", kind), ("ENGINE_CORE_PROCESS", process), ("REPLICA_CORE_PROCESS", process)):
+        monkeypatch.setattr(internals, name, Named(own))
+    return process
+
+
+@dataclass(frozen=True)
+class Named:
+    kind: type[Core]
+
+    def load(self) -> type[Core]:
+        return self.kind
+
+
+def make(kind: type[Core], load_format: str) -> Any:
+    return kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
+
+
+@pytest.fixture
+def core_of(kind: type[Core]) -> Callable[[str], Any]:
+    """A core of a load format, with the gate of ours."""
     close_gate(OURS)
-    return lambda load_format: kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
+    return lambda load_format: make(kind, load_format)
 
 
 def engines_of(core: Any) -> list[Engine]:
@@ -149,6 +177,19 @@ def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: C
     core.resume_scheduler()
     assert not core.is_scheduler_paused()
     assert core._weight_version == "4"
+
+
+def test_one_that_is_being_made_when_the_plug_in_comes_begins_paused(kind: type[Core]) -> None:
+    """As in a process that vLLM spawned: it loads plug-ins in the constructor."""
+    kind.loads_plug_ins = staticmethod(functools.cache(functools.partial(close_gate, OURS)))
+    core, others = make(kind, OURS), make(kind, "auto")
+    core.run_busy_loop()
+    others.run_busy_loop()
+    assert (core.ran, core._weight_version) == (internals.PAUSED.load(), "none")
+    assert others.ran == "drawing"
+    assert [engine.worker for engine in engines_of(core)] == [each.worker for each in core.model_executor.workers]
+    core.collective_rpc("init_weight_transfer_engine")
+    assert all(worker.calls.count("init_weight_transfer_engine") == 1 for worker in core.model_executor.workers)
 
 
 def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callable[[str], Any]) -> None:
