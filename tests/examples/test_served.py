@@ -1,0 +1,49 @@
+"""`make rl SERVER=1`: vLLM spawns its processes, as it does for users, and has no weights until trainers bring them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from examples.gpt_rl.run_state import RunDirectory
+from tests.examples.launched import short_config
+from tests.harness.launch import REPO_ROOT
+
+MODULE = "tests.examples.test_served"
+TRAIN = ("-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.gpt_rl.train")
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
+    config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 1})
+    train = [sys.executable, *TRAIN, "--config", str(config), "--out", str(tmp_path / "run")]
+    serve = [sys.executable, "-m", "examples.gpt_rl.served", str(config), "--", sys.executable, "-m", MODULE, *train]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO_ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(serve, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (
+        f"{done.stdout}\n{done.stderr}\n{(tmp_path / 'runs' / 'server.txt').read_text()[-3000:]}"
+    )
+    assert "is paused: True, version: none" in done.stdout
+    before, after = RunDirectory(tmp_path / "run").rows()
+    assert before["weight_version"] < after["weight_version"]
+    assert after["bytes_received"] == after["bytes_least"] > 0
+    assert after["logprob_diff"] < 1e-4
+
+
+def main(*command: str) -> None:
+    """Say how the server is that the last argument names, and become the command."""
+    url = command[-1].partition("[")[2].rstrip("]")
+    answers = [json.load(urllib.request.urlopen(f"{url}/{route}")) for route in ("is_paused", "weight_info")]
+    print(f"is paused: {answers[0]['is_paused']}, version: {answers[1]['weight_version']}", flush=True)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
