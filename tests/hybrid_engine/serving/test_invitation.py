@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,8 +19,9 @@ from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPlace]:
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MeetingPlace]:
     monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = MeetingPlace(None)
     yield made
     made.close()
@@ -56,10 +59,23 @@ def test_a_file_of_something_else_is_never_written_to(place: MeetingPlace, tmp_p
     assert own.read_text() == "mine"
 
 
-def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace) -> None:
-    Path(place.place.removeprefix("file:")).parent.chmod(0o755)
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace, above: int) -> None:
+    directory = Path(place.place.removeprefix("file:")).parents[above]
+    directory.chmod(0o755)
     with pytest.raises(MessageError, match="not a directory that only this user can open"):
         invitation_to(place).store()
+    if above:
+        with pytest.raises(MessageError, match="not a directory that only this user can open"):
+            MeetingPlace(None)
+
+
+def test_nobody_else_can_make_a_place_that_is_gone(place: MeetingPlace) -> None:
+    """A server's watch opens the store's file by its name for a minute after the trainers have removed it."""
+    above = Path(place.place.removeprefix("file:")).parents[1]
+    place.close()
+    assert list(above.iterdir()) == []
+    assert (above.stat().st_uid, above.stat().st_mode & 0o777) == (os.getuid(), 0o700)
 
 
 def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
