@@ -264,7 +264,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         f"{_V1}.engine.core:EngineCore": (
             *("collective_rpc", "resume_scheduler", "sleep", "release_kv_cache_memory", "add_lora"),
-            *("is_scheduler_paused", "model_executor"),
+            *("is_scheduler_paused", "model_executor", "_initialize_effective_attention_block_size"),
         ),
     },
     "wake weights segment by segment, where nothing else lies in one": {

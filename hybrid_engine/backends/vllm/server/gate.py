@@ -36,10 +36,13 @@ _WHY_THE_TRAINERS = (
 
 def close_gate(load_format: str) -> None:
     """Have every engine core of this process that gets its weights by `load_format` begin paused, and stay so without
-    weights."""
+    weights.
+
+    Also one that is being made: where vLLM spawns its processes, the constructor loads plugins.
+    """
     core = internals.ENGINE_CORE.load()
     wrappers: dict[str, Callable[..., Any]] = {
-        "__init__": _begin,
+        "_initialize_effective_attention_block_size": _begin,  # called by the constructor, once there is a scheduler
         "collective_rpc": _call_workers,
         "resume_scheduler": _resume,
         "sleep": _sleep,
@@ -53,21 +56,18 @@ def close_gate(load_format: str) -> None:
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_format: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # the first argument of a core's constructor is its configuration
-        config = args[0] if original.__name__ == "__init__" and args else kwargs.get("vllm_config")
-        config = config or self.vllm_config
-        if config.load_config.load_format != load_format:
+        if self.vllm_config.load_config.load_format != load_format:
             return original(self, *args, **kwargs)
         return wrapper(functools.partial(original, self), self, *args, **kwargs)
 
     return method
 
 
-def _begin(begin: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+def _begin(go_on: Callable[[], None], core: Any) -> None:
     from hybrid_engine.backends.vllm.server import receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
-    begin(*args, **kwargs)
+    go_on()
     core.scheduler.set_pause_state(internals.PAUSED.load())
     core._weight_version = NO_VERSION
     core.model_executor.collective_rpc(receiver.begin)

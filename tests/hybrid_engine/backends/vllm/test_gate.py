@@ -89,10 +89,18 @@ class Executor:
 
 class Core:
     def __init__(self, vllm_config: Any) -> None:
+        self.load_plugins()
         self.vllm_config, self.model_executor = vllm_config, Executor()
         self.scheduler = SimpleNamespace(state="drawing")
         self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
         self.collective_rpc("update_max_model_len")
+        self._initialize_effective_attention_block_size()
+
+    def load_plugins(self) -> None:
+        """The gate may be closed here."""
+
+    def _initialize_effective_attention_block_size(self) -> None:
+        """There is no attention."""
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         return self.model_executor.collective_rpc(method, timeout, args, kwargs)
@@ -113,15 +121,18 @@ class Core:
         return "added"
 
 
-@pytest.fixture
-def core_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A core of a load format, with the gate of ours."""
+@pytest.fixture(params=["forked", "spawned"])
+def core_of(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """A core of a load format, with the gate of ours; in a spawned process its constructor loads the plug-in."""
     kind = type("Core", (Core,), dict(vars(Core)))
     from hybrid_engine.backends.vllm.server import receiver
 
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
     monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
-    close_gate(OURS)
+    if request.param == "forked":
+        close_gate(OURS)
+    else:
+        kind.load_plugins = lambda self: close_gate(OURS)
     return lambda load_format: kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
 
 
