@@ -265,7 +265,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.engine.core:EngineCore": (
             *("collective_rpc", "resume_scheduler", "sleep", "release_kv_cache_memory", "add_lora"),
             *("is_scheduler_paused", "model_executor", "_initialize_effective_attention_block_size"),
+            *("batch_queue", "set_weight_version", "_weight_version", "_reset_caches"),
         ),
+        f"{_V1}.core.sched.scheduler:Scheduler": ("running", "set_pause_state"),
     },
     "wake weights segment by segment, where nothing else lies in one": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -91,7 +92,7 @@ class Core:
     def __init__(self, vllm_config: Any) -> None:
         self.load_plugins()
         self.vllm_config, self.model_executor = vllm_config, Executor()
-        self.scheduler = SimpleNamespace(state="drawing")
+        self.scheduler, self.batch_queue = SimpleNamespace(state="drawing", running=[]), None
         self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
         self.collective_rpc("update_max_model_len")
         self._initialize_effective_attention_block_size()
@@ -107,6 +108,12 @@ class Core:
 
     def resume_scheduler(self) -> None:
         self.scheduler.state = "drawing"
+
+    def set_weight_version(self, version: str) -> None:
+        self._weight_version = version
+
+    def _reset_caches(self) -> None:
+        self.collective_rpc("reset_encoder_cache")
 
     def is_scheduler_paused(self) -> bool:
         return self.scheduler.state != "drawing"
@@ -163,13 +170,32 @@ def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: C
 
 
 def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+    """Nor under one that is paused, but finishes first what runs."""
+    core, update = core_of(OURS), ["reset_encoder_cache", "update_weights"]
     fill(core, 0, 0)
     assert core.collective_rpc("update_weights") == ["update_weights"] * 2
-    core.resume_scheduler()
+    for drawing in ({"state": "drawing"}, {"running": ["request"]}):
+        with mock.patch.multiple(core.scheduler, **drawing), pytest.raises(StateError, match="somebody has resumed it"):
+            core.collective_rpc("update_weights")
+    core.batch_queue = ["step"]
     with pytest.raises(StateError, match="somebody has resumed it"):
         core.collective_rpc("update_weights")
-    assert all(worker.calls.count("update_weights") == 1 for worker in core.model_executor.workers)
+    assert all(worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers)
+
+
+def test_a_server_that_draws_tokens_says_by_which_weights(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    with pytest.raises(StateError, match="version '4' is refused: no weights yet"):
+        core.set_weight_version("4")
+    fill(core, 4, 4)
+    for version in ("4", "none"):
+        core.set_weight_version(version)
+        assert core._weight_version == version
+    core.resume_scheduler()
+    for version, why in (("77", "the weights are of version 4"), ("none", "the server draws tokens")):
+        with pytest.raises(StateError, match=why):
+            core.set_weight_version(version)
+    assert core._weight_version == "4"
 
 
 def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any]) -> None:
@@ -183,7 +209,7 @@ def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any
         core.resume_scheduler()
 
 
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights"])
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model"])
 def test_nobody_else_touches_the_weights(core_of: Callable[[str], Any], name: str) -> None:
     core = core_of(OURS)
     fill(core, 0, 0)
