@@ -308,6 +308,7 @@ class WeightPublisher(Switch):
                 job=job,
             )
             undo.callback(self._manager.close)
+            undo.callback(setattr, self, "_manager", None)  # where a server fails once all have joined
             return undo.pop_all()
 
     def _ask(self, phase: str, ask: Callable[[], _T]) -> _T:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import HybridEngineError, ServerError
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
+from hybrid_engine.serving import publisher as publisher_module
+from hybrid_engine.serving.clients import Server
 from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace, Update
+from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
-from hybrid_engine.serving.roles import NoInference
+from hybrid_engine.serving.roles import NoInference, NoTraining
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import State
 
 CPU = torch.device("cpu")
 
@@ -21,6 +33,32 @@ class NoWeights(NoInference):
 
     def take_rank(self, rank: int) -> None:
         self.rank = rank
+
+
+class NoWorkers(Server):
+    """A server without workers, which fails in one call."""
+
+    def __init__(self) -> None:
+        self.calls, self.fails_in, self.may_fail = list[str](), "", threading.Event()
+
+    def num_workers(self) -> int:
+        return 0
+
+    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+        self.calls.append(name)
+        if name == self.fails_in:
+            assert self.may_fail.wait(60)
+            raise ServerError("the server is gone")
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=CPU)) as joined:
+        yield joined
+
+
+def publisher_of(job: Job, *servers: object) -> WeightPublisher:
+    return WeightPublisher(NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job)  # type: ignore[arg-type]
 
 
 def test_an_invitation_that_is_refused_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +75,26 @@ def test_an_invitation_that_is_refused_ends_no_job(monkeypatch: pytest.MonkeyPat
                 receiver.join(refused)
         receiver.switch(Update(name=place.name, to="train", version=3))
         receiver.leave()
+
+
+class SayingManager(ShardingManager):
+    is_made = threading.Event()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_made.set()
+
+
+def test_servers_that_fail_once_they_joined_are_invited_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = NoWorkers()
+    with closing(publisher_of(job, server)) as publisher:
+        server.fails_in = "init_weight_transfer_engine"
+        monkeypatch.setattr(publisher_module, "ShardingManager", SayingManager)
+        monkeypatch.setattr(SayingManager, "is_made", server.may_fail)
+        with pytest.raises(ServerError, match="the server is gone"):
+            publisher.publish()
+        assert publisher.state is State.TRAIN
+        server.fails_in = ""
+        publisher.publish()
+        assert publisher.state is State.INFER
+        assert server.calls.count("init_weight_transfer_engine") == 2
