@@ -6,7 +6,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,34 @@ class Elsewhere(BaseHTTPRequestHandler):
         """Nothing is written."""
 
 
-def test_a_redirect_takes_nothing_elsewhere() -> None:
-    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+class Impatient(Elsewhere):
+    """Closes a connection that is kept, as it receives the next request."""
+
+    protocol_version, num_requests = "HTTP/1.1", 0
+
+    def do_POST(self) -> None:
+        self.num_requests += 1
+        self.close_connection = self.num_requests > 1
+        if self.num_requests == 1:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[HttpServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(ServerError, match="307"):
-            HttpServer(f"http://127.0.0.1:{server.server_port}", 5).start_weight_update()
+        yield HttpServer(f"http://127.0.0.1:{server.server_port}", 5)
         server.shutdown()
+
+
+def test_a_redirect_takes_nothing_elsewhere() -> None:
+    with answering(Elsewhere) as server, pytest.raises(ServerError, match="307"):
+        server.start_weight_update()
+
+
+def test_no_call_goes_over_a_connection_that_a_server_may_close() -> None:
+    with answering(Impatient) as server:
+        for _ in range(2):
+            server.start_weight_update()
