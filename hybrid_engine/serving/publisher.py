@@ -166,6 +166,8 @@ class WeightPublisher(Switch):
         if target is before:
             return None
         with_servers = State.INFER in (before, target) or (before is State.INTERRUPTED and self._manager is not None)
+        if before is State.INTERRUPTED and with_servers:  # an update may be open, which a new invitation ends
+            self._disconnect()
         manager = self._connected() if with_servers else None
         self._call_start_hooks(before, target)
         self.state = State.INTERRUPTED

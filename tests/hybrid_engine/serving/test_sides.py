@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ class NoWeights(NoInference):
 
 
 class NoWorkers(Server):
-    """A server without workers, which fails in one call."""
+    """A server without workers, which fails in one call. As vLLM's, it has one update at a time."""
+
+    is_updating = False
 
     def __init__(self) -> None:
         self.calls, self.fails_in, self.may_fail = list[str](), "", threading.Event()
@@ -49,6 +52,10 @@ class NoWorkers(Server):
         if name == self.fails_in:
             assert self.may_fail.wait(60)
             raise ServerError("the server is gone")
+        if name == "start_weight_update" and self.is_updating:
+            raise ServerError("start_weight_update called while a weight update is already active")
+        if name in ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"):
+            self.is_updating = name == "start_weight_update"
 
 
 @pytest.fixture
@@ -98,3 +105,17 @@ def test_servers_that_fail_once_they_joined_are_invited_anew(job: Job, monkeypat
         publisher.publish()
         assert publisher.state is State.INFER
         assert server.calls.count("init_weight_transfer_engine") == 2
+
+
+@pytest.mark.parametrize("target", [State.INFER, State.TRAIN])
+def test_a_switch_follows_one_that_was_interrupted(job: Job, monkeypatch: pytest.MonkeyPatch, target: State) -> None:
+    """Ctrl-C leaves the servers with an update that nobody has ended."""
+    server = NoWorkers()
+    with closing(publisher_of(job, server)) as publisher:
+        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+            interrupted.setattr(publisher, "_end_update", mock.Mock(side_effect=KeyboardInterrupt))
+            publisher.publish()
+        assert publisher.state is State.INTERRUPTED
+        publisher.enter(target)
+        assert publisher.state is target
+        assert server.calls[-1] == ("resume" if target is State.INFER else "finish_weight_update")
