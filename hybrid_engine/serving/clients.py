@@ -47,7 +47,7 @@ def server_of(given: object, timeout_seconds: float, *, allow_public: bool = Fal
 
     Args:
         given: `http://HOST:PORT`; a Ray handle of an actor with the methods of a `VllmServer`; or any `VllmServer`, for
-            example `backends.vllm.server.AsyncServer` around an `AsyncLLM` of this process.
+            example `backends.vllm.server.async_server.AsyncServer` around an `AsyncLLM` of this process.
         timeout_seconds: longest wait for an answer; for a switch, which has waits of its own, there is none.
         allow_public: take addresses that others than this host and its private network can reach.
 
