@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, ServerError, Violation
+from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, ServerError, Violation, shortened
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
@@ -98,6 +98,8 @@ class WeightPublisher(Switch):
         with job.agreement.phase("looking at the servers"):
             if not servers:
                 raise ConfigError([Violation("servers", "none", "Name at least one")])
+            if len({str(each).rstrip("/") for each in servers}) < len(servers):  # it would wait for itself to join
+                raise ConfigError([Violation("servers", f"one twice: {shortened(servers)}", "Name each once")])
             if address is None and len(set(job.hosts)) > 1:
                 problem = "trainers are on several hosts, and there is no address at which they meet the servers"
                 raise ConfigError([Violation("address", problem, "Give that of an interface of the first trainer")])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import HybridEngineError, ServerError
+from hybrid_engine.errors import ConfigError, HybridEngineError, ServerError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving import publisher as publisher_module
@@ -119,3 +119,12 @@ def test_a_switch_follows_one_that_was_interrupted(job: Job, monkeypatch: pytest
         publisher.enter(target)
         assert publisher.state is target
         assert server.calls[-1] == ("resume" if target is State.INFER else "finish_weight_update")
+
+
+@pytest.mark.parametrize(
+    ("servers", "problem"),
+    [((), "servers: none"), (("http://127.0.0.1:1", "http://127.0.0.1:1/"), "one twice: "), ((7,), "servers: got 7")],
+)
+def test_servers_that_cannot_be_are_refused(job: Job, servers: tuple[object, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        publisher_of(job, *servers)
