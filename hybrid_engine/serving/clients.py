@@ -47,7 +47,7 @@ def server_of(given: object, timeout_seconds: float, *, allow_public: bool = Fal
 
     Args:
         given: `http://HOST:PORT`; a Ray handle of an actor with the methods of a `VllmServer`; or any `VllmServer`, for
-            example `backends.vllm.server.AsyncServer` around an `AsyncLLM` of this process.
+            example `backends.vllm.server.async_server.AsyncServer` around an `AsyncLLM` of this process.
         timeout_seconds: longest wait for an answer; for a switch, which has waits of its own, there is none.
         allow_public: take addresses that others than this host and its private network can reach.
 
@@ -102,10 +102,7 @@ class HttpServer(Server):
 
     def __init__(self, url: str, timeout_seconds: float, *, allow_public: bool = False) -> None:
         """Raises ConfigError for what is no URL, or for one that anybody can reach: these routes ask no password."""
-        import requests
-
-        self.url, self._timeout, self._session = url.rstrip("/"), timeout_seconds, requests.Session()
-        self._session.trust_env = False  # a proxy is not to see this
+        self.url, self._timeout = url.rstrip("/"), timeout_seconds
         if not allow_public and (reachable := _public_addresses(self.url)):
             problem = f"{url} is at {', '.join(reachable)}, and vLLM's routes for weights authenticate nobody"
             remedy = "Bind the server to the loopback or a private address, or allow_public where a firewall guards it"
@@ -136,7 +133,11 @@ class HttpServer(Server):
         try:
             # a redirect could take what is said of a job to anybody
             said |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
-            with self._session.request(method, where, **said) as response:
+            # A session for each call: threads share none, and none has a connection that was idle for 5 s, which a
+            # server closes, perhaps while the next call is on its way.
+            with requests.Session() as session:
+                session.trust_env = False  # a proxy is not to see this
+                response = session.request(method, where, **said)
                 if response.status_code == requests.codes.not_found:
                     raise ServerError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
                 if not response.ok or response.is_redirect:

@@ -155,9 +155,13 @@ class MeetingPlace:
         self.name = f"hybrid_engine/{secrets.token_hex(16)}"
         self._directory = ""
         if address is None:
-            self._directory = tempfile.mkdtemp(prefix=_DIRECTORY)  # of this user alone
+            # it stays: servers still open a path in it by name, and somebody else could make what is no longer there
+            own = Path(tempfile.gettempdir(), f"{_DIRECTORY}{os.getuid()}")
+            own.mkdir(0o700, exist_ok=True)
+            self._directory = tempfile.mkdtemp(prefix=_DIRECTORY, dir=own)
             path = Path(self._directory, _FILE)
             path.touch(0o600)  # servers open what is there alone
+            _require_own(path)
             self.place = f"file:{path}"
             self._store: dist.Store = dist.FileStore(str(path), -1)
             return
@@ -185,16 +189,18 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _require_own(path: Path) -> None:
-    """Raise MessageError unless `path` is a meeting place's file, in a directory of this user that is closed to others.
+    """Raise MessageError unless `path` is a meeting place's file, in two directories of this user that are closed to
+    others.
 
     Whoever reaches a server can invite it; a file of another kind would be written to.
     """
     with _explained(path):
-        found, file = os.lstat(path.parent), os.lstat(path)
+        file, *directories = map(os.lstat, (path, *path.parents[:2]))
     if path.name != _FILE or not path.parent.name.startswith(_DIRECTORY) or not stat.S_ISREG(file.st_mode):
         raise MessageError(f"{path} is no place where trainers and servers meet")
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise MessageError(f"{path.parent} is not a directory that only this user can open")
+    for directory, found in zip(path.parents, directories, strict=False):
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise MessageError(f"{directory} is not a directory that only this user can open")
 
 
 def require_token() -> str:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, ServerError, Violation
+from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, ServerError, Violation, shortened
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
@@ -98,6 +98,8 @@ class WeightPublisher(Switch):
         with job.agreement.phase("looking at the servers"):
             if not servers:
                 raise ConfigError([Violation("servers", "none", "Name at least one")])
+            if len({str(each).rstrip("/") for each in servers}) < len(servers):  # it would wait for itself to join
+                raise ConfigError([Violation("servers", f"one twice: {shortened(servers)}", "Name each once")])
             if address is None and len(set(job.hosts)) > 1:
                 problem = "trainers are on several hosts, and there is no address at which they meet the servers"
                 raise ConfigError([Violation("address", problem, "Give that of an interface of the first trainer")])
@@ -166,6 +168,8 @@ class WeightPublisher(Switch):
         if target is before:
             return None
         with_servers = State.INFER in (before, target) or (before is State.INTERRUPTED and self._manager is not None)
+        if before is State.INTERRUPTED and with_servers:  # an update may be open, which a new invitation ends
+            self._disconnect()
         manager = self._connected() if with_servers else None
         self._call_start_hooks(before, target)
         self.state = State.INTERRUPTED
@@ -308,6 +312,7 @@ class WeightPublisher(Switch):
                 job=job,
             )
             undo.callback(self._manager.close)
+            undo.callback(setattr, self, "_manager", None)  # where a server fails once all have joined
             return undo.pop_all()
 
     def _ask(self, phase: str, ask: Callable[[], _T]) -> _T:

@@ -82,16 +82,16 @@ class WeightReceiver:
         """Take part in a job, in place of an earlier one. Collective, of all its trainers and servers.
 
         Weights stay as they are until the job's first switch. Raises what keeps the plan from being made; then this
-        worker is in no job.
+        worker is in no job. Of an invitation that it refuses nothing follows.
         """
-        self.leave()
         if self._index >= invitation.num_workers:
             raise StateError(
                 f"worker {self._index} was invited to a job that counts {invitation.num_workers} workers of its server"
             )
         config, rank = invitation.config(), invitation.first_rank + self._index
+        world = invitation.world(rank, may_end=False)
+        self.leave()
         with Ends() as undo:
-            world = invitation.world(rank, may_end=False)
             job = Job.join(config.timeout_seconds, world=world, device=self._device, host=self._host)
             undo.callback(job.close)
             self._weights.take_rank(rank)

@@ -3,9 +3,9 @@
     with serving(directory, "--load-format", "hybrid_engine", ...) as server:
         server.url, server.processes(), server.log
 
-vLLM spawns its engine core and workers, each of which imports all of it for a quarter of a minute of CPU. Here they
-are forked, without a GPU; what else they do is vLLM's own. The CPU build has another distribution's name than `vllm
-serve` asks for, so the server is started by the module behind it.
+vLLM spawns its engine core and workers, each of which imports all of it for a quarter of a minute of CPU. Here they are
+forked, without a GPU, unless VLLM_WORKER_MULTIPROC_METHOD says spawn; what else they do is vLLM's own. The CPU build
+has another distribution's name than `vllm serve` asks for, so the server is started by the module behind it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def main() -> None:
     from hybrid_engine.backends.vllm.isolation import register_model_class
 
     port_file, wanted, model, *arguments = sys.argv[1:]
-    if not torch.cuda.is_available():  # of which a fork has nothing
+    is_spawning = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
+    if not (is_spawning or torch.cuda.is_available()):  # of which a fork has nothing
         fork_processes()
         torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
     register_model_class(model)  # else vLLM starts a process of its own to look at the class

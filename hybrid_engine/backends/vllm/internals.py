@@ -98,8 +98,6 @@ _LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.mode
 # -- names to import ---------------------------------------------------------------------------------------------------
 
 ENGINE_CORE = Internal(f"{_V1}.engine.core:EngineCore", "is where a server's requests are held until it has weights")
-ENGINE_CORE_PROCESS = Internal(f"{_V1}.engine.core:EngineCoreProc", "is a server's engine core, and has its loop")
-REPLICA_CORE_PROCESS = Internal(f"{_V1}.engine.core:DPEngineCoreProc", "is that of a data parallel replica")
 # the first that is looked up: its module replaces names that others import
 CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
 ROPES = Internal(
@@ -266,8 +264,10 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         f"{_V1}.engine.core:EngineCore": (
             *("collective_rpc", "resume_scheduler", "sleep", "release_kv_cache_memory", "add_lora"),
-            *("is_scheduler_paused", "model_executor"),
+            *("is_scheduler_paused", "model_executor", "_initialize_effective_attention_block_size"),
+            *("batch_queue", "set_weight_version", "_weight_version", "_reset_caches"),
         ),
+        f"{_V1}.core.sched.scheduler:Scheduler": ("running", "set_pause_state"),
     },
     "wake weights segment by segment, where nothing else lies in one": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),

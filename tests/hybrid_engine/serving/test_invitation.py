@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPlace]:
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MeetingPlace]:
     monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = MeetingPlace(None)
     yield made
     made.close()
@@ -56,10 +60,23 @@ def test_a_file_of_something_else_is_never_written_to(place: MeetingPlace, tmp_p
     assert own.read_text() == "mine"
 
 
-def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace) -> None:
-    Path(place.place.removeprefix("file:")).parent.chmod(0o755)
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace, above: int) -> None:
+    directory = Path(place.place.removeprefix("file:")).parents[above]
+    directory.chmod(0o755)
     with pytest.raises(MessageError, match="not a directory that only this user can open"):
         invitation_to(place).store()
+    if above:
+        with pytest.raises(MessageError, match="not a directory that only this user can open"):
+            MeetingPlace(None)
+
+
+def test_nobody_else_can_make_a_place_that_is_gone(place: MeetingPlace) -> None:
+    """A server's watch opens the store's file by its name for a minute after the trainers have removed it."""
+    above = Path(place.place.removeprefix("file:")).parents[1]
+    place.close()
+    assert list(above.iterdir()) == []
+    assert (above.stat().st_uid, above.stat().st_mode & 0o777) == (os.getuid(), 0o700)
 
 
 def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +141,34 @@ class Elsewhere(BaseHTTPRequestHandler):
         """Nothing is written."""
 
 
-def test_a_redirect_takes_nothing_elsewhere() -> None:
-    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+class Impatient(Elsewhere):
+    """Closes a connection that is kept, as it receives the next request."""
+
+    protocol_version, num_requests = "HTTP/1.1", 0
+
+    def do_POST(self) -> None:
+        self.num_requests += 1
+        self.close_connection = self.num_requests > 1
+        if self.num_requests == 1:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[HttpServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(ServerError, match="307"):
-            HttpServer(f"http://127.0.0.1:{server.server_port}", 5).start_weight_update()
+        yield HttpServer(f"http://127.0.0.1:{server.server_port}", 5)
         server.shutdown()
+
+
+def test_a_redirect_takes_nothing_elsewhere() -> None:
+    with answering(Elsewhere) as server, pytest.raises(ServerError, match="307"):
+        server.start_weight_update()
+
+
+def test_no_call_goes_over_a_connection_that_a_server_may_close() -> None:
+    with answering(Impatient) as server:
+        for _ in range(2):
+            server.start_weight_update()

@@ -317,7 +317,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     config = served_config("qwen2", torch_dtype="float32", max_position_embeddings=LENGTH)
     model = write_checkpoint(directory / "model", config, random_weights(config, 7, torch.float32))
     arguments = ("--enable-scale-out", "--max-model-len", str(LENGTH))
-    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
+    # as `vllm serve` does by itself; and without a compiler, which takes a minute at the first request
+    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCH_COMPILE_DISABLE": "1"}
+    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments, environment=spawning) as served:
+        assert requests.get(f"{served.url}/weight_info", timeout=60).json() == {"weight_version": NO_VERSION}
+        assert requests.get(f"{served.url}/is_paused", timeout=60).json() == {"is_paused": True}
         yield model, served.url
 
 

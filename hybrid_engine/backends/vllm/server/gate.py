@@ -3,7 +3,8 @@
 A worker that computed with what is no model would answer nonsense, and one that raised would end vLLM's engine. So a
 server that gets its weights from trainers is paused before it is up; requests wait. Whoever resumes it is refused until
 all workers have the weights of one version. vLLM's scheduler is the one place through which all tokens go, and
-`resume_scheduler` the one way to open it: `wake_up` calls it too.
+`resume_scheduler` the one way to open it: `wake_up` calls it too. A pause that waits for running requests does not
+close it before they have ended, so weights change only under a scheduler that runs none.
 
 What vLLM's routes have workers do goes through `collective_rpc`. While weights are away only what brings them goes
 through it; what would change them behind the trainers' back never does. A worker's error is an answer like any other
@@ -26,7 +27,7 @@ _BRING_WEIGHTS = frozenset(
     }
 )
 _THE_TRAINERS = frozenset(
-    {"sleep", "wake_up", "discard", "reset_weights", "reload_weights", "start_draft_weight_update"}
+    {"sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model", "start_draft_weight_update"}
 )
 _WHY_THE_TRAINERS = (
     "weights of this server, and their memory, go and come with its trainers' switches: pause the server, or sleep at "
@@ -38,57 +39,37 @@ def close_gate(load_format: str) -> None:
     """Have every engine core of this process that gets its weights by `load_format` begin paused, and stay so without
     weights.
 
-    vLLM loads plug-ins in the constructor of the core: in a process that was spawned for it, this is called within the
-    very constructor that it would replace. Such a core begins where its loop does, before the first request.
+    Also one that is being made: where vLLM spawns its processes, the constructor loads plugins.
     """
-    wrappers: dict[internals.Internal, dict[str, Callable[..., Any]]] = {
-        internals.ENGINE_CORE: {
-            "__init__": _construct,
-            "collective_rpc": _call_workers,
-            "resume_scheduler": _resume,
-            "sleep": _sleep,
-            "release_kv_cache_memory": _refuse,
-            "add_lora": _with_weights,
-        },
-        internals.ENGINE_CORE_PROCESS: {"run_busy_loop": _run},
-        internals.REPLICA_CORE_PROCESS: {"run_busy_loop": _run},
+    core = internals.ENGINE_CORE.load()
+    wrappers: dict[str, Callable[..., Any]] = {
+        "_initialize_effective_attention_block_size": _begin,  # called by the constructor, once there is a scheduler
+        "collective_rpc": _call_workers,
+        "resume_scheduler": _resume,
+        "set_weight_version": _label,
+        "sleep": _sleep,
+        "release_kv_cache_memory": _refuse,
+        "add_lora": _with_weights,
     }
-    for core, of_core in wrappers.items():
-        kind = core.load()
-        for name, wrapper in of_core.items():
-            setattr(kind, name, _wrapped(getattr(kind, name), wrapper, load_format))
+    for name, wrapper in wrappers.items():
+        setattr(core, name, _wrapped(getattr(core, name), wrapper, load_format))
 
 
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_format: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # the first argument of a core's constructor is its configuration
-        config = args[0] if original.__name__ == "__init__" and args else kwargs.get("vllm_config")
-        config = config or self.vllm_config
-        if config.load_config.load_format != load_format:
+        if self.vllm_config.load_config.load_format != load_format:
             return original(self, *args, **kwargs)
         return wrapper(functools.partial(original, self), self, *args, **kwargs)
 
     return method
 
 
-def _construct(construct: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
-    construct(*args, **kwargs)
-    _begin(core)
-
-
-def _run(run: Callable[[], None], core: Any) -> None:
-    _begin(core)
-    run()
-
-
-def _begin(core: Any) -> None:
-    """Pause it, once, before it draws a token: it has no weights yet."""
+def _begin(go_on: Callable[[], None], core: Any) -> None:
     from hybrid_engine.backends.vllm.server import receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
-    if hasattr(core, "_begins_without_weights"):
-        return
+    go_on()
     core.scheduler.set_pause_state(internals.PAUSED.load())
     core._weight_version = NO_VERSION
     core.model_executor.collective_rpc(receiver.begin)
@@ -109,8 +90,9 @@ def _call_workers(
         return call(method, timeout, args, kwargs)
     if method in _THE_TRAINERS:
         raise StateError(f"{method}: {_WHY_THE_TRAINERS}")
-    if method == "update_weights" and not core.is_scheduler_paused():
-        raise StateError("the server draws tokens: somebody has resumed it after its trainers paused it")
+    if method == "update_weights":
+        _require_rest(core)
+        core._reset_caches()  # of whatever ran since the trainers paused it
     if method not in _BRING_WEIGHTS:
         _require_weights(core, f"{method} is refused")
     answers = call(answer, timeout, (method, args, kwargs or {}))
@@ -122,6 +104,23 @@ def _call_workers(
 def _resume(resume: Callable[[], None], core: Any) -> None:
     core._weight_version = _require_weights(core, "the server stays paused, and requests wait")
     resume()
+
+
+def _label(label: Callable[[str], None], core: Any, version: str) -> None:
+    """A server that draws tokens says by which weights, whoever calls."""
+    from hybrid_engine.serving.invitation import NO_VERSION
+
+    if version == NO_VERSION:
+        _require_rest(core)
+    elif version != (own := _require_weights(core, f"version {version!r} is refused")):
+        raise StateError(f"version {version!r} is refused: the weights are of version {own}")
+    label(version)
+
+
+def _require_rest(core: Any) -> None:
+    """Raise StateError unless no request runs, nor will before somebody resumes the server."""
+    if not core.is_scheduler_paused() or core.scheduler.running or core.batch_queue:
+        raise StateError("the server draws tokens: somebody has resumed it after its trainers paused it")
 
 
 def _sleep(sleep: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:

@@ -51,6 +51,7 @@ class ServedInference:
         self.job, self.adaptor = job, NoInference()
         self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
         self._generate, self._limits = generate, config.hf_config()
+        self._longest = generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
         self._seed: int | None = None
         self._num_calls = 0
         with job.agreement.phase("looking at the servers"):
@@ -89,8 +90,8 @@ class ServedInference:
             check_data(data)
             wanted = _wanted(sampling)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask)
-            limit = self._generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
-            check_token_ids(token_ids, wanted.max_tokens or 1, limit, int(self._limits.get("vocab_size") or 2**31))
+            vocabulary = int(self._limits.get("vocab_size") or 2**31)
+            check_token_ids(token_ids, wanted.max_tokens or 1, self._longest, vocabulary)
         step = job.world_size if data == "global" else 1
         own = token_ids[job.rank % step :: step]
         with job.agreement.phase("generate", kind=GenerationError):
@@ -121,8 +122,10 @@ class ServedInference:
     def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int | None]
     ) -> list[list[Completion]]:
-        """By this rank's requests, all under way together. Prompts with generators of their own are asked apart."""
-        size = 1 if self._seed is not None and sampling.seed is None else _PROMPTS_OF_A_REQUEST
+        """By this rank's requests, all under way together. Prompts with generators or lengths of their own are asked
+        apart."""
+        is_own = sampling.max_tokens is None or (self._seed is not None and sampling.seed is None)
+        size = 1 if is_own else _PROMPTS_OF_A_REQUEST
         starts = range(0, len(prompts), size)
         if not starts:
             return []
@@ -140,7 +143,9 @@ class ServedInference:
 
     def _ask(self, number: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         values = {name: value for name, value in asdict(sampling).items() if value is not None}
-        values |= {"logprobs": 0 if sampling.logprobs else None, "max_tokens": sampling.max_tokens}
+        # what is not said, a server takes from the model's generation_config.json
+        values |= {"logprobs": 0 if sampling.logprobs else None, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        values |= {"max_tokens": sampling.max_tokens or self._longest - len(prompts[0])}  # without any, 16 for vLLM
         body = {**values, "prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
         body["return_tokens_as_token_ids"] = True  # a server without a tokenizer makes no text
         answer = self._servers[number].post("v1/completions", body)

@@ -78,8 +78,8 @@ class HybridEngineReceiver(_TransferEngine):
         return _read(Update, update_dict)
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        self._caches.sleeper.worker._weight_update_active = False  # of trainers that are gone, or did not wait for it
         self.receiver.join(init_info)
+        self._caches.sleeper.worker._weight_update_active = False  # of trainers that are gone, or did not wait for it
 
     def start_weight_update(self) -> None:
         """All of an update is in `receive_weights`."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -90,20 +89,31 @@ class Executor:
 
 
 class Core:
-    loads_plug_ins: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(self, vllm_config: Any) -> None:
-        self.loads_plug_ins()
+        self.load_plugins()
         self.vllm_config, self.model_executor = vllm_config, Executor()
-        self.scheduler = SimpleNamespace(state="drawing")
+        self.scheduler, self.batch_queue = SimpleNamespace(state="drawing", running=[]), None
         self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
         self.collective_rpc("update_max_model_len")
+        self._initialize_effective_attention_block_size()
+
+    def load_plugins(self) -> None:
+        """The gate may be closed here."""
+
+    def _initialize_effective_attention_block_size(self) -> None:
+        """There is no attention."""
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         return self.model_executor.collective_rpc(method, timeout, args, kwargs)
 
     def resume_scheduler(self) -> None:
         self.scheduler.state = "drawing"
+
+    def set_weight_version(self, version: str) -> None:
+        self._weight_version = version
+
+    def _reset_caches(self) -> None:
+        self.collective_rpc("reset_encoder_cache")
 
     def is_scheduler_paused(self) -> bool:
         return self.scheduler.state != "drawing"
@@ -117,40 +127,20 @@ class Core:
     def add_lora(self, request: object) -> str:
         return "added"
 
-    def run_busy_loop(self) -> None:
-        self.ran = self.scheduler.state
 
-
-@pytest.fixture
-def kind(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
-    """A core's class, which the gate is closed in."""
+@pytest.fixture(params=["forked", "spawned"])
+def core_of(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """A core of a load format, with the gate of ours; in a spawned process its constructor loads the plug-in."""
+    kind = type("Core", (Core,), dict(vars(Core)))
     from hybrid_engine.backends.vllm.server import receiver
 
-    kind = type("Core", (Core,), dict(vars(Core)))
-    process = type("Process", (kind,), {"run_busy_loop": Core.run_busy_loop})
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
-    for name, own in (("ENGINE_CORE", kind), ("ENGINE_CORE_PROCESS", process), ("REPLICA_CORE_PROCESS", process)):
-        monkeypatch.setattr(internals, name, Named(own))
-    return process
-
-
-@dataclass(frozen=True)
-class Named:
-    kind: type[Core]
-
-    def load(self) -> type[Core]:
-        return self.kind
-
-
-def make(kind: type[Core], load_format: str) -> Any:
-    return kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
-
-
-@pytest.fixture
-def core_of(kind: type[Core]) -> Callable[[str], Any]:
-    """A core of a load format, with the gate of ours."""
-    close_gate(OURS)
-    return lambda load_format: make(kind, load_format)
+    monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
+    if request.param == "forked":
+        close_gate(OURS)
+    else:
+        kind.load_plugins = lambda self: close_gate(OURS)
+    return lambda load_format: kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
 
 
 def engines_of(core: Any) -> list[Engine]:
@@ -179,27 +169,33 @@ def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: C
     assert core._weight_version == "4"
 
 
-def test_one_that_is_being_made_when_the_plug_in_comes_begins_paused(kind: type[Core]) -> None:
-    """As in a process that vLLM spawned: it loads plug-ins in the constructor."""
-    kind.loads_plug_ins = staticmethod(functools.cache(functools.partial(close_gate, OURS)))
-    core, others = make(kind, OURS), make(kind, "auto")
-    core.run_busy_loop()
-    others.run_busy_loop()
-    assert (core.ran, core._weight_version) == (internals.PAUSED.load(), "none")
-    assert others.ran == "drawing"
-    assert [engine.worker for engine in engines_of(core)] == [each.worker for each in core.model_executor.workers]
-    core.collective_rpc("init_weight_transfer_engine")
-    assert all(worker.calls.count("init_weight_transfer_engine") == 1 for worker in core.model_executor.workers)
-
-
 def test_weights_do_not_change_under_a_server_that_draws_tokens(core_of: Callable[[str], Any]) -> None:
-    core = core_of(OURS)
+    """Nor under one that is paused, but finishes first what runs."""
+    core, update = core_of(OURS), ["reset_encoder_cache", "update_weights"]
     fill(core, 0, 0)
     assert core.collective_rpc("update_weights") == ["update_weights"] * 2
-    core.resume_scheduler()
+    for drawing in ({"state": "drawing"}, {"running": ["request"]}):
+        with mock.patch.multiple(core.scheduler, **drawing), pytest.raises(StateError, match="somebody has resumed it"):
+            core.collective_rpc("update_weights")
+    core.batch_queue = ["step"]
     with pytest.raises(StateError, match="somebody has resumed it"):
         core.collective_rpc("update_weights")
-    assert all(worker.calls.count("update_weights") == 1 for worker in core.model_executor.workers)
+    assert all(worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers)
+
+
+def test_a_server_that_draws_tokens_says_by_which_weights(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    with pytest.raises(StateError, match="version '4' is refused: no weights yet"):
+        core.set_weight_version("4")
+    fill(core, 4, 4)
+    for version in ("4", "none"):
+        core.set_weight_version(version)
+        assert core._weight_version == version
+    core.resume_scheduler()
+    for version, why in (("77", "the weights are of version 4"), ("none", "the server draws tokens")):
+        with pytest.raises(StateError, match=why):
+            core.set_weight_version(version)
+    assert core._weight_version == "4"
 
 
 def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any]) -> None:
@@ -213,7 +209,7 @@ def test_all_workers_answer_each_call_whoever_fails(core_of: Callable[[str], Any
         core.resume_scheduler()
 
 
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights"])
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model"])
 def test_nobody_else_touches_the_weights(core_of: Callable[[str], Any], name: str) -> None:
     core = core_of(OURS)
     fill(core, 0, 0)

@@ -1,0 +1,84 @@
+"""What a server is asked for is what an engine in this process draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import Sampling, load_config
+from hybrid_engine.backends.vllm.requests import sampling_params
+from hybrid_engine.backends.vllm.server.inference import ServedInference
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+MODEL = Path(__file__).resolve().parents[4] / "examples" / "gpt_rl" / "model"
+LONGEST = 20
+PROMPTS = [[3, 4, 5], [3, 4]]
+OF_THE_MODEL = {
+    **{"temperature": 0.1, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "max_tokens": 2},
+    **{"repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_penalty": 1.5},
+}
+"""Values of its generation_config.json, which a server takes for what is not said."""
+
+
+class Asked:
+    """A server that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+
+    def post(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        assert route == "v1/completions"
+        self.bodies.append(body)
+        logprobs = {"token_logprobs": [-1.0]}
+        choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "stop", "text": ""}
+        return {"choices": [{**choice, "index": index} for index in range(len(body["prompt"]) * body["n"])]}
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[ServedInference, Asked]]:
+    generate = {"servers": ["http://127.0.0.1:1"], "max_model_len": LONGEST}
+    config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": generate}, world_size=1)
+    with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=torch.device("cpu"))) as job:
+        inference, server = ServedInference(config, job), Asked()
+        inference._servers = [server]  # type: ignore[list-item]
+        yield inference, server
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(max_tokens=None),
+        Sampling(n=2, temperature=0.5, top_p=0.9, top_k=5, seed=3, logprobs=False, ignore_eos=True, min_tokens=2),
+        Sampling(temperature=0.0, min_p=0.1, repetition_penalty=1.1, stop_token_ids=(4, 5), max_tokens=3),
+    ],
+    ids=["default", "unlimited", "drawn", "greedy"],
+)
+def test_a_server_draws_as_an_engine_in_this_process(served: tuple[ServedInference, Asked], sampling: Sampling) -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+
+    inference, server = served
+    inference.generate_over_replicas(PROMPTS, sampling)
+    own = sampling_params(sampling)
+    assert sorted(prompt for body in server.bodies for prompt in body["prompt"]) == sorted(PROMPTS)
+    for body in server.bodies:
+        request = CompletionRequest(**body)
+        for prompt in body["prompt"]:
+            most = get_max_tokens(LONGEST, request.max_tokens, len(prompt), OF_THE_MODEL)
+            assert most == (LONGEST - len(prompt) if own.max_tokens is None else own.max_tokens)
+            theirs = request.to_sampling_params(most, OF_THE_MODEL)
+            for name in {field.name for field in fields(Sampling)} - {"max_tokens"} | OF_THE_MODEL.keys() - {
+                "max_tokens"
+            }:
+                assert getattr(theirs, name) == getattr(own, name), name

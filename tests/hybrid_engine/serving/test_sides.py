@@ -1,0 +1,130 @@
+"""Each side alone, in a job of one process that has no weights: what is kept of a job when it goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, HybridEngineError, ServerError
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
+from hybrid_engine.serving import publisher as publisher_module
+from hybrid_engine.serving.clients import Server
+from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace, Update
+from hybrid_engine.serving.publisher import WeightPublisher
+from hybrid_engine.serving.receiver import WeightReceiver
+from hybrid_engine.serving.roles import NoInference, NoTraining
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import State
+
+CPU = torch.device("cpu")
+
+
+class NoWeights(NoInference):
+    """A worker's."""
+
+    def take_rank(self, rank: int) -> None:
+        self.rank = rank
+
+
+class NoWorkers(Server):
+    """A server without workers, which fails in one call. As vLLM's, it has one update at a time."""
+
+    is_updating = False
+
+    def __init__(self) -> None:
+        self.calls, self.fails_in, self.may_fail = list[str](), "", threading.Event()
+
+    def num_workers(self) -> int:
+        return 0
+
+    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+        self.calls.append(name)
+        if name == self.fails_in:
+            assert self.may_fail.wait(60)
+            raise ServerError("the server is gone")
+        if name == "start_weight_update" and self.is_updating:
+            raise ServerError("start_weight_update called while a weight update is already active")
+        if name in ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"):
+            self.is_updating = name == "start_weight_update"
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=CPU)) as joined:
+        yield joined
+
+
+def publisher_of(job: Job, *servers: object) -> WeightPublisher:
+    return WeightPublisher(NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job)  # type: ignore[arg-type]
+
+
+def test_an_invitation_that_is_refused_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    receiver = WeightReceiver(NoWeights(), NoWeights(), 0, CPU)
+    with closing(MeetingPlace(None)) as place:
+        invitation = Invitation(
+            place=place.place, name=place.name, first_rank=0, num_workers=1, size=1, settings={"timeout_seconds": 60}
+        ).signed()
+        receiver.join(invitation)
+        receiver.switch(Update(name=place.name, to="infer", version=3))
+        for refused in (replace(invitation, proof=""), replace(invitation, num_workers=0).signed()):
+            with pytest.raises(HybridEngineError, match=r"HYBRID_ENGINE_TOKEN|counts 0 workers"):
+                receiver.join(refused)
+        receiver.switch(Update(name=place.name, to="train", version=3))
+        receiver.leave()
+
+
+class SayingManager(ShardingManager):
+    is_made = threading.Event()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_made.set()
+
+
+def test_servers_that_fail_once_they_joined_are_invited_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = NoWorkers()
+    with closing(publisher_of(job, server)) as publisher:
+        server.fails_in = "init_weight_transfer_engine"
+        monkeypatch.setattr(publisher_module, "ShardingManager", SayingManager)
+        monkeypatch.setattr(SayingManager, "is_made", server.may_fail)
+        with pytest.raises(ServerError, match="the server is gone"):
+            publisher.publish()
+        assert publisher.state is State.TRAIN
+        server.fails_in = ""
+        publisher.publish()
+        assert publisher.state is State.INFER
+        assert server.calls.count("init_weight_transfer_engine") == 2
+
+
+@pytest.mark.parametrize("target", [State.INFER, State.TRAIN])
+def test_a_switch_follows_one_that_was_interrupted(job: Job, monkeypatch: pytest.MonkeyPatch, target: State) -> None:
+    """Ctrl-C leaves the servers with an update that nobody has ended."""
+    server = NoWorkers()
+    with closing(publisher_of(job, server)) as publisher:
+        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+            interrupted.setattr(publisher, "_end_update", mock.Mock(side_effect=KeyboardInterrupt))
+            publisher.publish()
+        assert publisher.state is State.INTERRUPTED
+        publisher.enter(target)
+        assert publisher.state is target
+        assert server.calls[-1] == ("resume" if target is State.INFER else "finish_weight_update")
+
+
+@pytest.mark.parametrize(
+    ("servers", "problem"),
+    [((), "servers: none"), (("http://127.0.0.1:1", "http://127.0.0.1:1/"), "one twice: "), ((7,), "servers: got 7")],
+)
+def test_servers_that_cannot_be_are_refused(job: Job, servers: tuple[object, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        publisher_of(job, *servers)
