@@ -4,6 +4,7 @@
       host_pages.py        on the CPU: memory files; tensors over memory that torch did not allocate
       device_pages.py      on CUDA: the driver's virtual memory, and how another process reads it
       cuda_driver.py       the driver's calls, checked
+      descriptors.py       how the owner's descriptors come to its peers
     offloader.py         training state: device -> host memory and back
       offload_items.py     what there is to offload, storage by storage
       arena.py             host memory: forks do not inherit it, a GPU can read it; copies

@@ -7,19 +7,14 @@
     restore    a new chunk of physical memory at the old address; contents undefined
 
 A restored chunk is new physical memory, so an older mapping of a peer is stale. Peers therefore map, like any host
-pages, a table with every chunk's serial number (0 while it has no memory) and the owner's descriptor of it. A peer maps
-chunks only while it reads them: during that time their memory stays allocated, whatever the owner releases.
+pages, a table with every chunk's serial number, 0 while it has no memory, and ask the owner for the descriptor of that
+number (descriptors.py), as CUDA means them to be passed. A peer maps chunks only while it reads them: during that time
+their memory stays allocated, whatever the owner releases.
 
     peer = DevicePeer(handle, driver)            once: an address range of this process, nothing mapped
     with peer.mapped(extents, keep) as flat:     descriptors fetched, chunks mapped that are not yet
         copy from flat[start:stop]
                                                  stream waited for, chunks unmapped but for those to be read again
-
-Descriptors of device memory are not files, so /proc/<pid>/fd cannot reopen them. pidfd_getfd(2) copies them (Linux 5.6)
-without a thread or socket of the owner. The kernel allows it where it would allow a debugger to attach: same
-user, and either kernel.yama.ptrace_scope 0, or CAP_SYS_PTRACE, or the owner's consent by prctl(PR_SET_PTRACER), which
-it gives when it exports. A container's seccomp profile can forbid it too (Docker's does without CAP_SYS_PTRACE); at
-set-up the ranks try it, and send messages where it is forbidden (switch/rendezvous.py).
 
 Touching a released range on the device is an illegal access, which ends the process's CUDA context.
 
@@ -29,8 +24,6 @@ any process: the child closes them at once. It can use the memory for nothing; C
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import functools
 import os
 import resource
@@ -44,28 +37,25 @@ import torch
 
 from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
 from hybrid_engine.memory.cuda_driver import CudaDriver
-from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, libc, map_pages, tensor_over
+from hybrid_engine.memory.descriptors import MOST_AT_ONCE, Descriptor, fetch, sending
+from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages, tensor_over
 from hybrid_engine.messages import Record
 from hybrid_engine.records.layout import Extent
 
 CHUNK_NBYTES = 32 * 2**20
 """Approximate size of a chunk: release works in whole chunks, and mapping takes time for each. Not tuned on a GPU."""
-MAX_CHUNKS = 256
+MAX_CHUNKS = MOST_AT_ONCE
 """Of one buffer; larger buffers have larger chunks. Every exported chunk costs its owner an open descriptor."""
 
-SERIAL, DESCRIPTOR = 0, 1
-"""Columns of the table."""
 AWAY = 0
 """Serial number of a chunk without memory."""
-
-_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <linux/prctl.h>
 
 
 class DeviceHandle(Record, frozen=True):
     """How a process finds a flat tensor in the device memory of another process on the same host.
 
     Attributes:
-        table: the owner's int64 table [chunks, 2] of serial numbers and descriptors.
+        table: the owner's int64 table [chunks] of serial numbers.
         reserved_nbytes: of the owner's address range.
         chunk_nbytes: of every chunk but the last, which has what remains.
         offset: where the tensor starts in the range, in bytes.
@@ -78,11 +68,6 @@ class DeviceHandle(Record, frozen=True):
     offset: int
     numel: int
     dtype: str
-
-
-def table_of(flat: torch.Tensor) -> np.ndarray:
-    """The rows of a table that lies in a flat int64 tensor."""
-    return flat.numpy().reshape(-1, 2)
 
 
 def chunk_nbytes_for(nbytes: int, granule: int) -> int:
@@ -183,11 +168,10 @@ class _Chunks:
         self._handles: list[Any | None] = [None] * count
         self._next_serial = AWAY + 1
         self._is_exported = False
-        self._table_memory = HostMemory.create(2 * count, torch.int64, f"{label}.chunks")
-        self._table = table_of(self._table_memory.tensor())
-        self._table[:, DESCRIPTOR] = -1
+        self._table_memory = HostMemory.create(count, torch.int64, f"{label}.chunks")
+        self._table = self._table_memory.tensor().numpy()
         self.address = driver.reserve(reserved_nbytes)
-        self._descriptors: dict[int, int] = {}  # of exported chunks; the table is shared, and changes under a child
+        self._descriptors: dict[int, Descriptor] = {}  # of exported chunks
         self._is_inherited = False
         _all_chunks.add(self)
 
@@ -218,7 +202,7 @@ class _Chunks:
                 raise
 
     def unmap(self, index: int) -> None:
-        """Free a chunk; peers are told first, so one that reads the descriptor later finds the serial number gone."""
+        """Free a chunk; peers are told first, so one that asks for the descriptor later finds it gone."""
         self._withdraw(index)
         self.driver.unmap(self._address(index), self._nbytes(index))
         handle, self._handles[index] = self._handles[index], None
@@ -226,9 +210,9 @@ class _Chunks:
 
     def export(self) -> BufferHandle:
         """Publish every chunk, now and whenever it comes back. Returns where peers find the table."""
-        _allow_reading()
+        _raise_limit()
         for index in range(len(self._handles)):
-            if self.is_resident(index) and self._table[index, SERIAL] == AWAY:
+            if self.is_resident(index) and self._table[index] == AWAY:
                 self._publish(index)
         self._is_exported = True
         return self._table_memory.handle(0, self._table.size, torch.int64)
@@ -236,8 +220,7 @@ class _Chunks:
     def disown(self) -> None:
         """In a forked child: close what it inherited; table and memory are the parent's."""
         self._is_inherited = True
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        self._descriptors.clear()
 
     def withdraw(self) -> None:
         """Nothing is exported any more."""
@@ -268,15 +251,15 @@ class _Chunks:
                 f"{_num_descriptors()} Raise the limit (`ulimit -n`) if it is reached"
             ) from error
         os.set_inheritable(descriptor, False)  # not by programs that are started either
-        self._descriptors[index] = self._table[index, DESCRIPTOR] = descriptor
-        self._table[index, SERIAL] = self._next_serial
+        self._descriptors[index] = Descriptor(descriptor)
+        self._descriptors[index].offer(_name(self._table_memory.token, self._next_serial))
+        self._table[index] = self._next_serial
         self._next_serial += 1
 
     def _withdraw(self, index: int) -> None:
-        self._table[index, SERIAL] = AWAY
-        self._table[index, DESCRIPTOR] = -1
-        if (descriptor := self._descriptors.pop(index, None)) is not None:
-            os.close(descriptor)
+        self._table[index] = AWAY
+        with sending:
+            self._descriptors.pop(index, None)
 
     def _address(self, index: int) -> int:
         return self.address + index * self._chunk_nbytes
@@ -296,14 +279,14 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-@functools.cache
-def _allow_reading() -> None:
-    """Let peers copy this process's descriptors where only the system's caution forbids it, and have enough of them.
+def _name(table: str, serial: int) -> str:
+    """Of a chunk's descriptor, which is offered by it."""
+    return f"{table}/{serial}"
 
-    Yama (kernel.yama.ptrace_scope=1, the default of many systems) wants the owner's consent; a kernel without it
-    refuses the call, and needs none. It is given to all processes of the same user.
-    """
-    libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+@functools.cache
+def _raise_limit() -> None:
+    """Have as many descriptors as the system allows: one for every exported chunk."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -311,9 +294,6 @@ def _allow_reading() -> None:
 def _num_descriptors() -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"This process has {len(os.listdir('/proc/self/fd'))} of {limit} file descriptors open."
-
-
-_PIDFD_GETFD = 438  # the system call's number on every architecture but Alpha
 
 
 class DevicePeer:
@@ -326,11 +306,8 @@ class DevicePeer:
 
     def __init__(self, handle: DeviceHandle, driver: CudaDriver) -> None:
         """Raises TransportError when the owner is on another host, has ended or closed the buffer."""
-        self._pid, self._handle, self._driver = handle.table.pid, handle, driver
-        self._pidfd = _open_process(self._pid)
-        self._close_pidfd = weakref.finalize(self, os.close, self._pidfd)
-        # In this order: the table's random name shows that the process opened above is still the owner.
-        self._table = table_of(map_pages(handle.table))
+        self._handle, self._driver, self._is_closed = handle, driver, False
+        self._table = map_pages(handle.table).numpy()
         self._range = _Range(driver, handle.reserved_nbytes, handle.chunk_nbytes)
         self._is_read = False
         nbytes = handle.numel * getattr(torch, handle.dtype).itemsize
@@ -350,19 +327,18 @@ class DevicePeer:
         """
         chunks = self.chunks(extents or [Extent(0, self._handle.numel)])
         if self._is_read:
-            raise StateError(f"the buffer of process {self._pid} is mapped already; end that block first")
-        serials = self._table[chunks, SERIAL].copy()
+            raise StateError("the peer's buffer is mapped already; end that block first")
+        serials = self._table[chunks]
         if (serials == AWAY).any():
             away = [chunk for chunk, serial in zip(chunks, serials.tolist(), strict=True) if serial == AWAY]
             raise TransportError(
-                f"process {self._pid} has released chunks {away} of its buffer ({self._handle.chunk_nbytes} bytes "
-                "each): there was no fence before the read, or the owner has offloaded its weights"
+                f"the owner has released chunks {away} of its buffer ({self._handle.chunk_nbytes} bytes each): there "
+                "was no fence before the read, or it has offloaded its weights"
             )
         kept: Container[int] = ()
         self._is_read = True
         try:
-            for index, serial in zip(chunks, serials.tolist(), strict=True):
-                self._map(index, serial)
+            self._map(chunks, serials.tolist())
             self._raise_if_changed(chunks, serials)
             yield self._tensor
             self._driver.finish_stream()
@@ -379,7 +355,7 @@ class DevicePeer:
     def close(self) -> None:
         """Close the peer; idempotent."""
         self._range.clear()
-        self._close_pidfd()
+        self._is_closed = True
 
     def chunks(self, extents: Sequence[Extent]) -> list[int]:
         """Numbers of the chunks in which these elements lie, in order."""
@@ -394,28 +370,31 @@ class DevicePeer:
             touched.update(range(first // chunk, -(-last // chunk)))
         return sorted(touched)
 
-    def _map(self, index: int, serial: int) -> None:
-        """Map a chunk, unless it is and still the same."""
-        if not self._close_pidfd.alive:
+    def _map(self, chunks: list[int], serials: list[int]) -> None:
+        """Map chunks that are not, or are outdated."""
+        if self._is_closed:
             raise StateError("the peer is closed")
-        if self._range.mapped.get(index) == serial:
+        pairs = zip(chunks, serials, strict=True)
+        missing = [(index, serial) for index, serial in pairs if self._range.mapped.get(index) != serial]
+        if not missing:
             return
-        descriptor = _copy_descriptor(self._pidfd, self._pid, int(self._table[index, DESCRIPTOR]))
+        table = self._handle.table
+        descriptors = fetch(table.address, [_name(table.token, serial) for _, serial in missing])
         try:
-            self._range.map(index, serial, descriptor)
+            for (index, serial), descriptor in zip(missing, descriptors, strict=True):
+                self._range.map(index, serial, descriptor)
         except DeviceMemoryError as error:
             raise TransportError(
-                f"chunk {index} of process {self._pid} cannot be mapped: {error}. If it lies on another GPU, the two "
+                f"chunk {index} of a peer's buffer cannot be mapped: {error}. If it lies on another GPU, the two "
                 "must reach each other (nvidia-smi topo -p2p r); else choose the collective transport"
             ) from error
         finally:
-            os.close(descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _raise_if_changed(self, chunks: list[int], serials: np.ndarray) -> None:
-        if (self._table[chunks, SERIAL] != serials).any():
-            raise TransportError(
-                f"process {self._pid} released chunks of its buffer while they were read; fence the switch"
-            )
+        if (self._table[chunks] != serials).any():
+            raise TransportError("the owner released chunks of its buffer while they were read; fence the switch")
 
 
 class _Range:
@@ -459,33 +438,3 @@ class _Range:
     def _place(self, index: int) -> tuple[int, int]:
         start = index * self._chunk_nbytes
         return self.address + start, min(self._chunk_nbytes, self._nbytes - start)
-
-
-def _open_process(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        raise TransportError(f"process {pid} cannot be opened ({error.strerror}): it ended") from error
-
-
-def _copy_descriptor(pidfd: int, pid: int, descriptor: int) -> int:
-    """Return a copy of another process's descriptor. Raises TransportError with the remedy."""
-    copied, code = _pidfd_getfd(pidfd, descriptor)
-    if copied >= 0:
-        return copied
-    remedies = {
-        errno.EPERM: "not permitted. Run the ranks of a host as one user with kernel.yama.ptrace_scope 0 or 1, or "
-        "CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE), or choose the collective transport",
-        errno.ENOSYS: "Linux before 5.6 cannot; choose the collective transport",
-        errno.EBADF: "the owner released the chunk meanwhile; fence the switch",
-        errno.ESRCH: "the owner ended",
-        errno.EMFILE: "too many open files; raise the limit (`ulimit -n`)",
-    }
-    raise TransportError(
-        f"pidfd_getfd of descriptor {descriptor} of process {pid}: {remedies.get(code, os.strerror(code))}"
-    )
-
-
-def _pidfd_getfd(pidfd: int, descriptor: int) -> tuple[int, int]:
-    """Return the copy or -1, and the error number."""
-    return libc().syscall(_PIDFD_GETFD, pidfd, descriptor, 0), ctypes.get_errno()

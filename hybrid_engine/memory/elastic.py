@@ -216,7 +216,7 @@ def open_peer(handle: Handle, device: torch.device | str = "cuda") -> DevicePeer
     """Return the tensor behind `handle`, of this or another process on the host, to be read without a copy.
 
     `device`: the CUDA device of this process that will read device memory. Raises TransportError, with the remedy, when
-    the owner is on another host, has ended or closed the buffer, or may not be inspected.
+    the owner is on another host or another user's, or has ended or closed the buffer.
     """
     if isinstance(handle, DeviceHandle):
         return DevicePeer(handle, _require_driver(torch.device(device)))

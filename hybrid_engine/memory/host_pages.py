@@ -2,7 +2,7 @@
 
     create     memfd_create -> mmap -> flat tensor, reads zeros, no page resident yet
     release    fallocate(PUNCH_HOLE): pages back to the system, contents lost, address kept
-    map_pages  in another process of the host, by /proc/<pid>/fd/<fd>: the same pages, no copy
+    map_pages  in another process of the host, by its descriptor (descriptors.py): the same pages, no copy
 
 Pages become resident when they are first touched, reads included: reading a released range gives zeros and makes its
 pages resident again. Restoring a range therefore needs no action. Populating pages in advance was measured, 256 MB in
@@ -29,9 +29,9 @@ from typing import NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hybrid_engine.errors import DependencyError, StateError, TransportError
+from hybrid_engine.errors import DependencyError, StateError
+from hybrid_engine.memory.descriptors import Descriptor, fetch
 from hybrid_engine.messages import Record
-from hybrid_engine.ranks.groups import host_id
 
 
 @functools.cache
@@ -42,7 +42,6 @@ def libc() -> ctypes.CDLL:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return library
 
@@ -143,17 +142,14 @@ class BufferHandle(Record, frozen=True):
     """How a process finds a flat tensor in the host pages of another process on the same host.
 
     Attributes:
-        host: `host_id()` of the owner: boot and process namespace. Only there do `pid` and `fd` mean anything.
-        pid, fd: the owner's process and its descriptor of the memory file.
-        token: random name of the memory file, so that a reused pid or descriptor is noticed.
+        address: where the owner is asked for its descriptor of the memory file.
+        token: random name of the memory file, by which it is asked for.
         file_nbytes: size of the memory file, whole pages.
         offset: where the tensor starts in the file, in bytes.
         numel, dtype: of the tensor; dtype is torch's name without the prefix.
     """
 
-    host: str
-    pid: int
-    fd: int
+    address: str
     token: str
     file_nbytes: int
     offset: int
@@ -174,8 +170,7 @@ class HostMemory:
         self.token = ""
         self._unmap = weakref.finalize(self, libc().munmap, address, reserved_nbytes)
         self._unmap.atexit = False  # tensors may be read until the very end; the system unmaps
-        self._fd = fd
-        self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
+        self._file = None if fd is None else Descriptor(fd)
 
     @classmethod
     def create(cls, numel: int, dtype: torch.dtype, label: str) -> HostMemory:
@@ -206,22 +201,20 @@ class HostMemory:
 
     def release(self, first: int, last: int) -> None:
         """Give the pages of bytes [first, last) back, multiples of `granularity`."""
-        _punch_hole(self._open_fd(), first, last - first)
+        _punch_hole(self._open_file().fd, first, last - first)
 
     def restore(self, first: int, last: int) -> None:
         """Nothing to do: a page comes back, zero, when it is touched."""
-        self._open_fd()
+        self._open_file()
 
     def resident_nbytes(self) -> int:
         """Bytes of physical memory behind it now, whole pages."""
-        return os.fstat(self._open_fd()).st_blocks * _STAT_BLOCK
+        return os.fstat(self._open_file().fd).st_blocks * _STAT_BLOCK
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> BufferHandle:
         """For peers: `numel` elements from byte `offset`."""
         return BufferHandle(
-            host=host_id(),
-            pid=os.getpid(),
-            fd=self._open_fd(),
+            address=self._open_file().offer(self.token),
             token=self.token,
             file_nbytes=self.reserved_nbytes,
             offset=offset,
@@ -231,49 +224,22 @@ class HostMemory:
 
     def close(self) -> None:
         """No new peer can map it; idempotent."""
-        if self._close_fd is not None and self._close_fd.alive:
-            self._close_fd()
-            self._fd = None
+        self._file = None
 
-    def _open_fd(self) -> int:
-        if self._fd is None:
+    def _open_file(self) -> Descriptor:
+        if self._file is None:
             raise StateError("the elastic buffer is closed")
-        return self._fd
+        return self._file
 
 
 def map_pages(handle: BufferHandle) -> torch.Tensor:
     """Map the tensor behind `handle`; see `elastic.map_peer`."""
-    if handle.host != host_id():
-        raise TransportError(
-            f"the buffer of process {handle.pid} is on host {handle.host!r}, this process on {host_id()!r}; "
-            "use the collective transport"
-        )
-    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    (fd,) = fetch(handle.address, [handle.token])
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError as error:
-        raise TransportError(
-            f"not permitted to open {path}; run all ranks of a host as one user without dropped capabilities, "
-            "or choose the collective transport"
-        ) from error
-    except OSError as error:
-        raise TransportError(f"{path} cannot be opened ({error.strerror}): its process ended or closed it") from error
-    try:
-        _check_identity(fd, handle, path)
         address = map_memory(handle.file_nbytes, fd, writable=False)
     finally:
         os.close(fd)
     return HostMemory(address, handle.file_nbytes).view(handle.offset, handle.numel, getattr(torch, handle.dtype))
-
-
-def _check_identity(fd: int, handle: BufferHandle, path: str) -> None:
-    """The opened file must be the memory the handle was made for: a pid or descriptor may have been used again."""
-    target, nbytes = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size
-    if f"memfd:{handle.token} " not in f"{target} " or nbytes != handle.file_nbytes:
-        raise TransportError(
-            f"{path} is {target} of {nbytes} bytes, expected memfd:{handle.token} of {handle.file_nbytes}: "
-            "the owner closed its buffer since the handles were exchanged; exchange them again"
-        )
 
 
 def map_memory(nbytes: int, fd: int = -1, *, writable: bool = True) -> int:

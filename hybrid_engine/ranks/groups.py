@@ -1,4 +1,4 @@
-"""Hosts, and process groups: which processes can see each other, groups of some ranks, and the end of groups.
+"""Hosts, and process groups: which processes share memory, groups of some ranks, and the end of groups.
 
 What all ranks must know goes by way of few (ranks/rank_tree.py); everything else among some of them over gloo has a
 group of these (`RankGroup`). torch keeps every group of its own until it is told to end it (`end_groups`), or until the
@@ -27,21 +27,33 @@ from hybrid_engine.ranks.world import World
 logger = logging.getLogger("hybrid_engine")
 
 
-def host_id() -> str:
-    """Equal for two processes exactly when they can see each other under /proc: boot id and process namespace.
+MEETING_DIRECTORY = "/tmp"
+"""Where processes of a host have the sockets by which they pass descriptors (memory/descriptors.py). Not TMPDIR, which
+differs between processes that see the same files, and may be too long for a socket's address."""
 
-    Where /proc does not say, the host's name, by which processes of two containers look alike.
+
+def host_id() -> str:
+    """Equal for two processes exactly when one kernel runs both and they see one MEETING_DIRECTORY: containers may.
+
+    Where /proc does not say, the host's name.
     """
-    return process_space() or socket.gethostname()
+    try:
+        place = os.stat(MEETING_DIRECTORY)
+        return f"{_boot_id()}/{place.st_dev}:{place.st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def process_space() -> str | None:
-    """`host_id`, or None where process ids of others cannot be relied on."""
+    """Equal for two processes exactly when they see each other's ids; None where that cannot be known."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{_boot_id()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return None
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def state_of(pid: int) -> str | None:

@@ -171,7 +171,7 @@ class Job:
 
         Args:
             timeout_seconds: longest wait for another rank; for the start, at least `agreement.SECONDS_TO_BUILD`.
-            host: where this rank is; default: what /proc says.
+            host: where this rank is; default: `groups.host_id()`.
             device: of the training weights; default: the current GPU, without one the CPU.
             device_name: by which others tell whether they are on it too; default: a GPU's UUID, on a CPU this rank's.
             world: of the job, where that is not the process group's.

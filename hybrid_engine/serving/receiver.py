@@ -55,7 +55,7 @@ class WeightReceiver:
         weights: of its model. caches: of what it computed with them.
         index: of the worker in its server, from 0, over all its replicas.
         device: of the weights.
-        host: where the worker is; default: what /proc says.
+        host: where the worker is; default: `groups.host_id()`.
 
     Attributes:
         holds: what the weights are now.

@@ -1,9 +1,9 @@
 """Set-up: the ranks tell each other what they hold, make the plan, and connect.
 
     1  gather_side      what all ranks hold for training, once: by assembly.py, for the order of ranks, or here
-    2  peer access      which hosts' ranks can read each other's memory, tried: a container's seccomp profile, the
-                        host's ptrace rules, or GPUs that do not reach each other forbid it. Found in the middle of a
-                        switch that would be an error; found here, the ranks of that host send messages
+    2  peer access      which hosts' ranks can read each other's memory, tried: they may be of several users, or on
+                        GPUs that do not reach each other. Found in the middle of a switch that would be an error; found
+                        here, the ranks of that host send messages
        share            what they hold for inference, and who can relay: messages that many ranks have come once
        host_groups      handles of exported buffers, among the ranks of a host
     3  plan             on every rank from the same records; each keeps its own part
@@ -35,7 +35,7 @@ from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.ranks.groups import RankGroup
+from hybrid_engine.ranks.groups import MEETING_DIRECTORY, RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.records.sides import Side, layout_messages
@@ -157,7 +157,10 @@ def connect(
             job.require_timeout(config.timeout_seconds)
             buffers = source.buffers()
             _require_device(job, buffers)
-        shares_memory = job.hosts[job.rank] not in hosts_without_access(job, config, fence_group)
+        reasons = hosts_without_access(job, config, fence_group)
+        shares_memory = job.hosts[job.rank] not in reasons
+        if config.transport == "auto" and (not buffers or job.rank == job.hosts.index(job.hosts[job.rank])):
+            _say_ways(job, reasons)
         with job.agreement.phase("layout"):
             can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
             offer = Offer(can_relay, sorted(frozen() if config.incremental == "auto" else ()))
@@ -337,35 +340,45 @@ def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
 _PHASE = "peer access"
 
 
-def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> frozenset[str]:
-    """Hosts on which a rank cannot read another's memory; each is logged with the first reason. Collective.
+def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> Mapping[str, str]:
+    """Hosts on which a rank cannot read another's memory, with the first reason; the same on all ranks. Collective.
 
     Raises ConfigError, on all ranks, where `config.transport` allows nothing else.
     """
-    reasons = _reasons_by_host(job, group)
-    if reasons and config.transport == SharedMemoryTransport.name:
-        remedy = "Choose auto or collective, or give the permission"
-        raise ConfigError([Violation(CONFIG_KEY, f"{config.transport}, but {why}", remedy) for why in reasons.values()])
-    for host, why in reasons.items():
-        if job.rank == job.hosts.index(host) and config.transport == "auto":
-            logger.warning("[Reshard] the ranks of this host send their weights instead of sharing memory: %s", why)
-    return frozenset(reasons)
-
-
-def _reasons_by_host(job: Job, group: RankGroup) -> Mapping[str, str]:
-    """The same on all ranks."""
+    why = ""
     with ExitStack() as ends:
         with job.agreement.phase(_PHASE):
-            own = {BufferId(job.rank, "probe"): _probe(job, ends)} if is_elastic(job.device) else {}
+            own: dict[BufferId, Handle] = {}
+            try:
+                if is_elastic(job.device):
+                    own = {BufferId(job.rank, "probe"): _probe(job, ends)}
+            except TransportError as error:
+                why = f"rank {job.rank} cannot offer its memory: {error}"
         handles = _gather_handles(job, own, group)
         with job.agreement.phase(_PHASE):
-            why = _obstacle(job, {buffer_id.rank: handle for buffer_id, handle in handles.items()})
+            why = why or _obstacle(job, {buffer_id.rank: handle for buffer_id, handle in handles.items()})
         found: Sequence[str] = job.agreement.gather(why, str, _PHASE)
     reasons: dict[str, str] = {}
     for host, why in zip(job.hosts, found, strict=True):
         if why:
             reasons.setdefault(host, why)
+    if reasons and config.transport == SharedMemoryTransport.name:
+        remedy = "Choose auto or collective, or give the permission"
+        raise ConfigError([Violation(CONFIG_KEY, f"{config.transport}, but {why}", remedy) for why in reasons.values()])
     return reasons
+
+
+def _say_ways(job: Job, reasons: Mapping[str, str]) -> None:
+    """By which way this host's ranks have weights of each other, and why those of others come in messages."""
+    own = job.hosts[job.rank]
+    if why := reasons.get(own):
+        logger.warning("[Reshard] the ranks of this host send their weights instead of sharing memory: %s", why)
+    elif is_elastic(job.device):
+        here = [rank for rank, host in enumerate(job.hosts) if host == own]
+        away = job.world_size - len(here)
+        why = f"on another machine, or in a container with another {MEETING_DIRECTORY}"
+        others = f"; by messages with {away} others ({why})" if away else ""
+        logger.info("[Reshard] ranks that read each other's memory: %s%s", ", ".join(map(str, here)), others)
 
 
 def _probe(job: Job, ends: ExitStack) -> Handle:

@@ -36,7 +36,6 @@ _CGROUP_MEMORY = (  # limit and use, of version 2 and 1
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
-_CAP_SYS_PTRACE = 19  # <linux/capability.h>
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,6 @@ def facts_of(machine: Machine) -> dict[str, str]:
         "host memory": f"{available_host_nbytes() / GIB:.1f} GiB available, with the container's limit",
         "/dev/shm": _shared_memory(),
         "limits": f"memlock {_limit(resource.RLIMIT_MEMLOCK)}, nofile {_limit(resource.RLIMIT_NOFILE)}",
-        "reading other processes": _ptrace(),
         "environment": ", ".join(_variables()) or "nothing of CUDA, NCCL, torch or vLLM is set",
     }
 
@@ -275,19 +273,6 @@ def _shared_memory() -> str:
 def _limit(which: int) -> str:
     soft, hard = ("unlimited" if bound == resource.RLIM_INFINITY else str(bound) for bound in resource.getrlimit(which))
     return f"{soft} (at most {hard})"
-
-
-def _ptrace() -> str:
-    """Settings that decide whether ranks of a host may copy each other's descriptors."""
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    has_capability = int(status["CapEff"], 16) >> _CAP_SYS_PTRACE & 1
-    filtered = status.get("Seccomp", "0").strip() != "0"
-    return (
-        f"ptrace_scope {scope.read_text().strip() if scope.is_file() else 'none'}, "
-        f"{'with' if has_capability else 'without'} CAP_SYS_PTRACE, "
-        f"{'behind a seccomp filter' if filtered else 'no seccomp filter'}, user {os.getuid()}"
-    )
 
 
 def _variables() -> Iterator[str]:

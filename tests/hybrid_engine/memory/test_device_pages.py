@@ -9,9 +9,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -309,27 +314,54 @@ def test_closed_buffer_cannot_be_read(rig: Rig):
     buffer.close()
     with pytest.raises(TransportError, match="released chunks"), peer.mapped():
         pass
-    with pytest.raises(TransportError, match=r"its process ended or closed it|exchange them again"):
+    with pytest.raises(TransportError, match=r"its process ended, or closed all its buffers"):
         open_peer(handle)
     with pytest.raises(TransportError, match=r"use open_peer\(handle\).mapped"):
         map_peer(handle)
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (1, r"not permitted\..*ptrace_scope 0 or 1.*SYS_PTRACE.*collective transport"),
-        (9, "the owner released the chunk meanwhile"),
-        (12, "Cannot allocate memory"),
-    ],
-)
-def test_descriptor_that_cannot_be_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch, code: int, message: str):
-    buffer = rig.buffer(CHUNK)
-    peer = open_peer(buffer.export())
-    monkeypatch.setattr(device_pages, "_pidfd_getfd", lambda pidfd, descriptor: (-1, code))
-    message = rf"pidfd_getfd of descriptor \d+ of process {os.getpid()}: {message}"
-    with pytest.raises(TransportError, match=message), peer.mapped():
+def test_chunk_that_went_before_its_descriptor_was_fetched(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    buffer = rig.buffer(2 * CHUNK)
+    peer, fetch = open_peer(buffer.export()), device_pages.fetch
+
+    def late(*arguments: Any) -> list[int]:
+        buffer.release(0, CHUNK)
+        return fetch(*arguments)
+
+    monkeypatch.setattr(device_pages, "fetch", late)
+    with pytest.raises(TransportError, match="the owner has released it"), peer.mapped():
         pass
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_what_is_being_sent_is_closed_by_a_release_and_in_a_forked_child(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, forks: bool
+):
+    buffer, send, begins = rig.buffer(CHUNK), socket.send_fds, threading.Event()
+    table, (descriptor,) = buffer.export().table, buffer._memory._chunks._descriptors.values()
+    descriptor = weakref.ref(descriptor)
+
+    def slow(*arguments: Any) -> int:
+        begins.set()
+        time.sleep(0.3)
+        return send(*arguments)
+
+    def ask() -> None:
+        os.close(device_pages.fetch(table.address, [f"{table.token}/1"])[0])
+
+    monkeypatch.setattr(socket, "send_fds", slow)
+    peer = threading.Thread(target=ask)
+    peer.start()
+    assert begins.wait(10)
+    if not forks:
+        buffer.release()
+        assert descriptor() is None
+    elif not (child := os.fork()):
+        os._exit(descriptor() is not None)
+    else:
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    peer.join()
 
 
 def read_in_a_process(connection) -> None:
@@ -375,7 +407,7 @@ def test_processes_read_each_other(rig: Rig):
         here.send("end")
         process.join()
         assert bool((flat == 5).all())  # the mapping keeps it
-    with pytest.raises(TransportError, match="the owner ended"), peer.mapped():
+    with pytest.raises(TransportError, match="its process ended"), peer.mapped():
         pass
     assert process.exitcode == 0
     here.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import time
 
 import pytest
 import torch
@@ -112,8 +113,11 @@ def test_nothing_leaks():
             buffer.close()
     assert num_mappings() > mappings
     del buffer, peer, tensor
-    assert num_open_fds() == fds
     assert num_mappings() == mappings
+    deadline = time.monotonic() + 10
+    while num_open_fds() > fds and time.monotonic() < deadline:  # connections of the thread that passes descriptors
+        time.sleep(0.01)
+    assert num_open_fds() == fds
 
 
 def test_buffer_of_a_tensor_is_found_through_any_view():
@@ -188,23 +192,14 @@ def test_host_pages_stay_mapped_between_readings():
         pass
 
 
-def test_a_descriptor_that_was_reused_is_noticed_also_after_an_earlier_mapping():
-    buffer = ElasticBuffer(10, torch.float32)
-    handle = buffer.export()
+def test_a_closed_buffer_is_not_found_also_after_an_earlier_mapping():
+    buffer, other = ElasticBuffer(10, torch.float32), ElasticBuffer(10, torch.float32)
+    handle, others = buffer.export(), other.export()
     map_peer(handle)
     buffer.close()
-    other = ElasticBuffer(10, torch.float32)
-    assert other.export().fd == handle.fd, "the system gives the lowest free number"
+    map_peer(others)
     with pytest.raises(TransportError, match="exchange them again"):
         map_peer(handle)
-
-
-def test_not_permitted_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
-    handle = ElasticBuffer(10, torch.float32).export()
-
-    def refuse(*_arguments):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(TransportError, match=r"run all ranks of a host as one user.*collective"):
-        map_peer(handle)
+    other.close()
+    with pytest.raises(TransportError, match="its process ended, or closed all its buffers"):
+        map_peer(others)

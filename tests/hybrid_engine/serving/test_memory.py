@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
+from hybrid_engine.memory.descriptors import fetch
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import Kind, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
@@ -188,7 +189,7 @@ def switch_again_and_again(store: dist.Store, rank: int, num_switches: int) -> N
         for number in range(NUM_WARM_UPS + num_switches):
             if number == NUM_WARM_UPS:
                 handle = exported_buffer_of(flat).export()
-                store.set(f"ready{rank}", f"{handle.pid} {handle.fd}")
+                store.set(f"ready{rank}", f"{os.getpid()} {handle.address} {handle.token}")
                 store.wait(["sampling"])
             if number >= NUM_WARM_UPS:
                 delays.begin_switch(number - NUM_WARM_UPS)
@@ -204,8 +205,8 @@ class Watched:
     """Another process, and the memory file that it holds as its share of the device."""
 
     def __init__(self, told: str) -> None:
-        pid, fd = told.split()
-        self._file, self._statm = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY), Path(f"/proc/{pid}/statm")
+        pid, address, token = told.split()
+        (self._file,), self._statm = fetch(address, [token]), Path(f"/proc/{pid}/statm")
         self.before = self._anonymous_nbytes()
 
     def _anonymous_nbytes(self) -> int:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import multiprocessing
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,12 +20,14 @@ import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, ReshardError, TransportError
-from hybrid_engine.memory import device_pages
+from hybrid_engine.memory import descriptors, device_pages
+from hybrid_engine.ranks import groups
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.switch.rendezvous import hosts_without_access
 from tests.harness.launch import Ranks
+from tests.harness.namespaces import enter_a_process_namespace
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
 from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
 
@@ -91,13 +97,14 @@ def on_rank_1_denied(scenario: Callable[[], object]) -> object:
         return scenario()
 
 
-def switches() -> dict[str, object]:
+def switches(host: str | None = "here") -> dict[str, object]:
     """What a rank reads by messages in two switches with "auto", and what it logged."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     rendezvous.logger.addHandler(handler)
-    rig = Rig(elastic=True)
+    rendezvous.logger.setLevel(logging.INFO)
+    rig = Rig(elastic=True, host=host or groups.host_id())
     rendezvous.logger.removeHandler(handler)
     by_transport = []
     for _ in range(2):
@@ -106,7 +113,7 @@ def switches() -> dict[str, object]:
         rig.manager.enter(TRAIN)
         rig.training.step()
     rig.close()
-    return {"transports": by_transport, "log": [line for line in lines if "sharing memory" in line]}
+    return {"transports": by_transport, "log": [line for line in lines if "memory" in line]}
 
 
 def refusal() -> str:
@@ -117,17 +124,17 @@ def refusal() -> str:
     return ""
 
 
-def devices() -> list[frozenset[str]]:
-    """With device memory, whose driver is the tests' model: where descriptors may be copied, and not on rank 1."""
+def devices(host: str | None = "here") -> list[list[str]]:
+    """With device memory, whose driver is the tests' model: where descriptors pass, and where not on rank 1."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
         DeviceRig(patch)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        job = Job.join(60, host="here", device=torch.device("cuda", 0))
+        job = Job.join(60, host=host, device=torch.device("cuda", 0))
         group = job.new_host_group(ends)
-        results = [hosts_without_access(job, GenerateConfig(), group)]
+        results = [list(hosts_without_access(job, GenerateConfig(), group))]
         if job.rank == 1:
-            patch.setattr(device_pages, "_pidfd_getfd", lambda pidfd, descriptor: (-1, errno.EPERM))
-        results.append(hosts_without_access(job, GenerateConfig(), group))
+            patch.setattr(device_pages, "fetch", mock.Mock(side_effect=TransportError("not permitted")))
+        results.append(list(hosts_without_access(job, GenerateConfig(), group)))
         job.close()
     return results
 
@@ -144,4 +151,64 @@ def test_shared_memory_alone_is_refused_with_the_reason(found: list[dict[str, ob
 
 
 def test_device_memory_is_tried_with_the_driver(found: list[dict[str, object]]) -> None:
-    assert [results["devices"] for results in found] == [[frozenset(), frozenset({"here"})]] * 2
+    assert [results["devices"] for results in found] == [[[], ["here"]]] * 2
+
+
+READ = "[Reshard] ranks that read each other's memory: "
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root")
+def test_containers_of_one_meeting_directory_share_memory(ranks: Ranks) -> None:
+    found = [ranks.launch(in_two_containers, 2, scenario) for scenario in (switches, devices)]
+    for rank, (switched, on_devices) in enumerate(zip(*found, strict=True)):
+        assert switched == {"transports": [{"shared_memory"}] * 2, "log": [f"{READ}0, 1"] * (rank == 0)}
+        assert on_devices[0] == []
+
+
+def in_two_containers(scenario: Callable[[None], object]) -> object:
+    if os.environ["RANK"] == "0":
+        return in_a_group(scenario)
+    enter_a_process_namespace()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    if not os.fork():
+        assert os.getpid() == 1
+        writer.send(in_a_group(scenario))
+        os._exit(0)
+    writer.close()
+    return reader.recv()
+
+
+def in_a_group(scenario: Callable[[None], Any]) -> Any:
+    """Where hosts are what the system says."""
+    dist.init_process_group("gloo")
+    try:
+        return scenario(None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_container_with_another_meeting_directory_gets_messages(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks.launch(with_another_directory, 2, str(tmp_path))):
+        place = tmp_path if rank else groups.MEETING_DIRECTORY
+        others = f"by messages with 1 others (on another machine, or in a container with another {place})"
+        assert found == {"transports": [{"collective"}] * 2, "log": [f"{READ}{rank}; {others}"]}
+
+
+def with_another_directory(other: str) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (groups, descriptors, rendezvous) if os.environ["RANK"] == "1" else ():
+            patch.setattr(module, "MEETING_DIRECTORY", other)
+        return in_a_group(switches)
+
+
+def test_where_there_can_be_no_socket_all_send_messages(ranks: Ranks) -> None:
+    why = "rank 1 cannot offer its memory: no socket in /tmp: Read-only file system"
+    logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {why}"
+    for rank, found in enumerate(ranks.launch(without_sockets, 2)):
+        assert found == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
+
+
+def without_sockets() -> object:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS)) if os.environ["RANK"] == "1" else None
+    with mock.patch.object(tempfile, "mkdtemp", side_effect=error, wraps=tempfile.mkdtemp):
+        return in_a_group(switches)

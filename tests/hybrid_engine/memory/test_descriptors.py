@@ -1,0 +1,220 @@
+"""Descriptors between processes: where containers forbid the ways that need a permission, to whom, and until when."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_engine.errors import TransportError
+from hybrid_engine.memory import descriptors
+from hybrid_engine.memory.descriptors import fetch
+from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor, map_peer
+from hybrid_engine.memory.host_pages import BufferHandle, libc
+from tests.harness.namespaces import enter_a_process_namespace
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
+STRANGER = 12345
+
+
+@pytest.fixture
+def handle() -> BufferHandle:
+    buffer = ElasticBuffer(10, torch.float32)
+    buffer.tensor.fill_(3)
+    kept.append(buffer)
+    return buffer.export()
+
+
+kept: list[ElasticBuffer] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Neither descriptors nor threads nor a directory, whatever was asked and refused."""
+    gc.collect()
+    before = held()
+    yield
+    addresses = [each.address for each in descriptors._servers]
+    kept.clear()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while (left := max(now - was for now, was in zip(held(), before, strict=True))) > 0:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+    assert [each for each in addresses if os.path.exists(os.path.dirname(each))] == []
+
+
+def held() -> tuple[int, int]:
+    """Numbers of descriptors and of threads."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def in_a_child(call: Callable[[], None]) -> None:
+    """Run in a forked process; a failure there is printed."""
+    if not (child := os.fork()):
+        try:
+            call()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def refused(handle: BufferHandle, message: str, *names: str) -> Callable[[], None]:
+    def ask() -> None:
+        with pytest.raises(TransportError, match=message):
+            fetch(handle.address, names or [handle.token])
+
+    return ask
+
+
+def drop_capabilities() -> None:
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # capset(2), version 3
+    assert libc().capset(header, data) == 0
+
+
+@needs_root
+def test_another_process_namespace_without_permissions_reads(handle: BufferHandle):
+    """Device memory: switch/test_rendezvous.py, since CUDA does not work in a forked child."""
+    owner, fd = os.getpid(), kept[0]._memory._open_file().fd
+
+    def read() -> None:
+        enter_a_process_namespace()
+        in_a_child(read_there)
+
+    def read_there() -> None:
+        drop_capabilities()
+        assert os.getpid() == 1
+        with pytest.raises(PermissionError):
+            os.open(f"/proc/{owner}/fd/{fd}", os.O_RDONLY)
+        with pytest.raises(ProcessLookupError):
+            os.pidfd_open(owner)
+        assert map_peer(handle).tolist() == [3] * 10
+
+    in_a_child(read)
+
+
+@needs_root
+def test_a_stranger_is_kept_out_by_the_directory_and_by_its_user(handle: BufferHandle):
+    path = Path(handle.address)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    def ask(message: str) -> Callable[[], None]:
+        def as_a_stranger() -> None:
+            os.setuid(STRANGER)
+            refused(handle, message)()
+
+        return as_a_stranger
+
+    in_a_child(ask("Permission denied"))
+    path.parent.chmod(0o755)
+    path.chmod(0o777)
+    in_a_child(ask(f"user {STRANGER} asks user {os.geteuid()}; run all ranks of a host as one user"))
+
+
+def test_unknown_names_get_nothing(handle: BufferHandle):
+    for names in (["other"], [handle.token, "other"], [handle.token + "\0"], ["\n"]):
+        refused(handle, "released it since .* exchange them again", *names)()
+    copies = fetch(handle.address, [handle.token] * descriptors.MOST_AT_ONCE)
+    assert len(set(copies)) == descriptors.MOST_AT_ONCE
+    assert not any(map(os.get_inheritable, copies))
+    for copy in copies:
+        os.close(copy)
+
+
+def test_a_peer_without_descriptors_left_is_told_and_keeps_none(handle: BufferHandle):
+    def ask() -> None:
+        num_open, lowest = len(os.listdir("/proc/self/fd")), os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 4,) * 2)
+        refused(handle, re.escape("too many open files here; raise `ulimit -n`"), *[handle.token] * 100)()
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+    in_a_child(ask)
+
+
+def test_peers_that_ask_nothing_or_go_away_do_not_stop_others(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(descriptors, "_SECONDS_TO_ASK", 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(handle.address)
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
+                gone.connect(handle.address)
+                gone.send(handle.token.encode())
+        assert map_peer(handle).tolist() == [3] * 10
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(signal.SIGKILL, "its process ended"), (signal.SIGSTOP, "timed out")],
+)
+def test_an_owner_that_was_killed_or_stopped(number: int, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(descriptors, "_SECONDS_TO_ANSWER", 0.5)
+    reader, writer = os.pipe()
+    if not (owner := os.fork()):
+        buffer = ElasticBuffer(10, torch.float32)
+        told = buffer.export()
+        os.write(writer, f"{told.address} {told.token}".encode())
+        time.sleep(1000)
+    address, token = os.read(reader, 1000).decode().split()
+    os.close(fetch(address, [token])[0])
+    os.kill(owner, number)
+    os.waitid(os.P_PID, owner, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(TransportError, match=f"{address}: .*{message}"):
+        fetch(address, [token])
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    os.unlink(address)
+    os.rmdir(os.path.dirname(address))
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_forked_child_ends_nothing_of_its_parents_and_has_a_server_of_its_own(handle: BufferHandle):
+    def use() -> None:
+        own = ElasticBuffer(10, torch.float32).tensor.fill_(4)
+        told = descriptors_of(own)
+        assert os.path.dirname(told.address) != os.path.dirname(handle.address)
+        assert map_peer(told).tolist() == [4] * 10
+        assert map_peer(kept[0].export()).tolist() == [3] * 10, "what it inherited, from itself"
+        kept.clear()
+        del own
+        gc.collect()
+
+    in_a_child(use)
+    assert map_peer(handle).tolist() == [3] * 10
+
+
+def descriptors_of(tensor: torch.Tensor) -> BufferHandle:
+    told = export_tensor(tensor)
+    assert isinstance(told, BufferHandle)
+    return told
+
+
+def test_what_was_closed_while_it_is_sent_is_not_another_file(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch):
+    """The owner closes a buffer between the thread's look and its answer, and opens a file, which takes the number."""
+    send, others = socket.send_fds, []
+
+    def late(connection: socket.socket, *arguments: object) -> int:
+        kept.clear()
+        others.append(os.open("/dev/null", os.O_RDONLY))
+        return send(connection, *arguments)
+
+    monkeypatch.setattr(socket, "send_fds", late)
+    assert map_peer(handle).tolist() == [3] * 10
+    os.close(others.pop())
