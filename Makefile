@@ -46,7 +46,7 @@ test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, 
 	FAULTS_JSON='$(FAULTS_JSON)' $(PYTEST) -m faults $(PYTEST_ARGS) \
 	    tests/faults tests/hybrid_engine/ranks/test_failure_watch.py
 test-servers: $(READY) ## Fill vLLM servers, processes of their own, in more families and layouts than make test
-	$(PYTEST) -m servers $(PYTEST_ARGS) tests/hybrid_engine/serving tests/benchmarks
+	$(PYTEST) -m servers $(PYTEST_ARGS) tests/hybrid_engine/serving tests/benchmarks tests/examples
 lint: $(READY) ## Check style, formatting and types
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 format: $(READY) ## Fix style and formatting in place

@@ -74,21 +74,28 @@ def serving(model: Path, values: Mapping[str, Any], log: Path) -> Iterator[str]:
 
 
 def server_arguments(model: Path, values: Mapping[str, Any], port: int) -> list[str]:
-    """vLLM's, as a run in one process would have them."""
-    generate = values["generate_config"]
+    """vLLM's, on the command line."""
     told = {
-        "model": model,
         "host": LOOPBACK,
         "port": port,
         "load-format": "hybrid_engine",
         "weight-transfer-config": '{"backend": "hybrid_engine"}',
-        "dtype": values["actor_config"]["params_dtype"],
-        "max-model-len": generate["max_model_len"],
-        "max-num-seqs": generate["max_num_seqs"],
-        "tensor-parallel-size": generate.get("infer_tensor_parallel_size", 1),
-        "kv-cache-memory-bytes": generate["kv_cache_mb"] << 20,
+        **{name.replace("_", "-"): value for name, value in engine_arguments(model, values).items()},
     }
     return [*(f"--{name}={value}" for name, value in told.items()), "--enforce-eager", "--skip-tokenizer-init"]
+
+
+def engine_arguments(model: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's, as a run in one process would have them."""
+    generate = values["generate_config"]
+    return {
+        "model": str(model),
+        "dtype": values["actor_config"]["params_dtype"],
+        "max_model_len": generate["max_model_len"],
+        "max_num_seqs": generate["max_num_seqs"],
+        "tensor_parallel_size": generate.get("infer_tensor_parallel_size", 1),
+        "kv_cache_memory_bytes": generate["kv_cache_mb"] << 20,
+    }
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

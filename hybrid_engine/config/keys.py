@@ -376,8 +376,8 @@ class GenerateConfig(Section):
     they are far apart, the two compute different models: the switch fails, and the state before is restored. Where
     either side cannot compute them, a line in the log says why."""
     servers: Names = ()
-    """Addresses of vLLM servers, http://HOST:PORT, that generate in place of a vLLM in the processes that train; see
-    servers.md. Their sizes, memory and kernels are their own: keys for these say nothing then."""
+    """vLLM servers that generate in place of a vLLM in the processes that train, see servers.md: http://HOST:PORT, or
+    ray:NAME of a Ray actor. Their sizes, memory and kernels are their own: keys for these say nothing then."""
     server_pause: Literal["keep", "wait", "abort"] = "keep"
     """What becomes of requests that are in flight when a server's weights leave: they go on afterwards, are finished
     first, or end with the tokens so far."""

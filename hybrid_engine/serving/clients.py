@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from hybrid_engine.errors import ConfigError, ServerError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, DependencyError, ServerError, Violation, clipped, shortened
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests in flight: they end with the tokens so far, are finished first, or go on after it."""
@@ -43,24 +43,43 @@ class VllmServer(Protocol):
 
 
 def server_of(given: object, timeout_seconds: float, *, allow_public: bool = False) -> VllmServer:
-    """A server of a URL, a Ray actor, or what is one already.
+    """A server of its name, a Ray actor, or what is one already.
 
     Args:
-        given: `http://HOST:PORT`; a Ray handle of an actor with the methods of a `VllmServer`; or any `VllmServer`, for
-            example `backends.vllm.server.async_server.AsyncServer` around an `AsyncLLM` of this process.
+        given: a name as `named_server` takes it; the handle of a Ray actor with the methods of a `VllmServer`, for
+            example `backends.vllm.server.async_server.VllmActor`; or any `VllmServer`.
         timeout_seconds: longest wait for an answer; for a switch, which has waits of its own, there is none.
         allow_public: take addresses that others than this host and its private network can reach.
 
     Raises ConfigError for anything else.
     """
     if isinstance(given, str):
-        return HttpServer(given, timeout_seconds, allow_public=allow_public)
+        return named_server(given, timeout_seconds, allow_public=allow_public)
     if hasattr(given, "_ray_actor_id"):
         return RayServer(given, timeout_seconds)
     if isinstance(given, VllmServer):
         return given
-    remedy = "Give http://HOST:PORT, a Ray actor, or a serving.clients.VllmServer"
+    remedy = "Give http://HOST:PORT, ray:NAME, a Ray actor, or a serving.clients.VllmServer"
     raise ConfigError([Violation("servers", f"got {shortened(given)}", remedy)])
+
+
+def named_server(name: str, timeout_seconds: float, *, allow_public: bool = False) -> Server:
+    """The server at `http://HOST:PORT`, or the Ray actor of `ray:NAME`.
+
+    Raises ConfigError for what is neither, and DependencyError where Ray is not installed.
+    """
+    kind, _, actor = name.partition(":")
+    if kind != "ray":
+        return HttpServer(name, timeout_seconds, allow_public=allow_public)
+    try:
+        import ray
+    except ImportError as error:
+        raise DependencyError(f"servers: {name} needs Ray: pip install 'hybrid-engine[ray]'") from error
+    try:
+        return RayServer(ray.get_actor(actor), timeout_seconds)
+    except ValueError as error:
+        remedy = "Start the actor first, with options(name=...), in the namespace of this process"
+        raise ConfigError([Violation("servers", f"{name}: {error}", remedy)]) from None
 
 
 class Server(ABC):
@@ -69,6 +88,11 @@ class Server(ABC):
     @abstractmethod
     def num_workers(self) -> int:
         """Of all its replicas."""
+
+    def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer of vLLM's route /v1/completions to this body, for which it may take its time."""
+        answer: Mapping[str, Any] = self._call("complete", ends=False, body=body)
+        return answer
 
     @abstractmethod
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
@@ -119,6 +143,10 @@ class HttpServer(Server):
         """The answer of another route, for which it may take its time."""
         return self._request("POST", route, None, json=body)
 
+    def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self.post("v1/completions", body)
+        return answer
+
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
         seconds = self._timeout if ends else None
         if name == "pause":
@@ -148,7 +176,10 @@ class HttpServer(Server):
 
 
 class RayServer(Server):
-    """A Ray actor with the methods of a `VllmServer`, for example around an `AsyncLLM`. Never run on several nodes."""
+    """A Ray actor with the methods of a `Server`, for example a `VllmActor`. Never run on several nodes.
+
+    Where Ray starts it anew (`max_restarts`), the handle stays good.
+    """
 
     def __init__(self, actor: Any, timeout_seconds: float) -> None:
         self._actor, self._timeout = actor, timeout_seconds

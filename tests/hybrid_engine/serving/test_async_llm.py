@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from hybrid_engine import ActorHybridWorker, Sampling
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.backends.huggingface import load_pretrained
-from hybrid_engine.backends.vllm.server.async_server import AsyncServer
+from hybrid_engine.backends.vllm.server.async_server import VllmActor
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.publisher import WeightPublisher
@@ -25,48 +23,25 @@ from tests.harness.vllm_server import ENVIRONMENT, fork_processes
 from tests.hybrid_engine.serving.test_servers import PROMPTS, config_of, write_model
 
 NUM_TOKENS = 8
+ENGINE = {
+    **{"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20},
+    **{"enforce_eager": True, "skip_tokenizer_init": True},
+}
 
 
-class Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(240)
-
-
-async def make_engine(model: str) -> Any:
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = {
-        **{"model": model, "load_format": "hybrid_engine", "weight_transfer_config": {"backend": "hybrid_engine"}},
-        **{"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20},
-        **{"enforce_eager": True, "skip_tokenizer_init": True},
-    }
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-
-
-async def complete(engine: Any, name: str) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling, found = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, detokenize=False), []
-    for number, prompt in enumerate(PROMPTS):
-        async for output in engine.generate({"prompt_token_ids": prompt}, sampling, f"{name} {number}"):
-            last = output
-        found.append(list(last.outputs[0].token_ids))
-    return found
+def complete(server: VllmActor) -> list[Any]:
+    choices = server.complete({"prompt": PROMPTS, "max_tokens": NUM_TOKENS, "temperature": 0.0, "logprobs": 0})[
+        "choices"
+    ]
+    return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
 
 def publish_to_async_llm(model: str) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     fork_processes()
     torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
-    loop, found = Loop(), dict[str, Any]()
-    engine = loop.run(make_engine(model))
+    found = dict[str, Any]()
+    server = VllmActor(model=model, **ENGINE)
     try:
         with ExitStack() as ends, closing(Job.join(60)) as job:
             config = config_of(model, [], {})
@@ -74,26 +49,25 @@ def publish_to_async_llm(model: str) -> dict[str, Any]:
             apply_patches()
             trainer = build_actor(config, table, job, ends)
             load_pretrained(config.model, trainer.weights.base, table, job)
-            server = AsyncServer(engine, loop.loop, 60)
             publisher = WeightPublisher(trainer, [server], config=config.generate_config, job=job)
             with closing(publisher):
                 for name in ("first", "second"):
                     publisher.publish()
-                    found[name] = loop.run(complete(engine, name))
+                    found[name] = complete(server)
                     publisher.withdraw()
                     for buffer in trainer.weights.buffers().values():
                         buffer.mul_(1.5)
-            found["is paused"] = loop.run(engine.is_paused())
+            found["is paused"] = server._call("is_paused")
     finally:
-        engine.shutdown()
+        server.shutdown()
     return found
 
 
-def generate_in_process(model: str) -> list[list[int]]:
+def generate_in_process(model: str) -> list[Any]:
     config = config_of(model, [], {})
     with ActorHybridWorker(config) as worker, worker.rollout_context():
         answers = worker.generate_sequences(PROMPTS, Sampling(max_tokens=NUM_TOKENS, temperature=0.0))
-    return [list(each[0].token_ids) for each in answers]
+    return [(list(each[0].token_ids), list(each[0].logprobs)) for each in answers]
 
 
 @pytest.mark.servers

@@ -19,7 +19,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import LIMIT
 from hybrid_engine.ports import Data, NearEnd, Trainer
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.clients import named_server
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.roles import NoInference
 
@@ -56,8 +56,8 @@ class ServedInference:
         self._num_calls = 0
         with job.agreement.phase("looking at the servers"):
             self._servers = [
-                HttpServer(url, generate.timeout_seconds, allow_public=generate.server_allow_public)
-                for url in generate.servers
+                named_server(each, generate.timeout_seconds, allow_public=generate.server_allow_public)
+                for each in generate.servers
             ]
 
     def switch(self, trainer: Trainer, offloader: Offloader) -> WeightPublisher:
@@ -148,7 +148,7 @@ class ServedInference:
         values |= {"max_tokens": sampling.max_tokens or self._longest - len(prompts[0])}  # without any, 16 for vLLM
         body = {**values, "prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
         body["return_tokens_as_token_ids"] = True  # a server without a tokenizer makes no text
-        answer = self._servers[number].post("v1/completions", body)
+        answer = self._servers[number].complete(body)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != len(prompts) * sampling.n:
             raise ServerError(f"{len(choices)} completions of {len(prompts)} prompts, {sampling.n} each")

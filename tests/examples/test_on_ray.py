@@ -1,0 +1,73 @@
+"""The recipe for Ray: actors that train, an actor that generates, and both kinds lost on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from examples.gpt_rl.run_state import RunDirectory
+from examples.recipes import on_ray
+from tests.examples.launched import short_config
+from tests.harness.launch import REPO_ROOT
+from tests.harness.vllm_server import ENVIRONMENT
+
+NUM_ITERATIONS = 4
+
+
+@pytest.fixture
+def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    settings = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), os.environ.get("PYTHONPATH", "")]), "TORCHDYNAMO_DISABLE": "1"}
+    # Ray ends processes when a host is nearly full, whoever has filled it
+    for name, value in {**settings, "RAY_memory_monitor_refresh_ms": "0"}.items():
+        monkeypatch.setenv(name, value)
+    ray.init(num_cpus=3, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.servers
+@pytest.mark.engines
+def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
+    config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": NUM_ITERATIONS})
+    directory, failures = RunDirectory(tmp_path / "run"), []
+
+    def run() -> None:
+        try:
+            on_ray.run(str(config), 2, directory.path)
+        except BaseException as error:
+            failures.append(error)
+
+    running = threading.Thread(target=run)
+    running.start()
+    killed = []
+    for number, name in ((1, b"ray::TrainerRank.train"), (2, b"ray::VllmActor")):
+        wait(lambda number=number: bool(failures) or len(directory.rows()) > number)
+        killed.append(processes(name)[0])
+        os.kill(killed[-1], signal.SIGKILL)
+    running.join(300)
+    assert not failures
+    assert not running.is_alive()
+    rows = directory.rows()
+    assert [row["iteration"] for row in rows] == list(range(NUM_ITERATIONS + 1))
+    assert all(row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4 for row in rows[1:])
+    assert directory.progress().iteration == NUM_ITERATIONS
+
+
+def wait(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def processes(name: bytes) -> list[int]:
+    """Ids of the actors' processes, by what Ray calls them."""
+    titles = [(entry, entry.joinpath("cmdline")) for entry in Path("/proc").glob("[0-9]*")]
+    return [int(entry.name) for entry, title in titles if title.exists() and title.read_bytes().startswith(name)]
