@@ -70,7 +70,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test by what it takes, before `-m` chooses; leave out what takes minutes unless it is asked for.
 
-    An `addopts = -m` would be lost with another `-m`.
+    An `addopts = -m` would be lost with another `-m`. Files that build engines are first: the last ones of two
+    processes, which end together only if they are short, hold property tests.
     """
     for item in items:
         marks.add_implied(item)
@@ -79,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    with_engines = {item.path for item in items if item.get_closest_marker("engines")}
+    items.sort(key=lambda item: item.path not in with_engines)
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,8 @@ NUM_ITERATIONS = 4
 
 @pytest.fixture
 def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    settings = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), os.environ.get("PYTHONPATH", "")]), "TORCHDYNAMO_DISABLE": "1"}
+    path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {**ENVIRONMENT, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
     # Ray ends processes when a host is nearly full, whoever has filled it
     for name, value in {**settings, "RAY_memory_monitor_refresh_ms": "0"}.items():
         monkeypatch.setenv(name, value)

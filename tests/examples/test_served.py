@@ -19,8 +19,8 @@ MODULE = "tests.examples.test_served"
 TRAIN = ("-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.gpt_rl.train")
 
 
+@pytest.mark.servers
 @pytest.mark.engines
-@pytest.mark.slow
 def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
     config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 1})
     train = [sys.executable, *TRAIN, "--config", str(config), "--out", str(tmp_path / "run")]

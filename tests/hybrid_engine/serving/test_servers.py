@@ -63,7 +63,7 @@ CASES = {
     "llama, one trainer to two replicas": Case("llama", 1, {}, (("--data-parallel-size", "2"),)),
     "llama, by messages": Case("llama", 2, {}, ((),), {"transport": "collective"}),
 }
-ALWAYS = ("qwen2, tp2 to tp1", "qwen3_moe, ep2 to tp2")
+ALWAYS = ("qwen2, tp2 to tp1",)
 
 
 def config_of(model: str, urls: list[str], actor: dict[str, Any], **generate: Any) -> Any:
