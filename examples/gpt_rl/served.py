@@ -41,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     log = Path("runs") / "server.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(TOKEN, secrets.token_hex(32))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
     with serving(model, values, log) as url:
         print(f"server: {url}, log: {log}", flush=True)
         process = subprocess.Popen([*command, f"generate_config.servers=[{url}]"])
