@@ -64,9 +64,12 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_for
 
 
 def _begin(begin: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+    from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
     from hybrid_engine.backends.vllm.server import receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
+    config = args[0] if args else kwargs["vllm_config"]
+    config.model_config.logprobs_mode = LOGPROBS_MODE  # as vLLM in the trainers' processes has it
     begin(*args, **kwargs)
     core.scheduler.set_pause_state(internals.PAUSED.load())
     core._weight_version = NO_VERSION

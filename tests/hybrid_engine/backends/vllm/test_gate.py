@@ -90,6 +90,7 @@ class Executor:
 class Core:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config, self.model_executor = vllm_config, Executor()
+        self.logprobs_mode = vllm_config.model_config.logprobs_mode  # as workers read it
         self.scheduler = SimpleNamespace(state="drawing")
         self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
         self.collective_rpc("update_max_model_len")
@@ -122,7 +123,12 @@ def core_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
     monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
     close_gate(OURS)
-    return lambda load_format: kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
+
+    def core(load_format: str) -> Any:
+        model = SimpleNamespace(logprobs_mode="raw_logprobs")
+        return kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format), model_config=model))
+
+    return core
 
 
 def engines_of(core: Any) -> list[Engine]:
@@ -132,6 +138,11 @@ def engines_of(core: Any) -> list[Engine]:
 def fill(core: Any, *versions: int) -> None:
     for engine, version in zip(engines_of(core), versions, strict=True):
         engine.why, engine.version = "", version
+
+
+def test_log_probabilities_are_those_of_the_processes_that_train(core_of: Callable[[str], Any]) -> None:
+    assert core_of(OURS).logprobs_mode == "processed_logprobs"
+    assert core_of("dummy").logprobs_mode == "raw_logprobs"
 
 
 def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: Callable[[str], Any]) -> None:
