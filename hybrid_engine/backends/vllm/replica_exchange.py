@@ -52,9 +52,9 @@ def check_data(data: str) -> None:
 def stream_seeds(seed: int | None, prompts: TokenIds, data: Data, job: Job) -> list[int | None]:
     """A number of 56 bits for each prompt, made of `seed`, the prompt, and how often it came before; None without seed.
 
-    vLLM draws completion i by that number + i. So a completion depends on no layout and on no other prompt, equal prompts
-    get different ones, and no seed shares a stream with its neighbours. Local data count as global data in which ranks
-    come one after another, for which all ranks are asked (collective).
+    vLLM draws completion i by that number + i. So a completion depends on no layout and on no other prompt, equal
+    prompts get different ones, and no seed shares a stream with its neighbours. Local data count as global data in
+    which ranks come one after another, for which all ranks are asked (collective).
     """
     if seed is None:
         return [None] * len(prompts)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     AnySampling: TypeAlias = Sampling | SamplingParams
 
 LOGPROBS_MODE = "processed_logprobs"
-"""vLLM's name for those of the distribution that tokens are drawn from: after temperature, penalties, top-p and top-k."""
+"""vLLM's name for those of the distribution that tokens are drawn from: after temperature, penalties, top-p, top-k."""
 
 _NOT_IN_COMPLETIONS = ("prompt_logprobs", "prompt_logprob_token_ids")
 

@@ -170,6 +170,7 @@ def test_a_server_draws_what_vllm_in_process_does(engines: Ranks, tmp_path: Path
     with serving(model, tmp_path / "server", *FILLED, *PLAIN) as server:
         served = engines.launch(draw, 2, model, [server.url], timeout=400)
     assert served[0] == served[1]
-    for one, other in zip(sum(here, []), sum(served[0], []), strict=True):
+    flat_here, flat_served = ([one for group in groups for one in group] for groups in (here, served[0]))
+    for one, other in zip(flat_here, flat_served, strict=True):
         assert (one.token_ids, one.temperature) == (other.token_ids, other.temperature)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)

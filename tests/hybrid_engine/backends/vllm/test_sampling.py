@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,7 +48,7 @@ def test_a_stream_is_that_of_a_seed_a_prompt_and_its_repetition(calls: list[tupl
             assert by_key.setdefault((seed, prompt, num_before[prompt]), stream) == stream
             num_before[prompt] += 1
     streams = sorted(by_key.values())
-    assert all(later - earlier > 2**14 for earlier, later in zip(streams, streams[1:], strict=False))
+    assert all(later - earlier > 2**14 for earlier, later in pairwise(streams))
 
 
 def test_without_a_seed_there_is_none() -> None:
@@ -134,9 +135,7 @@ def test_who_is_asked_and_how_changes_no_completion(engines: Ranks, outcomes: Ou
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
-def test_log_probabilities_are_those_of_what_was_drawn_from(
-    outcomes: Outcomes, way: str, tmp_path: Path
-) -> None:
+def test_log_probabilities_are_those_of_what_was_drawn_from(outcomes: Outcomes, way: str, tmp_path: Path) -> None:
     """Against transformers: of logits over the temperature, of as many as top-k leaves."""
     from transformers import AutoModelForCausalLM
 
