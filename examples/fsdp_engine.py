@@ -32,7 +32,7 @@ engine = HybridEngine(
     compress_reshard=True,
     compression_dtype=torch.bfloat16,
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 @engine.on_reshard_end
@@ -43,7 +43,7 @@ def log_bytes(report: ReshardReport) -> None:
 prompts = torch.randint(2, 500, (8, 8), generator=torch.Generator().manual_seed(1))
 for step in range(5):
     with engine.rollout_context():
-        sequences = engine.generate(prompts, Sampling(max_tokens=24, ignore_eos=True, seed=step))  # [8, 32]
+        sequences = engine.generate(prompts, Sampling(n=8, max_tokens=24, ignore_eos=True, seed=step))  # [64, 32]
     responses = sequences[:, prompts.shape[1] :]
     rewards = (responses % 2 == 0).float().mean(1)
     with engine.train_context():

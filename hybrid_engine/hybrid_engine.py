@@ -257,7 +257,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context.
 
         Args:
-            batch: see `batches.Batch`.
+            batch: see `batches.Batch`. Everything that is computed is at its `temperature`.
             data: "global": all ranks pass the same batch and get the whole result; "local": each data parallel rank
                 passes a batch of its own, as large as the others', and gets the result for it.
             entropy: return `entropy` [B, S] too, in nats.
@@ -318,7 +318,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         In `train_context`. A checkpoint that is there is replaced when the new one is complete; a directory that holds
         anything else is refused. So are NaN and infinities (WeightError), unless `check_nan` is false. vLLM's sampler
-        is not in it: see `InferenceEngine.manual_seed`.
+        is not in it: give `Sampling` a seed for each step.
         """
         save = self._of_the_trainer("save_checkpoint")
         self.sharding.require(State.TRAIN)

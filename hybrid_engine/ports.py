@@ -49,7 +49,8 @@ Data = Literal["global", "local"]
 """Whether all ranks pass the same, or each data parallel rank its own part."""
 Batch = Mapping[str, torch.Tensor]
 """Tensors whose dim 0 is sequences: `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`),
-those of `attention_mask`, `position_ids`, `sequence_ids` that are needed, and whatever a loss function reads."""
+those of `attention_mask`, `position_ids`, `sequence_ids` that are needed, the `temperature` [B] or [B, S] that was
+sampled with, where it is not 1, and whatever a loss function reads."""
 Report = dict[str, torch.Tensor]
 """Scalars by name."""
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]

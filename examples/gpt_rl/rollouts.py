@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +116,8 @@ class Rollouts(torch.utils.data.Dataset[Batch]):
         first_group = self._first // settings.samples_per_prompt
         problems = [self._problem(first_group + group) for group in range(num_samples // settings.samples_per_prompt)]
         prompts = [task.encode(problem.prompt) for problem in problems]
-        inference.manual_seed(settings.seed + self._first)
-        groups = inference.generate_over_replicas(prompts, settings.sampling) if prompts else []
+        sampling = replace(settings.sampling, seed=random.Random(f"{settings.seed} {self._first}").getrandbits(62))
+        groups = inference.generate_over_replicas(prompts, sampling) if prompts else []
         self._batch = _batch(prompts, groups, problems, settings.seq_length) if prompts else {}
         self._report(self._first // settings.batch_size, self._figures(inference, problems, groups))
         if self._score_reference is None or not self._batch:
@@ -160,8 +160,9 @@ def _batch(
 ) -> Batch:
     """All samples, group after group; the reference's log-probs are those of the samples until it has scored."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    responses = [completion.token_ids for _, completion in pairs]
-    batch = build_batch([prompt for prompt, _ in pairs], responses, seq_length, task.PADDING)
+    batch = build_batch(
+        [prompt for prompt, _ in pairs], [completion for _, completion in pairs], seq_length, task.PADDING
+    )
     del batch["weights"]
     old_log_probs = grpo.align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
     advantages = grpo.group_advantages(task.rewards(problems, groups)).flatten()

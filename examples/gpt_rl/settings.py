@@ -73,8 +73,8 @@ class RLConfig(Section):
     """Completions of each: the group over which rewards are normalised."""
     max_tokens: Count = 5
     """Longest completion, in tokens, with its end token."""
-    temperature: Annotated[Positive, Field(le=2)] = 1.0
-    """Of sampling. Log-probabilities are the model's own, so other values than 1 make the ratio approximate."""
+    temperature: Annotated[Positive, Field(ge=0.01, le=2)] = 1.0
+    """Of sampling, and of all log-probabilities."""
     epochs: Count = 1
     """Times each completion is learned from."""
     minibatches: Count = 2

@@ -165,8 +165,8 @@ class Trainer:
             temperature=self.rl.temperature,
             max_tokens=self.rl.max_tokens,
             stop_token_ids=(task.END,),
+            seed=self._generator(iteration, "samples").getrandbits(62),
         )
-        self.worker.inference.manual_seed(self._generator(iteration, "samples").getrandbits(30))
         return self.worker.generate_sequences([task.encode(problem.prompt) for problem in problems], sampling)
 
     def _score(
@@ -176,8 +176,7 @@ class Trainer:
         rewards = task.rewards(problems, groups)
         prompts = [task.encode(problem.prompt) for problem in problems for _ in range(self.rl.samples_per_prompt)]
         completions = [completion for group in groups for completion in group]
-        responses = [completion.token_ids for completion in completions]
-        batch = build_batch(prompts, responses, self.seq_length, task.PADDING)
+        batch = build_batch(prompts, completions, self.seq_length, task.PADDING)
         if self.critic is None:
             batch["advantages"] = grpo.group_advantages(rewards).flatten()
         else:

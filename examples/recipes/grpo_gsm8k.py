@@ -58,7 +58,7 @@ def reward(problem: Problem, completion: Completion) -> float:
 def batch_of(groups: Sequence[Sequence[Completion]], rewards: torch.Tensor, seq_length: int) -> dict[str, torch.Tensor]:
     """Return rows of prompt and completion, and their advantages: rewards [P, n] normalised within each group."""
     rows = [completion for group in groups for completion in group]
-    batch = build_batch([row.prompt_token_ids for row in rows], [row.token_ids for row in rows], seq_length)
+    batch = build_batch([row.prompt_token_ids for row in rows], rows, seq_length)
     return {**batch, "advantages": group_advantages(rewards).flatten()}
 
 
@@ -71,8 +71,7 @@ def step(
 ) -> Mapping[str, float]:
     """Sample completions of some problems, score them, and take one optimizer step; return what happened."""
     chats = [[{"role": "user", "content": problem.question + INSTRUCTION}] for problem in problems]
-    seed = number * options.samples  # completion i has seed + i: no step draws from the streams of another
-    sampling = Sampling(n=options.samples, max_tokens=options.max_tokens, temperature=1.0, seed=seed)
+    sampling = Sampling(n=options.samples, max_tokens=options.max_tokens, temperature=1.0, seed=number)
     with worker.rollout_context():
         groups = worker.generate_sequences(chats, sampling)
     rewards = torch.tensor(

@@ -127,6 +127,7 @@ _STALE = "what it keeps of the KV cache outlives the weights that it was compute
 _OTHER_MODEL = "the model is that of the key model"
 
 _REFUSED: Final = {
+    "logprobs_mode": "log-probabilities are those of the distribution that was sampled from",
     **dict.fromkeys(("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_params"), _OFFLOADED),
     **dict.fromkeys(("offload_group_size", "offload_num_in_group", "offload_prefetch_step"), _OFFLOADED),
     **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), _MOVED),
@@ -167,7 +168,7 @@ IN_FILES: Final = frozenset(
         *("dbo_decode_token_threshold", "dbo_prefill_token_threshold"),
         *("fully_sharded_loras", "max_cpu_loras", "specialize_active_lora"),
         # what is told
-        *("logprobs_mode", "cudagraph_metrics", "enable_layerwise_nvtx_tracing", "jit_monitor_mode"),
+        *("cudagraph_metrics", "enable_layerwise_nvtx_tracing", "jit_monitor_mode"),
         "use_tqdm_on_load",
     }
 )

@@ -335,7 +335,7 @@ class GenerateConfig(Section):
     kv_cache_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
     seed: Annotated[Seed, OF_VLLM] = 0
-    """Seed of vLLM's sampler; replica d samples with seed + d."""
+    """Seed of what is sampled without a `Sampling.seed`."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
     vllm: EngineArguments = NOTHING

@@ -20,6 +20,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from hybrid_engine.errors import ConfigError, DependencyError, FileError, StateE
 from hybrid_engine.files.durable import append_text, is_disk_full, naming
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
+from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.switch.report import ReshardReport
@@ -301,12 +303,14 @@ class ScriptEngine:
         return report
 
     def _generate(self, iteration: int) -> list[list[Any]]:
-        """The sampler starts from the iteration: a resumed run draws what the first would have drawn."""
-        num_replicas = self.inference.settings.sizes.data
-        self.inference.manual_seed(self.settings.config.generate_config.seed + iteration * num_replicas)
+        """Without a seed of the user's that of the iteration: a resumed run draws what the first would have drawn."""
         if not self._tokens:
             return []
-        return self.inference.generate_over_replicas(self._tokens, self.settings.sampling)
+        sampling = self.settings.sampling
+        if sampling.seed is None:
+            seed = text_digest(str(self.settings.config.generate_config.seed), str(iteration))
+            sampling = replace(sampling, seed=seed)
+        return self.inference.generate_over_replicas(self._tokens, sampling)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         return list(self._script.tokenizer.tokenize(prompt)) if isinstance(prompt, str) else list(prompt)

@@ -39,6 +39,7 @@ def short_config(
         prompts_per_iteration=16,
         samples_per_prompt=4,
         minibatches=2,
+        temperature=0.7,
         checkpoint_every=1,
         warm_up={"max_steps": 10, "batch_size": 32},
     )

@@ -1,4 +1,5 @@
-"""The same sequences padded on the right, on the left, and packed; and what a trainer makes of each."""
+"""The same sequences padded on the right, on the left, and packed; and what a trainer makes of each. Each sequence has
+a temperature of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from tests.zoo.shares import share_of
 
 LENGTHS = (11, 5, 4, 12, 7, 8, 3, 13)
 """Tokens of each sequence that are computed; packed in this order two fill a row of 16, but for one token."""
+TEMPERATURES = torch.tensor([0.7, 1.0, 1.3, 0.6, 1.7, 0.7, 0.8, 1.1])
 WIDTH = 24
 TOP_K = 3
 OUTPUTS = Outputs(entropy=True, top_k=TOP_K)
@@ -28,11 +30,15 @@ def batches() -> dict[str, Batch]:
     right, left, packed = _rows(8, WIDTH, 0), _rows(8, WIDTH, 9), _rows(4, 16, 7)
     for number, (sequence, length) in enumerate(zip(sequences, LENGTHS, strict=True)):
         _put(right, number, 0, sequence)
+        right["temperature"][number] = left["temperature"][number] = TEMPERATURES[number]
         _put(left, number, WIDTH - length - (number % 2), sequence)  # some with padding on both sides
-        _put(packed, number // 2, 0 if number % 2 == 0 else LENGTHS[number - 1], sequence, number % 2 + 1)
+        start = 0 if number % 2 == 0 else LENGTHS[number - 1]
+        _put(packed, number // 2, start, sequence, number % 2 + 1)
+        packed["temperature"][number // 2, start : start + length] = TEMPERATURES[number]
     ids = packed.pop("attention_mask")
+    by_row = {name: tensor for name, tensor in right.items() if name != "attention_mask"}
     return {
-        "no mask": {name: tensor for name, tensor in right.items() if name != "attention_mask"},
+        "no mask": {**by_row, "temperature": TEMPERATURES},
         "right": right,
         "left": left,
         "packed": {**packed, "sequence_ids": ids},
@@ -43,7 +49,7 @@ def batches() -> dict[str, Batch]:
 def _rows(num_rows: int, width: int, padding: int) -> Batch:
     names = ("tokens", "labels", "attention_mask")
     rows = {name: torch.full((num_rows, width), padding * (name != names[2])) for name in names}
-    return {**rows, "weights": torch.zeros(num_rows, width)}
+    return {**rows, "weights": torch.zeros(num_rows, width), "temperature": torch.ones(num_rows, width)}
 
 
 def _put(rows: Batch, row: int, start: int, sequence: torch.Tensor, number: int = 1) -> None:
@@ -60,11 +66,13 @@ def by_sequence(values: torch.Tensor, way: str) -> torch.Tensor:
 
 
 def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of all tokens, with a bonus for entropy; values of padding are not looked at."""
+    """Of all tokens, with a bonus for entropy; values of padding are not looked at. `ratio`: how far it is from 1."""
     weights = micro_batch["weights"]
+    ratio = (log_probs - micro_batch["old_log_probs"]).exp()
     policy = -(log_probs * weights).sum(1).mean()
     entropy = (micro_batch["entropy"] * weights).sum(1).mean()
-    return {"loss": policy - 0.5 * entropy, "policy": policy, "entropy": entropy}
+    ratio_gap = ((ratio - 1).abs() * (weights > 0)).max()
+    return {"loss": policy - 0.5 * entropy, "policy": policy, "entropy": entropy, "ratio gap": ratio_gap}
 
 
 @dataclass(frozen=True)
@@ -89,9 +97,10 @@ def read_all(engine: Any) -> dict[str, Read]:
     for way, batch in batches().items():
         own = share_of(engine, batch)
         scores = {name: engine.gather_over_data_parallel(value) for name, value in engine.scores(own, OUTPUTS).items()}
-        alone = engine.gather_over_data_parallel(engine.log_probs(own))
+        old_log_probs = engine.log_probs(own)
+        alone = engine.gather_over_data_parallel(old_log_probs)
         assert torch.equal(alone, scores["log_probs"]), "asking for more changes log-probabilities"
-        report = engine.train_step(own, loss, OUTPUTS)
+        report = engine.train_step({**own, "old_log_probs": old_log_probs.to(own["tokens"].device)}, loss, OUTPUTS)
         is_padding = batch["weights"] == 0
         padding = any(bool(value[is_padding].any()) for value in scores.values())
         found[way] = Read({name: by_sequence(value, way) for name, value in scores.items()}, report, padding)
@@ -101,6 +110,7 @@ def read_all(engine: Any) -> dict[str, Read]:
 def assert_all_ways_agree(found: Mapping[str, Read], atol: float) -> None:
     """Left padding is right padding bitwise, everything else up to rounding, as a loss adds up other rows."""
     right = found["right"]
+    assert [read.report["ratio gap"] for read in found.values()] == [0.0] * len(found), "before a step nothing changed"
     for name, values in right.scores.items():
         assert torch.equal(values, found["left"].scores[name]), name
     for way in ("no mask", "left", "packed", "packed by position"):
@@ -116,7 +126,8 @@ def assert_is_that_of_logits(found: Read, model: torch.nn.Module) -> None:
     model.zero_grad()
     batch, log_probs, entropies, tops = batches()["no mask"], [], [], []
     for row, length in enumerate(LENGTHS):
-        whole = model(batch["tokens"][row : row + 1, :length], use_cache=False).logits[0].double().log_softmax(-1)
+        logits = model(batch["tokens"][row : row + 1, :length], use_cache=False).logits[0].double()
+        whole = (logits / TEMPERATURES[row]).log_softmax(-1)
         log_probs.append(whole.gather(-1, batch["labels"][row, :length, None])[:, 0])
         entropies.append(-(whole.exp() * whole).sum(-1))
         tops.append(whole.topk(TOP_K, dim=-1).values)

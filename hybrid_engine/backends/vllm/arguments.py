@@ -27,6 +27,7 @@ from hybrid_engine.backends.vllm.isolation import (
     set_environment,
 )
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
+from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
@@ -96,6 +97,7 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
         "hf_overrides": _config_overrides(settings.model_dir),
         "enforce_eager": is_eager(settings, device_type),
         "max_logprobs": -1,
+        "logprobs_mode": LOGPROBS_MODE,
         "disable_log_stats": True,
         "distributed_timeout_seconds": seconds,
         "cpu_distributed_timeout_seconds": seconds,

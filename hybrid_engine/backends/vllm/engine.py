@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSet
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept, random_state_kept
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
-from hybrid_engine.backends.vllm.replica_exchange import ReplicaExchange, check_data
+from hybrid_engine.backends.vllm.replica_exchange import ReplicaExchange, Request, check_data, stream_seeds
 from hybrid_engine.backends.vllm.requests import one_thread, sampling_params
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.loader import capturing
@@ -49,6 +49,7 @@ from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import Data, NearEnd
 from hybrid_engine.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.torch_internals import torch_defaults
@@ -120,7 +121,8 @@ class InferenceEngine:
                 self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
-                self._generator_state = process_state.seeded_state(settings.generate.seed + self.dp_rank)
+                own_seed = text_digest(str(settings.generate.seed), str(self.dp_rank))
+                self._generator_state = process_state.seeded_state(own_seed)
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(SleepingLlm(lambda: self.llm)) if sleeps else None
@@ -144,7 +146,8 @@ class InferenceEngine:
         """
         params = sampling_params(sampling, self.tokenizer)
         self.check_prompts(prompts, params.max_tokens or 1)
-        return self._complete(prompts, params=params, lora=lora)
+        seeds = stream_seeds(params.seed, prompts, "global", self.job)
+        return self._complete(list(zip(prompts, seeds, strict=True)), params=params, lora=lora)
 
     def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
@@ -186,7 +189,8 @@ class InferenceEngine:
             self.check_prompts(token_ids, params.max_tokens or 1)
         try:
             complete = partial(self._complete, params=params, lora=lora)
-            return self._exchange.complete(token_ids, data, (data, requests.caller_fields(params), lora), complete)
+            alike = (data, requests.caller_fields(params), lora)
+            return self._exchange.complete(token_ids, data, alike, params.seed, complete)
         except BaseException:
             self._generator_state = state  # also where this replica's part went well
             raise
@@ -197,11 +201,6 @@ class InferenceEngine:
         Every rank calls. For those who add requests to `llm` on their own, or interrupted this clean-up too.
         """
         requests.abandon(self.llm)
-
-    def manual_seed(self, seed: int) -> None:
-        """Start the sampler's generator anew; replica d gets seed + d. Makes a resumed run draw as the first did."""
-        with random_state_kept():
-            self._generator_state = process_state.seeded_state(seed + self.dp_rank)
 
     # -- probes (port `Probed`, switch/computation.py) -----------------------------------------------------------------
 
@@ -375,11 +374,15 @@ class InferenceEngine:
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
         return ProcessingBarrier(self.rank, self.job.new_group(owner, parts), self.job.timeout_seconds)
 
-    def _complete(self, prompts: Sequence[Sequence[int]], *, params: Any, lora: str | None) -> list[list[Completion]]:
-        return [requests.completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]
+    def _complete(self, asked: Sequence[Request], *, params: Any, lora: str | None) -> list[list[Completion]]:
+        prompts, seeds = [prompt for prompt, _ in asked], [seed for _, seed in asked]
+        outputs = self._run(prompts, params, lora, seeds)
+        return [requests.completions_of(output, params, self.tokenizer) for output in outputs]
 
     @one_thread
-    def _run(self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None) -> list[Any]:
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None, seeds: Sequence[int | None] = ()
+    ) -> list[Any]:
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
         if problem := arguments.generation_problem(self.settings.sizes, self._device_type):
@@ -388,12 +391,13 @@ class InferenceEngine:
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         prompted = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        each = params if params.seed is None else [requests.seeded(params, seed) for seed in seeds]
         tokenizer = self.tokenizer.attached_to(llm) if requests.needs_tokenizer(params) else contextlib.nullcontext()
         stance = arguments.eager_stance(self.settings, self._device_type)
         with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), stance, tokenizer:
             process_state.set_state(self._generator_state)
             with requests.refusals_named(), requests.none_left(llm), requests.calling_near_end(llm, self.near_end):
-                outputs = llm.generate(prompted, params, use_tqdm=False, lora_request=lora_request)
+                outputs = llm.generate(prompted, each, use_tqdm=False, lora_request=lora_request)
                 requests.require_answers(outputs, prompts, params.n)
             self._generator_state = process_state.get_state()
         return outputs

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.config.keys import Dtype
@@ -59,6 +59,12 @@ def _listed(value: Any) -> Any:
     return tuple(value)
 
 
+def _as_vllm_has_it(temperature: float) -> float:
+    if 0 < temperature < 0.01:  # where logits overflow
+        raise ValueError("Input should be 0 or at least 0.01, with which vLLM would sample")
+    return temperature
+
+
 _Whole = Annotated[int, Field(ge=0, lt=2**31)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -72,14 +78,13 @@ class Sampling:
 
     Attributes:
         n: completions per prompt; 1 when greedy.
-        temperature: 0 to 2.
+        temperature: 0, or 0.01 to 2.
         top_p: sample from the most probable tokens that together have this probability.
         top_k: sample from so many of the most probable tokens; 0 takes all.
         max_tokens: most tokens of a completion; None: as many as fit beside the prompt into max_model_len.
-        seed: of each prompt's own generator, seed + i for completion i: equal prompts get equal completions. None takes
-            the engine's generator.
-        logprobs: also return the log-probability of every sampled token, of the model itself: before temperature,
-            top-p and top-k.
+        seed: of a random stream for each completion, made of it, the prompt, and the completion's number, whatever the
+            layout and whoever else is asked. None takes the engine's generator.
+        logprobs: also return the log-probability of every sampled token, in the distribution that it was drawn from.
         stop_token_ids: a completion ends with any of these, which it keeps.
         ignore_eos: do not end at the end tokens of the model's generation_config.json or, without one, config.json.
         stop: a completion ends before any of these texts. Its request also ends at the tokenizer's end token.
@@ -89,7 +94,7 @@ class Sampling:
     """
 
     n: Annotated[int, Field(ge=1, le=2**14)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_as_vllm_has_it)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: _Whole = 0
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = 16
@@ -154,7 +159,7 @@ class Completion:
 
     Attributes:
         token_ids: sampled tokens, with the stop token or the tokens of a stop string.
-        logprobs: one per token, or empty when they were not asked for.
+        logprobs: one per token, in the distribution that it was drawn from, or empty when they were not asked for.
         finish_reason: "stop" or "length".
         stop_reason: the stop or end token, or the text, that ended it; None for "length", and for the tokenizer's end
             token, at which requests with stop strings end too.
@@ -163,6 +168,7 @@ class Completion:
             as `SamplingParams.logprobs` says; empty when none were asked for.
         drawn_text: the text that vLLM itself has made, where it looked for stop strings.
         tokenizer: makes the text otherwise.
+        temperature: of `logprobs`, for `build_batch`: 1 where sampling is greedy.
     """
 
     token_ids: tuple[int, ...]
@@ -173,6 +179,7 @@ class Completion:
     top_logprobs: tuple[Mapping[int, float], ...] = ()
     drawn_text: str | None = field(default=None, repr=False)
     tokenizer: Decoder | None = field(default=None, repr=False, compare=False)
+    temperature: float = 1.0
 
     @property
     def text(self) -> str:

@@ -6,12 +6,14 @@
                     answers then, and each keeps its own
 
 A replica of one rank has nobody to tell in the second, and a single replica nobody in the first: nothing is sent then.
+Prompts go with the seeds of their random streams, so that who completes them does not matter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,13 +29,16 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 
 T = TypeVar("T")
 TokenIds = Sequence[Sequence[int]]
 Completions = list[list[Completion]]
-Share = tuple[TokenIds, Callable[[Completions], Completions]]
+Request = tuple[Sequence[int], int | None]
+"""A prompt, and the seed of its completions."""
+Share = tuple[Sequence[Request], Callable[[Completions], Completions]]
 """What a replica completes, and what makes a rank's answers of that."""
 
 
@@ -42,6 +47,27 @@ def check_data(data: str) -> None:
     if data not in ("global", "local"):
         remedy = 'Use "global" where all ranks pass the same, "local" where each rank passes its own'
         raise ArgumentError([Violation("data", f"{shortened(data)} is unknown", remedy)])
+
+
+def stream_seeds(seed: int | None, prompts: TokenIds, data: Data, job: Job) -> list[int | None]:
+    """A number of 56 bits for each prompt, made of `seed`, the prompt, and how often it came before; None without seed.
+
+    vLLM draws completion i by that number + i. So a completion depends on no layout and on no other prompt, equal
+    prompts get different ones, and no seed shares a stream with its neighbours. Local data count as global data in
+    which ranks come one after another, for which all ranks are asked (collective).
+    """
+    if seed is None:
+        return [None] * len(prompts)
+    digests = [text_digest(*map(str, prompt)) for prompt in prompts]
+    num_before: Counter[int] = Counter()
+    if data == "local":
+        by_rank = job.agreement.gather(digests, list[int], "counting equal prompts")
+        num_before.update(digest for of_rank in by_rank[: job.rank] for digest in of_rank)
+    seeds: list[int | None] = []
+    for digest in digests:
+        seeds.append(text_digest(str(seed), str(digest), str(num_before[digest])))
+        num_before[digest] += 1
+    return seeds
 
 
 class ReplicaExchange:
@@ -53,21 +79,28 @@ class ReplicaExchange:
         self._groups = ExitStack()
 
     def complete(
-        self, prompts: TokenIds, data: Data, settings: object, generate: Callable[[TokenIds], Completions]
+        self,
+        prompts: TokenIds,
+        data: Data,
+        settings: object,
+        seed: int | None,
+        generate: Callable[[Sequence[Request]], Completions],
     ) -> Completions:
         """The completions of this rank's prompts, or of all ranks'. Collective over the job.
 
         Args:
             prompts: token ids.
             data: whose they are.
-            settings: everything else that all ranks must give alike, and that says so in its `repr`.
+            settings: everything else that all ranks must give alike, and that says so in its `repr`; `seed`, too.
+            seed: of all prompts.
             generate: completes prompts by this replica; all its ranks call it with the same.
 
         Raises, on all ranks, ArgumentError where they differ in what they must give alike, and GenerationError.
         """
         self._require_same(settings, prompts if data == "global" else (), data)
+        seeds = stream_seeds(seed, prompts, data, self._job)
         share = self._global_share if data == "global" else self._local_share
-        requests, answers_of = share(prompts)
+        requests, answers_of = share([(list(prompt), own) for prompt, own in zip(prompts, seeds, strict=True)])
         agreement = self._job.agreement
         waiting = self._sizes.ranks_in_step(self._job.rank)
         with agreement.phase("generate", SHORT_PATIENCE, waiting, GenerationError):
@@ -87,16 +120,16 @@ class ReplicaExchange:
             remedy = 'Pass the same on all ranks, or data="local" where each rank has prompts of its own'
         raise ArgumentError([Violation("data", problem, remedy)])
 
-    def _local_share(self, prompts: TokenIds) -> Share:
+    def _local_share(self, asked: Sequence[Request]) -> Share:
         """What the ranks of this replica pass together, and how this rank finds its own completions."""
         group = self._replica
         with self._job.agreement.call("exchange of prompts"):
-            by_rank = _gathered(group, self._job.rank, [list(prompt) for prompt in prompts], list[list[int]])
-        requests = [prompt for rank in sorted(by_rank) for prompt in by_rank[rank]]
+            by_rank = _gathered(group, self._job.rank, asked, list[tuple[list[int], int | None]])
+        requests = [request for rank in sorted(by_rank) for request in by_rank[rank]]
         start = sum(len(by_rank[rank]) for rank in by_rank if rank < self._job.rank)
-        return requests, lambda completed: completed[start : start + len(prompts)]
+        return requests, lambda completed: completed[start : start + len(asked)]
 
-    def _global_share(self, prompts: TokenIds) -> Share:
+    def _global_share(self, asked: Sequence[Request]) -> Share:
         """Every D-th prompt for each of D replicas, and how each rank gets what the others completed."""
         num, own, group = self._sizes.data, self._dp_rank, self._column
 
@@ -110,10 +143,10 @@ class ReplicaExchange:
 
             return [
                 [whole(one, prompt) for one in by_replica[index % num][index // num]]
-                for index, prompt in enumerate(prompts)
+                for index, (prompt, _) in enumerate(asked)
             ]
 
-        return prompts[own::num], answers_of if group is not None else lambda completed: completed
+        return asked[own::num], answers_of if group is not None else lambda completed: completed
 
     def close(self) -> None:
         """End the groups; idempotent."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     AnySampling: TypeAlias = Sampling | SamplingParams
 
+LOGPROBS_MODE = "processed_logprobs"
+"""vLLM's name for those of the distribution that tokens are drawn from: after temperature, penalties, top-p, top-k."""
+
 _NOT_IN_COMPLETIONS = ("prompt_logprobs", "prompt_logprob_token_ids")
 
 
@@ -69,6 +72,13 @@ def caller_fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__struct_fields__ if not name.startswith("_")}
 
 
+def seeded(params: SamplingParams, seed: int | None) -> SamplingParams:
+    """The same for one prompt, whose completion i draws by seed + i."""
+    own = params.clone()
+    own.seed = seed
+    return own
+
+
 def needs_tokenizer(params: SamplingParams) -> bool:
     return bool(params.detokenize or params.bad_words or params.structured_outputs is not None)
 
@@ -98,7 +108,7 @@ def _impossible(params: SamplingParams) -> Iterator[Violation]:
         yield Violation("sampling.output_kind", "DELTA, but completions come back whole", remedy)
     for name in _NOT_IN_COMPLETIONS:
         if getattr(params, name, None) is not None:
-            remedy = "Leave it out; `inference.prompt_logprobs(token_ids)` computes log-probabilities of prompts"
+            remedy = "Leave it out; `inference.prompt_logprobs([token_ids])` computes log-probabilities of prompts"
             yield Violation(f"sampling.{name}", "completions do not carry it", remedy)
 
 
@@ -123,6 +133,7 @@ def _completion_of(choice: Any, prompt: tuple[int, ...], params: Any, tokenizer:
         tuple({each: at.logprob for each, at in position.items()} for position in positions) if has_top else (),
         choice.text if params.detokenize else None,
         tokenizer,
+        params.temperature or 1.0,
     )
 
 

@@ -127,6 +127,7 @@ class Rows:
         places: [b, S] column of the computed row for each of the user's tokens; None: the same.
         is_real: [b, S] which of the user's tokens are not padding; None: all.
         is_labelled: [b, S] which of the user's labels count; None: all.
+        temperature: [b, L] fp32, by which logits are divided; None: 1 everywhere.
     """
 
     tokens: torch.Tensor
@@ -136,6 +137,7 @@ class Rows:
     places: torch.Tensor | None = None
     is_real: torch.Tensor | None = None
     is_labelled: torch.Tensor | None = None
+    temperature: torch.Tensor | None = None
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -231,7 +233,7 @@ def _as_it_is(part: Batch) -> Rows:
     mask = part.get("mask")
     if is_labelled is not None:
         mask = _learned(mask, is_labelled)
-    return Rows(part["tokens"].long(), labels, mask, is_labelled=is_labelled)
+    return Rows(part["tokens"].long(), labels, mask, is_labelled=is_labelled, temperature=_temperature_of(part))
 
 
 def _rearranged(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_packed: bool) -> Rows:
@@ -247,6 +249,7 @@ def _rearranged(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
     if is_packed:  # what MTP would learn after the last token of a sequence is another's first
         mask = mask.where(~begins_of(own_ids), 0)
     moved = length < width or bool(first.any())
+    temperature = _temperature_of(part)
     return Rows(
         part["tokens"].long().gather(1, sources).where(own_ids > 0, 0),
         None if labels is None else labels.gather(1, sources),
@@ -255,6 +258,7 @@ def _rearranged(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
         places.clamp(max=length - 1) if moved else None,
         is_real,
         is_labelled,
+        None if temperature is None else temperature.gather(1, sources),
     )
 
 
@@ -276,6 +280,13 @@ def _labels_of(part: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if bool(is_labelled.all()):
         return labels.long(), None
     return labels.long().where(is_labelled, 0), is_labelled
+
+
+def _temperature_of(part: Batch) -> torch.Tensor | None:
+    """[b, S] fp32, of a value for each row or for each token; None where there is none."""
+    if (given := part.get("temperature")) is None:
+        return None
+    return given.float().view(len(given), -1).expand(part["tokens"].shape)
 
 
 def _learned(mask: torch.Tensor | None, counted: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,7 @@ def _violations(
     batch: Batch = given
     yield from _size_violations(batch["tokens"].shape, limits, limits.dp_size if data == "global" else 1)
     yield from _token_violations(batch, limits)
+    yield from _temperature_violations(batch)
     for name in outputs.names:
         if name in batch:
             yield Violation(name, "is in the batch and was asked for as an output", "Give the batch's another name")
@@ -175,6 +176,18 @@ def _token_violations(batch: Batch, limits: BatchLimits) -> Iterator[Violation]:
             problem = f"{value} at [{row}, {column}] is no token of a vocabulary of {limits.vocab_size}{others}"
             ignored = f", and {IGNORED} where nothing is predicted" if key == "labels" else ""
             yield Violation(key, problem, f"Pass token ids{ignored}")
+
+
+def _temperature_violations(batch: Batch) -> Iterator[Violation]:
+    if (given := batch.get("temperature")) is None:
+        return
+    shape = batch["tokens"].shape
+    if given.shape not in (shape[:1], shape):
+        remedy = f"Pass one for each row, [{shape[0]}], or for each token, {list(shape)}"
+        yield Violation("temperature", f"has shape {list(given.shape)}", remedy)
+    elif (wrong := given[~((given > 0) & given.isfinite())]).numel():
+        remedy = "Pass what was sampled with, and 1 for what is greedy or padding"
+        yield Violation("temperature", f"has {wrong[0].item()}, and logits are divided by it", remedy)
 
 
 Contents = dict[str, tuple[str, int]]

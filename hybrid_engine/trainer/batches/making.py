@@ -12,6 +12,7 @@ import numbers
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -53,20 +54,31 @@ def require_alike(num_dims: int | None, remedies: Mapping[str, str], **given: ob
 TokenIds = Sequence[int]
 
 
+class Drawn(Protocol):
+    """A completion as engines return it."""
+
+    @property
+    def token_ids(self) -> TokenIds: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+
 def build_batch(
-    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], seq_length: int, pad_token_id: int = 0
+    prompts: Sequence[TokenIds], completions: Sequence[TokenIds | Drawn], seq_length: int, pad_token_id: int = 0
 ) -> dict[str, torch.Tensor]:
     """Rows of a prompt and its completion, padded on the right.
 
     Args:
         prompts: token ids of B prompts, one per completion.
-        completions: token ids of B completions.
+        completions: B `Completion`s, which know their temperature, or token ids of each, drawn at 1.
         seq_length: S; a sequence may have S + 1 tokens, of which the last is only predicted.
         pad_token_id: fills rows up; any token id will do.
 
     Returns `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`; `mask` [B, S]
-    fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`. Raises BatchError, which
-    is a ValueError, naming everything that is not token ids, and every sequence that does not fit.
+    fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`; and `temperature` [B]
+    where one is not 1. Raises BatchError, which is a ValueError, naming everything that is not token ids, and every
+    sequence that does not fit.
     """
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
     rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
@@ -79,6 +91,7 @@ def build_batch(
         "labels": rows[:, 1:].contiguous(),
         "mask": mask,
         "weights": mean_weights(mask),
+        **_unless_one(torch.tensor([sample.temperature for sample in samples])),
     }
 
 
@@ -88,6 +101,7 @@ class Sample:
 
     token_ids: tuple[int, ...]
     prompt_length: int
+    temperature: float
 
     @property
     def length(self) -> int:
@@ -101,21 +115,26 @@ class Sample:
 
 
 def samples_of(
-    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], seq_length: int, pad_token_id: int
+    prompts: Sequence[TokenIds], completions: Sequence[TokenIds | Drawn], seq_length: int, pad_token_id: int
 ) -> list[Sample]:
     """One sample for each completion. Raises BatchError as `build_batch`."""
     found = [
         *required_whole(seq_length, "seq_length", "Pass the number of tokens of a row", least=1),
         *required_whole(pad_token_id, "pad_token_id", "Pass any token id, as 0: what fills rows up has no weight"),
     ]
-    starts, ends = (_all_token_ids(*each, found) for each in (("prompts", prompts), ("completions", completions)))
+    starts = _all_token_ids("prompts", _listed("prompts", prompts, found), found)
+    drawn = _listed("completions", completions, found)
+    ends = _all_token_ids("completions", [getattr(one, "token_ids", one) for one in drawn], found)
     if not found and len(starts) != len(ends):
         problem = f"{len(starts)} of them and {len(ends)} completions"
         remedy = "Pass one prompt for each completion: the prompt of a group as often as the group has completions"
         found.append(Violation("prompts", problem, remedy))
     if found:
         raise BatchError(found)
-    samples = [Sample((*start, *end), len(start)) for start, end in zip(starts, ends, strict=True)]
+    samples = [
+        Sample((*start, *end), len(start), float(getattr(one, "temperature", 1.0)))
+        for start, end, one in zip(starts, ends, drawn, strict=True)
+    ]
     for number, sample in enumerate(samples):
         if sample.prompt_length == 0:
             found.append(Violation(f"prompts[{number}]", "has no tokens", "Leave it out, with its completion"))
@@ -134,12 +153,16 @@ def required_whole(value: object, key: str, remedy: str, least: int | None = Non
         yield Violation(key, f"is {shortened(value)}", remedy)
 
 
-def _all_token_ids(key: str, given: object, found: list[Violation]) -> list[tuple[int, ...]]:
-    """Token ids of each, without those that have none: the first of these joins `found`."""
+def _listed(key: str, given: object, found: list[Violation]) -> list[Any]:
+    """Sequences in a list; what is no list joins `found`."""
     if isinstance(given, str) or not hasattr(given, "__iter__"):
         found.append(Violation(key, f"is {shortened(given, 80)}", "Pass a list with token ids for each"))
         return []
-    listed = list(given)
+    return list(given)
+
+
+def _all_token_ids(key: str, listed: Sequence[Any], found: list[Violation]) -> list[tuple[int, ...]]:
+    """Token ids of each, without those that have none: the first of these joins `found`."""
     read = [_token_ids(each) for each in listed]
     if None in read:
         first = read.index(None)
@@ -164,13 +187,13 @@ def _token_ids(value: object) -> tuple[int, ...] | None:
 
 def _remedy_for(value: object) -> str:
     """What to do about something that should be token ids."""
-    if hasattr(value, "token_ids"):
-        return "Pass its token_ids, and its prompt_token_ids as the prompt"
+    if hasattr(value, "prompt_token_ids"):
+        return "Pass its prompt_token_ids"
     if isinstance(value, str):
         return "Pass token ids: tokenizer(text).input_ids, or token_ids of what was generated"
     if isinstance(value, Sequence) and value and (hasattr(value[0], "token_ids") or hasattr(value[0], "__iter__")):
         flat = "flat = [one for group in groups for one in group]"
-        return f"Flatten the groups, {flat}, and pass prompt_token_ids and token_ids of each"
+        return f"Flatten the groups, {flat}, and pass prompt_token_ids of each as prompts"
     return "Pass a list of token ids for each sequence"
 
 
@@ -214,8 +237,8 @@ class PackedRows:
     """A batch of rows of several sequences.
 
     Attributes:
-        batch: `tokens`, `labels`, `sequence_ids` (the number of the sequence from 1, 0 for padding), `mask` and
-            `weights`, all [R, S]; as those of `build_batch`.
+        batch: `tokens`, `labels`, `sequence_ids` (the number of the sequence from 1, 0 for padding), `mask`, `weights`
+            and, where one is not 1, `temperature`, all [R, S]; as those of `build_batch`.
         places: of each sequence, in the order in which they were given.
     """
 
@@ -241,7 +264,7 @@ class PackedRows:
 
 def pack(
     prompts: Sequence[TokenIds],
-    completions: Sequence[TokenIds],
+    completions: Sequence[TokenIds | Drawn],
     seq_length: int,
     *,
     multiple_of: int = 1,
@@ -251,7 +274,7 @@ def pack(
 
     Args:
         prompts: token ids of N prompts.
-        completions: of N completions.
+        completions: N completions; both as in `build_batch`.
         seq_length: S; a sequence takes a column for each token but its last, which is only predicted.
         multiple_of: the number of rows is one: data parallel ranks times micro batch size, as `update` asks for it.
             Rows that are added for it are padding, with weights of 0.
@@ -267,13 +290,19 @@ def pack(
     num_rows = max(1, -(-num_rows // multiple_of)) * multiple_of
     tokens, labels = (torch.full((num_rows, seq_length), pad_token_id, dtype=torch.int64) for _ in range(2))
     sequence_ids, mask = torch.zeros_like(tokens), torch.zeros(num_rows, seq_length, dtype=torch.float32)
+    temperature = torch.ones_like(mask)
     for number, (sample, place) in enumerate(zip(samples, places, strict=True), start=1):
         token_ids = torch.tensor(sample.token_ids)
         tokens[place.row, place.columns], labels[place.row, place.columns] = token_ids[:-1], token_ids[1:]
         sequence_ids[place.row, place.columns] = number
-        mask[place.row, place.columns] = sample.mask
+        mask[place.row, place.columns], temperature[place.row, place.columns] = sample.mask, sample.temperature
     batch = {"tokens": tokens, "labels": labels, "sequence_ids": sequence_ids, "mask": mask}
-    return PackedRows({**batch, "weights": mean_weights(mask)}, tuple(places))
+    batch |= {"weights": mean_weights(mask), **_unless_one(temperature)}
+    return PackedRows(batch, tuple(places))
+
+
+def _unless_one(temperature: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {} if bool((temperature == 1).all()) else {"temperature": temperature}
 
 
 def _first_fit(lengths: Sequence[int], size: int) -> list[Place]:

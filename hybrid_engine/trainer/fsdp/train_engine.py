@@ -213,6 +213,8 @@ class FsdpTrainEngine(ShardedModel):
         """Log-probabilities [b, S] of the labels, and what `outputs` asks for."""
         assert rows.labels is not None
         logits = self._logits(rows)
+        if rows.temperature is not None:
+            logits = logits / rows.temperature.unsqueeze(-1)
         losses = cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")
         further = {name: rows.restore(value) for name, value in token_outputs(logits, outputs).items()}
         return rows.restore_log_probs(-losses.view(rows.labels.shape)), further

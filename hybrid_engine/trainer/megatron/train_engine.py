@@ -41,16 +41,31 @@ def hide_padding(vocab_size: int) -> Callable[..., WithBias]:
 
 
 class OutputReader:
-    """A hook that reads entropy and most likely tokens off the logits, while it is asked to."""
+    """A hook that divides logits by the temperature, and reads entropy and most likely tokens off them, while it is
+    asked to."""
 
     def __init__(self) -> None:
         self._wanted = NO_OUTPUTS
         self._found: dict[str, torch.Tensor] = {}
+        self._temperature: torch.Tensor | None = None
 
-    def __call__(self, _layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> None:
+    def __call__(self, _layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
         """Read; MTP layers use the output layer before the decoder does, whose logits are the last."""
+        logits, bias = outputs
+        if self._temperature is not None:
+            logits = logits.float().div_(self._temperature)  # in place, as Megatron's cross entropy, which comes next
         if self._wanted:
-            self._found = token_outputs(outputs[0], self._wanted, parallel_state.get_tensor_model_parallel_group())
+            self._found = token_outputs(logits, self._wanted, parallel_state.get_tensor_model_parallel_group())
+        return logits, bias
+
+    @contextmanager
+    def dividing_by(self, temperature: torch.Tensor | None) -> Iterator[None]:
+        """Divide logits [L, b, ...] of the forward pass in the block by `temperature` [b, L], if there is one."""
+        self._temperature = None if temperature is None else temperature.transpose(0, 1).unsqueeze(-1)
+        try:
+            yield
+        finally:
+            self._temperature = None
 
     @contextmanager
     def reading(self, outputs: Outputs) -> Iterator[None]:
@@ -132,7 +147,8 @@ class TrainEngine(PipelineEngine):
 
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
         """Losses [b, S] of the last chunk, or logits without labels."""
-        with self._predicting_in(rows):
+        temperature = self._inputs.in_shape(rows, rows.temperature)
+        with self._predicting_in(rows), self._reader.dividing_by(temperature):
             output: torch.Tensor = model(
                 **self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels)
             )

@@ -154,3 +154,23 @@ def assert_as_a_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> None:
             assert checksums(HttpServer(cold.url, 60)) == versions[-1]["sums"][number]
             if len(case.servers) == 1:  # else ranks have asked different ones
                 assert complete(HttpServer(cold.url, 60), case.max_tokens) == versions[-1]["answers"]
+
+
+def draw(model: str, urls: list[str]) -> list[Any]:
+    with ActorHybridWorker(config_of(model, urls, {})) as worker, worker.rollout_context():
+        sampling = Sampling(n=3, temperature=0.7, top_k=20, max_tokens=8, ignore_eos=True, seed=3)
+        return worker.generate_sequences([*PROMPTS, PROMPTS[0]], sampling)
+
+
+@pytest.mark.servers
+def test_a_server_draws_what_vllm_in_process_does(engines: Ranks, tmp_path: Path) -> None:
+    """By the same random streams, from the same distribution."""
+    model = write_model(tmp_path / "model", "qwen2")
+    (here,) = engines.launch(draw, 1, model, [], timeout=400)
+    with serving(model, tmp_path / "server", *FILLED, *PLAIN) as server:
+        served = engines.launch(draw, 2, model, [server.url], timeout=400)
+    assert served[0] == served[1]
+    flat_here, flat_served = ([one for group in groups for one in group] for groups in (here, served[0]))
+    for one, other in zip(flat_here, flat_served, strict=True):
+        assert (one.token_ids, one.temperature) == (other.token_ids, other.temperature)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)

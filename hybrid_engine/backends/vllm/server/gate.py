@@ -39,8 +39,12 @@ def close_gate(load_format: str) -> None:
     """Have every engine core of this process that gets its weights by `load_format` begin paused, and stay so without
     weights.
 
-    Also one that is being made: where vLLM spawns its processes, the constructor loads plugins.
+    Also one that is being made: where vLLM spawns its processes, the constructor loads plugins. How log-probabilities
+    are computed is in vLLM's configuration, which its first process makes once it has loaded them.
     """
+    from vllm import EngineArgs
+
+    EngineArgs.create_engine_config = _configured(EngineArgs.create_engine_config, load_format)
     core = internals.ENGINE_CORE.load()
     wrappers: dict[str, Callable[..., Any]] = {
         "_initialize_effective_attention_block_size": _begin,  # called by the constructor, once there is a scheduler
@@ -63,6 +67,19 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_for
         return wrapper(functools.partial(original, self), self, *args, **kwargs)
 
     return method
+
+
+def _configured(create: Callable[..., Any], load_format: str) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
+
+        config = create(self, *args, **kwargs)
+        if config.load_config.load_format == load_format:
+            config.model_config.logprobs_mode = LOGPROBS_MODE  # as vLLM in the trainers' processes has it
+        return config
+
+    return create_engine_config
 
 
 def _begin(go_on: Callable[[], None], core: Any) -> None:

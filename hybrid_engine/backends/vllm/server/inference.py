@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -12,7 +11,7 @@ import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
-from hybrid_engine.backends.vllm.replica_exchange import check_data
+from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ArgumentError, GenerationError, ServerError, Violation
 from hybrid_engine.memory.offloader import Offloader
@@ -52,8 +51,6 @@ class ServedInference:
         self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
         self._generate, self._limits = generate, config.hf_config()
         self._longest = generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
-        self._seed: int | None = None
-        self._num_calls = 0
         with job.agreement.phase("looking at the servers"):
             self._servers = [
                 named_server(each, generate.timeout_seconds, allow_public=generate.server_allow_public)
@@ -94,38 +91,27 @@ class ServedInference:
             check_token_ids(token_ids, wanted.max_tokens or 1, self._longest, vocabulary)
         step = job.world_size if data == "global" else 1
         own = token_ids[job.rank % step :: step]
+        seeds = stream_seeds(wanted.seed, token_ids, data, job)
         with job.agreement.phase("generate", kind=GenerationError):
-            completed = self._complete(own, wanted, self._seeds(len(token_ids), data)[job.rank % step :: step])
+            completed = self._complete(own, seeds[job.rank % step :: step], wanted)
         if data == "local" or step == 1:
             return completed
-        told = [
-            [(each.token_ids, each.logprobs, each.finish_reason, each.stop_reason) for each in of] for of in completed
-        ]
-        kind = list[list[tuple[tuple[int, ...], tuple[float, ...], str, int | str | None]]]
-        by_rank = job.agreement.gather(told, kind, "exchange of completions", LIMIT)
+        sent = [[replace(one, prompt_token_ids=(), tokenizer=None) for one in of] for of in completed]
+        by_rank = job.agreement.gather(sent, list[list[Completion]], "exchange of completions", LIMIT)
         return [
             [
-                Completion(tokens, logprobs, finish, stop, tuple(prompt), tokenizer=self.tokenizer)
-                for tokens, logprobs, finish, stop in by_rank[index % step][index // step]
+                replace(one, prompt_token_ids=tuple(prompt), tokenizer=self.tokenizer)
+                for one in by_rank[index % step][index // step]
             ]
             for index, prompt in enumerate(token_ids)
         ]
 
-    def _seeds(self, num: int, data: Data) -> list[int | None]:
-        """Of each prompt's generator, from the last `manual_seed`, however many ranks ask for them; None without."""
-        if self._seed is None:
-            return [None] * num
-        self._num_calls += 1
-        said = (self._seed, self._num_calls, self.job.rank if data == "local" else -1)
-        return [_seed_of(*said, index) for index in range(num)]
-
     def _complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int | None]
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: Sampling
     ) -> list[list[Completion]]:
-        """By this rank's requests, all under way together. Prompts with generators or lengths of their own are asked
-        apart."""
-        is_own = sampling.max_tokens is None or (self._seed is not None and sampling.seed is None)
-        size = 1 if is_own else _PROMPTS_OF_A_REQUEST
+        """By this rank's requests, all under way together. A request has one seed and one length, so prompts with their
+        own are asked apart."""
+        size = 1 if sampling.seed is not None or sampling.max_tokens is None else _PROMPTS_OF_A_REQUEST
         starts = range(0, len(prompts), size)
         if not starts:
             return []
@@ -135,7 +121,7 @@ class ServedInference:
                     self._ask,
                     (self.job.rank + number) % len(self._servers),
                     prompts[start : start + size],
-                    sampling if sampling.seed is not None else replace(sampling, seed=seeds[start]),
+                    replace(sampling, seed=seeds[start]),
                 )
                 for number, start in enumerate(starts)
             ]
@@ -169,19 +155,11 @@ class ServedInference:
             tuple(prompt),
             drawn_text=choice["text"] if sampling.stop else None,
             tokenizer=self.tokenizer,
+            temperature=sampling.temperature or 1.0,
         )
-
-    def manual_seed(self, seed: int) -> None:
-        """From now on each prompt has a generator of its own, seeded by this, the call and its place in it."""
-        self._seed, self._num_calls = seed, 0
 
     def shutdown(self) -> None:
         """Servers are not ended."""
-
-
-def _seed_of(*numbers: int) -> int:
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
 
 
 def _wanted(sampling: object) -> Sampling:

@@ -19,6 +19,7 @@ from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Samp
 from hybrid_engine.backends.vllm.arguments import CPU_WORKER
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.isolation import destroy_groups
+from hybrid_engine.backends.vllm.process_state import random_state_kept, seeded_state
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -119,8 +120,14 @@ def greedy(engine: InferenceEngine, prompts: list[list[int]]) -> list[Scored]:
 def drawn(engine: InferenceEngine, seed: int | None = None) -> Drawn:
     """Samples of PROMPTS; from the start of the generator with a seed."""
     if seed is not None:
-        engine.manual_seed(seed)
+        restart(engine, seed)
     return [[completion.token_ids for completion in row] for row in engine.generate(PROMPTS, SAMPLING)]
+
+
+def restart(engine: InferenceEngine, seed: int) -> None:
+    """Start the generator of requests without a seed anew."""
+    with random_state_kept():
+        engine._generator_state = seeded_state(seed)
 
 
 def refusal_of(call: Callable[[], Any]) -> Refusal:

@@ -88,6 +88,15 @@ class Executor:
         return found
 
 
+class Arguments:
+    def __init__(self, load_format: str) -> None:
+        self.load_format = load_format
+
+    def create_engine_config(self) -> Any:
+        model = SimpleNamespace(logprobs_mode="raw_logprobs")
+        return SimpleNamespace(load_config=SimpleNamespace(load_format=self.load_format), model_config=model)
+
+
 class Core:
     def __init__(self, vllm_config: Any) -> None:
         self.load_plugins()
@@ -136,6 +145,8 @@ def core_of(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
     monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
+    monkeypatch.setattr("vllm.EngineArgs", Arguments)
+    monkeypatch.setattr(Arguments, "create_engine_config", Arguments.create_engine_config)
     if request.param == "forked":
         close_gate(OURS)
     else:
@@ -150,6 +161,12 @@ def engines_of(core: Any) -> list[Engine]:
 def fill(core: Any, *versions: int) -> None:
     for engine, version in zip(engines_of(core), versions, strict=True):
         engine.why, engine.version = "", version
+
+
+def test_log_probabilities_are_those_of_the_processes_that_train(core_of: Callable[[str], Any]) -> None:
+    core_of(OURS)
+    assert Arguments(OURS).create_engine_config().model_config.logprobs_mode == "processed_logprobs"
+    assert Arguments("dummy").create_engine_config().model_config.logprobs_mode == "raw_logprobs"
 
 
 def test_it_begins_paused_and_resumes_with_the_weights_of_one_version(core_of: Callable[[str], Any]) -> None:

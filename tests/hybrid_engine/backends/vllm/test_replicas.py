@@ -26,6 +26,7 @@ from tests.hybrid_engine.backends.vllm.asking import (
     failing,
     job,
     refusal_of,
+    restart,
     sizes,
 )
 from tests.zoo.checkpoint_shapes import checkpoint_shapes
@@ -149,9 +150,9 @@ def _fail_on_one(engine: InferenceEngine) -> None:
     def sample() -> list[Any]:
         return [[completion.token_ids for completion in row] for row in engine.generate_over_replicas(PROMPTS, FOUR)]
 
-    engine.manual_seed(5)
+    restart(engine, 5)
     expected = sample()
-    engine.manual_seed(5)
+    restart(engine, 5)
     with failing(engine.llm.llm_engine, "step", MemoryError, after=2 if engine.dp_rank == 1 else 1000):
         assert error_of(sample) == ("GenerationError" if engine.dp_rank == 1 else "RemoteError")
     assert sample() == expected

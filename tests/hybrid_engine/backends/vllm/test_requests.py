@@ -51,6 +51,7 @@ WRONG_SAMPLING: list[dict[str, Any]] = [
     *({"stop_token_ids": value} for value in (5, "12", [-1], ["x"], [1.5], None, {1: 2}, [2**40])),
     *({key: value} for key in ("logprobs", "ignore_eos") for value in (1, None, "yes")),
     *({"stop": value} for value in (5, [1], [""], None, b"x", ["a", None])),
+    {"temperature": 0.005},
     *({"min_p": value} for value in ("x", None, True, -0.1, 1.5)),
     *({"repetition_penalty": value} for value in (float("inf"), float("nan"), None, 0, -1)),
     *({"min_tokens": value} for value in (-1, 1.5, None)),

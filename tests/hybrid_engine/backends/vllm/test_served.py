@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Sampling, load_config
+from hybrid_engine.backends.vllm.replica_exchange import stream_seeds
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.ranks.job import Job
@@ -36,8 +37,7 @@ class Asked:
     def __init__(self) -> None:
         self.bodies: list[Any] = []
 
-    def post(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        assert route == "v1/completions"
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
         logprobs = {"token_logprobs": [-1.0]}
         choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "stop", "text": ""}
@@ -78,7 +78,9 @@ def test_a_server_draws_as_an_engine_in_this_process(served: tuple[ServedInferen
             most = get_max_tokens(LONGEST, request.max_tokens, len(prompt), OF_THE_MODEL)
             assert most == (LONGEST - len(prompt) if own.max_tokens is None else own.max_tokens)
             theirs = request.to_sampling_params(most, OF_THE_MODEL)
-            for name in {field.name for field in fields(Sampling)} - {"max_tokens"} | OF_THE_MODEL.keys() - {
+            for name in {field.name for field in fields(Sampling)} - {"max_tokens", "seed"} | OF_THE_MODEL.keys() - {
                 "max_tokens"
             }:
                 assert getattr(theirs, name) == getattr(own, name), name
+            seeds = stream_seeds(sampling.seed, PROMPTS, "global", inference.job)
+            assert theirs.seed == seeds[PROMPTS.index(prompt)]

@@ -165,7 +165,7 @@ def samplings() -> None:
     """vLLM takes the extremes that are documented of every field of `Sampling`."""
     extremes: dict[str, Sequence[Any]] = {
         "n": (1, 16384),
-        "temperature": (1e-5, 1, 2.0),
+        "temperature": (0.01, 1, 2.0),
         "top_p": (1e-9, 1),
         "top_k": (0, 2**31 - 1),
         "max_tokens": (1, 2**31 - 1),

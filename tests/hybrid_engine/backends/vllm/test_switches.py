@@ -38,6 +38,7 @@ from tests.hybrid_engine.backends.vllm.asking import (
     greedy,
     job,
     refusal_of,
+    restart,
     sizes,
 )
 
@@ -215,7 +216,7 @@ def _fail_at(engine: InferenceEngine, place: str, first: Drawn, long: Any, nativ
     Every rank fails at the same place; alone it would leave the others of its replica waiting.
     """
     owner, method, error = PLACES[place]
-    engine.manual_seed(SEED)
+    restart(engine, SEED)
     with failing(owner(engine), method, error, after=2 if place != "forward" else 0):
         assert error_of(lambda: engine.generate(LONG, SAMPLING)) == error.__name__, place
     assert drawn(engine) == first, place

@@ -151,7 +151,9 @@ def test_sequences_are_found_in_any_rows() -> None:
                 row[start : start + length] = number + 1
                 start += length + int(torch.randint(0, 2, (), generator=generator))
         batch = {"tokens": torch.randint(1, 9, ids.shape, generator=generator), "sequence_ids": ids}
-        rows = only(batch).rows
+        rows = only({**batch, "temperature": batch["tokens"] + 0.5}).rows
+        assert rows.temperature is not None
+        assert torch.equal(rows.restore(rows.temperature), (batch["tokens"] + 0.5).where(ids > 0, 0))
         assert torch.equal(rows.restore(rows.tokens), batch["tokens"].where(ids > 0, 0))
         assert torch.equal(rows.restore(rows.position_ids), positions_in(ids).where(ids > 0, 0))
         counted = {"position_ids": positions_in(ids), "attention_mask": (ids > 0).long()}

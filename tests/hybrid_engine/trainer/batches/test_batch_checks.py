@@ -67,6 +67,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
             "temperature: has shape [], and the batch has 4 rows",
         ],
     ),
+    "a cold row": (
+        lambda: batch(temperature=torch.tensor([1.0, 0.7, 0.0, 1.0])),
+        ["temperature: has 0.0, and logits are divided by it. Pass what was sampled with, and 1 for what is greedy"],
+    ),
+    "temperatures of other tokens": (
+        lambda: batch(temperature=torch.ones(4, 5)),
+        ["temperature: has shape [4, 5]. Pass one for each row, [4], or for each token, [4, 6]"],
+    ),
     "sizes and ids": (
         lambda: {
             "tokens": torch.full((3, 7), 10),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ class One:
 
     token_ids: tuple[int, ...] = (3, 4)
     prompt_token_ids: tuple[int, ...] = (1, 2)
+    temperature: float = 0.5
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -99,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"prompts": [[1, 2]], "completions": [[[1], [2]]]},
         [r"completions\[0\]: is not a list of token ids but \[\[1\], \[2\]\]\. Flatten"],
     ),
-    "completions": ({"completions": [One()] * 4}, [r"completions\[0\]: .*\. Pass its token_ids"]),
+    "completions as prompts": ({"prompts": [One()] * 4}, [r"prompts\[0\]: .*, and 3 more\. Pass its prompt_token_ids"]),
     "texts": (
         {"prompts": ["one", "two"], "completions": "a text"},
         [r"prompts\[0\]: is not a list of token ids but 'one'", "completions: is 'a text'"],
@@ -127,6 +128,16 @@ def test_what_cannot_become_rows_is_refused_in_a_sentence(name: str, make: Calla
     assert len(caught.value.findings) == len(expected)
     for pattern in expected:
         assert re.search(pattern, str(caught.value))
+
+
+def test_completions_bring_their_temperature() -> None:
+    prompts, completions = [[1, 2], [3]], [One(), One((5, 6), temperature=2.0)]
+    assert build_batch(prompts, completions, S)["temperature"].tolist() == [0.5, 2.0]
+    assert build_batch(prompts, [One(), (5, 6)], S)["temperature"].tolist() == [0.5, 1.0]
+    assert pack(prompts, completions, S).batch["temperature"].tolist() == [[0.5] * 3 + [2.0] * 2 + [1.0]]
+    for make in (build_batch, pack):
+        found = make(prompts, [replace(one, temperature=1.0) for one in completions], S)
+        assert "temperature" not in (found if isinstance(found, dict) else found.batch)
 
 
 def test_token_ids_may_be_tensors_and_arrays() -> None:
