@@ -69,8 +69,8 @@ class GuardedState:
         """Nothing, unless an optimizer has copies of the parameters that it steps on."""
 
     def watch(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have `guard` and `before_step` called by whatever needs the state of these, while this object is there and not
-        closed."""
+        """Have `guard` called by whatever needs the state of these, while this object is there and not closed; and
+        `before_step` by their steps."""
         own = weakref.ref(self)
 
         def guard(kinds: Iterable[str]) -> None:

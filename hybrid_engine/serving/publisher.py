@@ -158,8 +158,9 @@ class WeightPublisher(Switch):
         version, most = self.trainer.version, self.config.server_max_lag
         if self.served is not None and version + 1 - self.served > most:
             raise StateError(
-                f"an optimizer step would make version {version + 1} of the weights, and servers draw tokens with version "
-                f"{self.served}: generate_config.server_max_lag is {most}. Publish first (rollout_context), or raise it"
+                f"an optimizer step would make version {version + 1} of the weights, and servers draw tokens with "
+                f"version {self.served}: generate_config.server_max_lag is {most}. Publish first (rollout_context), or "
+                "raise it"
             )
 
     def require_drawing(self) -> None:

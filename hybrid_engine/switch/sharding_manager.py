@@ -375,14 +375,19 @@ class ShardingManager(Switch):
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
-        """After a failed switch: drop what was filled and bring back what `before` needs, but for inference weights."""
+        """After a failed switch: drop what was filled and bring back what `before` needs, but for inference weights.
+
+        Those that serve on are dropped where they were written alone.
+        """
         self.offloader.take_hidden_seconds()
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
-        self._forget_sent()
+        if not self._serves_on:
+            self.has_written = True
+        if self.has_written:
+            self._forget_sent()
         try:
             with self.job.agreement.phase("restore"):
-                if self.has_written or not self._serves_on:
-                    self.has_written = True
+                if self.has_written:
                     self.container.release()
                 wanted = resident_kinds(restored, self.config)
                 self.offloader.offload(_ALL_KINDS - wanted)

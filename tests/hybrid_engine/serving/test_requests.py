@@ -23,7 +23,8 @@ import pytest
 import requests
 import torch
 
-from hybrid_engine import ActorHybridWorker
+from hybrid_engine import ActorHybridWorker, Sampling
+from hybrid_engine.errors import StateError
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION
 from hybrid_engine.switch.states import State
@@ -62,6 +63,7 @@ class Load:
     in_flight: int
 
 
+KEPT = Load(4, 4, (LENGTH - 16, 90, 160, 200), 0, 0)
 SMALL = Load(3, 4, (12, 24, 40, 160), 2, 1)
 LARGE = Load(20, 10, (8, 60, 16, 90, 24, 160, 32, 120, 40, 200), 6, 40)
 
@@ -245,6 +247,37 @@ def publish_under_load(model: str, url: str, mode: str, load: Load, out: str) ->
     return Run(streams, [replay(f"{out}/v{number}", streams) for number in range(version + 1)], said, drawn_without)
 
 
+def train_meanwhile(model: str, url: str, load: Load, out: str) -> Run:
+    """As many publishes to a server that keeps its weights, with a training step after each, while requests go on.
+
+    The step after that is refused; so is one after the step, unless the bound on the lag is higher.
+    """
+    said, is_over, server = list[tuple[str, str]](), threading.Event(), HttpServer(url, 60)
+    config = config_of(model, [url], {}, release_weights=False, incremental="auto")
+    with ActorHybridWorker(config) as worker, Clients(url) as clients, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(clients.send_until, is_over, streams_of(load.num_tokens), load.requests)
+        try:
+            for version in range(load.publishes):
+                with worker.rollout_context():
+                    name = version_of(server)
+                with worker.train_context():
+                    worker.save_hf_checkpoint(f"{out}/v{version}")
+                    train_step(worker, version)
+                    assert worker.train.version == version + 1
+                    with pytest.raises(StateError, match="server_max_lag is 1"):
+                        train_step(worker, version + 1)
+                    assert worker.train.version == version + 1
+                    # of requests, and of a call of its own, by the version before
+                    clients.wait_for_tokens(num_drawn(url) + TELLING)
+                    worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+                    said.append((name, version_of(server)))
+        finally:
+            is_over.set()
+        sending.result()
+        clients.wait_for_all_but(0)
+    return Run(clients.streams, [replay(f"{out}/v{at}", clients.streams) for at in range(load.publishes)], said, [])
+
+
 def take_over(model: str, url: str, out: str) -> Run:
     """Trainers end while the server draws tokens with their weights; others publish to it while it does."""
     config, is_filled = config_of(model, [url], {}), threading.Event()
@@ -328,6 +361,7 @@ def outcomes(engines: Ranks, server: tuple[str, str], tmp_path_factory: pytest.T
         mode: (publish_under_load, (*server, mode, SMALL, str(tmp_path_factory.mktemp(mode)))) for mode in MODES
     }
     calls["take over"] = (take_over, (*server, str(tmp_path_factory.mktemp("others"))))
+    calls["off policy"] = (train_meanwhile, (*server, KEPT, str(tmp_path_factory.mktemp("off-policy"))))
     return engines.launch_in_turn(1, calls, timeout=400)
 
 
@@ -345,11 +379,32 @@ def test_other_trainers_publish_to_a_server_that_draws_tokens(outcomes: Outcomes
     assert any(len(stream.spans) > 1 for stream in run.streams)
 
 
+def test_requests_go_on_while_trainers_train(outcomes: Outcomes) -> None:
+    check_off_policy(outcomes["off policy"][0], KEPT)
+
+
+@pytest.mark.servers
+def test_many_publishes_while_requests_go_on(engines: Ranks, server: tuple[str, str], tmp_path: Path) -> None:
+    run = engines.launch(train_meanwhile, 1, *server, LARGE, str(tmp_path), timeout=550)[0]
+    check_off_policy(run, LARGE)
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize("mode", MODES)
 def test_many_requests_over_many_publishes(engines: Ranks, server: tuple[str, str], tmp_path: Path, mode: str) -> None:
     run = engines.launch(publish_under_load, 1, *server, mode, LARGE, str(tmp_path), timeout=550)[0]
     check(run, mode, LARGE)
+
+
+def check_off_policy(run: Run, load: Load) -> None:
+    """Tokens are of the version that was published last, also once the trainer is a step ahead."""
+    print(figures(run))
+    assert run.said == [(str(version), str(version)) for version in range(load.publishes)]
+    check_replay(run)
+    check_kept(run)
+    changes = {(before, after) for stream in run.streams for before, after in itertools.pairwise(stream.labels)}
+    last = load.publishes - 1
+    assert changes == {(last, last)}.union((number, number + by) for number in range(last) for by in (0, 1))
 
 
 def check(run: Run, mode: str, load: Load) -> None:
