@@ -13,8 +13,8 @@ next one invites those that are there, so a server that was restarted needs no r
 
 Training state is lost by no failure of a server: what left the device comes back from host memory.
 
-With `release_weights: false` servers keep their weights and draw tokens while trainers train. They are paused while
-they are filled alone, and trainers come back from a rollout without them:
+With `release_weights: false` servers keep their weights and draw tokens while trainers train. They are paused only
+while they are filled, and trainers come back from a rollout without them:
 
     publish, version v                 servers draw with v
     withdraw, train: v + 1, v + 2 ...  servers draw with v; `require_step` ends this at v + server_max_lag

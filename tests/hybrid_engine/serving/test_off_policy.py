@@ -254,11 +254,14 @@ def fall_behind(trainers: Trainers, most: int) -> list[tuple[int, str]]:
         for _ in range(3):
             assert trainers.publish(publisher) == ""
             assert publisher.publish() is None
-            while not trainers.step(publisher):
+            publisher.prefetch()
+            for _ in range(2 * most):
+                if trainers.step(publisher):
+                    break
                 publisher.require_drawing()
                 look = trainers.look()
                 seen.append((trainers.training.version, look and look["draws"]))
-    assert trainers.step(trainers.publisher()) == ""
+    trainers.training.before_step()  # there is no publisher any more
     return seen
 
 
