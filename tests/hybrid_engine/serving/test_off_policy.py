@@ -296,10 +296,10 @@ def send_what_changed(trainers: Trainers) -> list[Any]:
     trainers.training.frozen = ("first",)
     seen = []
     with closing(trainers.publisher(incremental="auto")) as publisher:
-        for call in ("", "", "prepare", "offload part", ""):
-            if call:
-                trainers.arm("trainer 1", call)
-                trainers.publish(publisher)
+        for fault in (None, None, ("trainer 1", "prepare"), ("server", "commit second"), None):
+            if fault is not None:
+                trainers.arm(*fault)
+                assert "no memory" in trainers.publish(publisher)
             assert trainers.publish(publisher) == ""
             report, look = publisher.last_report, trainers.look()
             assert report is not None
