@@ -216,11 +216,12 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             data: "global": all ranks pass the same prompts and get all completions; "local": each rank passes its own,
                 any number of them, and gets theirs.
 
-        Raises StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
+        Where servers keep their weights (`release_weights: false`), in any context once they have some. Raises
+        StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
         from hybrid_engine.backends.vllm.prompts import in_form_of
 
-        self.sharding.require(State.INFER)
+        self.sharding.require_drawing()
         completions = self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
         return in_form_of(prompts, completions, self._pad_token_id())
 
@@ -237,7 +238,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         data: Data = "global",
     ) -> list[list[Completion]]:
         """`n` completions of each prompt, in their order; everything else as of `generate`."""
-        self.sharding.require(State.INFER)
+        self.sharding.require_drawing()
         return self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
 
     @overload

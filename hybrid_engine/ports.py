@@ -122,9 +122,12 @@ class Trainer(Protocol):
     Attributes:
         guard: called with the kinds of state that the trainer is about to use; raises StateError where they may be off
             the device. `HybridEngine` sets it; until then the state stays where it is, and the guard lets all pass.
+        before_step: called before each optimizer step; raises StateError where servers would fall too far behind. A
+            `WeightPublisher` sets it.
     """
 
     guard: Callable[[Iterable[str]], None]
+    before_step: Callable[[], object]
 
     @property
     def weights(self) -> SourceWeights:

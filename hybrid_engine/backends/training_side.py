@@ -38,19 +38,22 @@ class GuardedState:
     Attributes:
         guard: called with the kinds of state that a call is about to use. Set by `HybridEngine`, which moves them;
             until then nothing leaves the device.
+        before_step: called once before each optimizer step, however many optimizers take part in it.
     """
 
     guard: Guard
+    before_step: Callable[[], object]
 
     def __init__(self) -> None:
-        self.guard = lambda kinds: None
+        self.guard, self.before_step = lambda kinds: None, lambda: None
+        self._num_begun: dict[torch.optim.Optimizer, int] = {}  # steps
         self._ends = ExitStack()
         weakref.finalize(self, self._ends.close)
 
     def close(self) -> None:
         """Let models and optimizers be their owner's alone, or another engine's; idempotent."""
         self._ends.close()
-        self.guard = lambda kinds: None
+        self.guard, self.before_step = lambda kinds: None, lambda: None
 
     @property
     def unserved(self) -> Collection[str]:
@@ -66,17 +69,30 @@ class GuardedState:
         """Nothing, unless an optimizer has copies of the parameters that it steps on."""
 
     def watch(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have `guard` called by whatever needs the state of these, while this object is there and not closed."""
+        """Have `guard` called by whatever needs the state of these, while this object is there and not closed; and
+        `before_step` by their steps."""
         own = weakref.ref(self)
 
         def guard(kinds: Iterable[str]) -> None:
             if (state := own()) is not None:
                 state.guard(kinds)
 
+        def begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (state := own()) is not None:
+                state._begin_step(optimizer)
+
         for model in models:
             self._remove_at_end(guard_model(model, guard))
         for optimizer in optimizers:
+            self._num_begun[optimizer] = 0
             self._remove_at_end(guard_optimizer(optimizer, guard))
+            self._remove_at_end([optimizer.register_step_pre_hook(begin_step)])
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that has begun fewer steps than another takes part in one that is under way."""
+        if self._num_begun[optimizer] == max(self._num_begun.values()):
+            self.before_step()
+        self._num_begun[optimizer] += 1
 
     def _remove_at_end(self, handles: Iterable[RemovableHandle]) -> None:
         for handle in handles:

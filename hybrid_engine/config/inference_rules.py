@@ -50,8 +50,6 @@ def _servers(context: JobContext) -> Iterator[Finding]:
         return
     if context.generate.lora_delivery == "adapter":
         yield "named, but lora_delivery is adapter", "Set lora_delivery to merge: adapters are added on their way"
-    if not context.generate.release_weights:
-        yield "named, but release_weights is false", "Leave it out: servers give weights back in every switch"
     if context.generate.check_compute == "always":
         remedy = "Leave check_compute out, and compare log-probabilities of completions with the trainer's yourself"
         yield "named, but check_compute is always: a server answers nothing within a switch", remedy

@@ -316,7 +316,8 @@ class GenerateConfig(Section):
     """Take main parameters and moments off the device while vLLM generates."""
     release_weights: bool = True
     """Free the inference weights while Megatron trains; false keeps their memory for the next switch, so that they and
-    all training state must fit together. The KV cache's leaves a GPU in either case, with sleep mode."""
+    all training state must fit together. The KV cache's leaves a GPU in either case, with sleep mode. With servers,
+    false lets them draw tokens while trainers train; see server_max_lag."""
     compress_reshard: bool = False
     """Send weights in compression_dtype: cast where they come from, which is also what vLLM computes with."""
     compression_dtype: Dtype = "bfloat16"
@@ -381,6 +382,9 @@ class GenerateConfig(Section):
     server_pause: Literal["keep", "wait", "abort"] = "keep"
     """What becomes of requests that are in flight when a server's weights leave: they go on afterwards, are finished
     first, or end with the tokens so far."""
+    server_max_lag: Count = 1
+    """With servers and release_weights: false, most optimizer steps by which trainers are ahead of the weights that
+    servers draw with: a step beyond is refused until weights are published. For none, leave release_weights out."""
     server_address: Name | None = None
     """Address of this host at which servers on other hosts reach the first rank; default: all are on this host."""
     server_allow_public: bool = False

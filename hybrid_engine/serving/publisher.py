@@ -12,6 +12,13 @@ next one invites those that are there, so a server that was restarted needs no r
                                     -> finish_weight_update(version) -> resume
 
 Training state is lost by no failure of a server: what left the device comes back from host memory.
+
+With `release_weights: false` servers keep their weights and draw tokens while trainers train. They are paused only
+while they are filled, and trainers come back from a rollout without them:
+
+    publish, version v                 servers draw with v
+    withdraw, train: v + 1, v + 2 ...  servers draw with v; `require_step` ends this at v + server_max_lag
+    publish, version v + n             servers are paused, filled in place, and draw with v + n
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
@@ -28,7 +36,15 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, ServerError, Violation, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    HybridEngineError,
+    LostRankError,
+    ServerError,
+    StateError,
+    Violation,
+    shortened,
+)
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
@@ -57,7 +73,7 @@ class WeightPublisher(Switch):
     """One rank of the trainers that publish their weights. All methods are collective, over the trainers.
 
     Args:
-        trainer: whose weights are published, and whose state leaves the device.
+        trainer: whose weights are published, and whose state leaves the device; its `before_step` is set here.
         servers: each as `clients.server_of` takes it; the same on all ranks, but called by the first alone.
         config: of the switch: transport, bucket size, what is offloaded, how long to wait.
         job: of the trainers; outlives this object.
@@ -69,7 +85,10 @@ class WeightPublisher(Switch):
     Attributes:
         state: of the devices.
         last_report: of the last switch.
+        served: with `release_weights: false`, the version that was published last: servers draw with none older.
     """
+
+    served: int | None = None
 
     def __init__(
         self,
@@ -89,7 +108,7 @@ class WeightPublisher(Switch):
         self.inference = self._side = NoInference()
         self._pause: PauseMode = pause
         self._address = address
-        self.state, self._is_started = State.INTERRUPTED, False
+        self.state, self._is_started, self._all_draw = State.INTERRUPTED, False, False
         self._manager: ShardingManager | None = None
         self._name, self._is_new = "", False
         self._ends = ExitStack()
@@ -105,6 +124,8 @@ class WeightPublisher(Switch):
                 raise ConfigError([Violation("address", problem, "Give that of an interface of the first trainer")])
             if job.rank == 0:
                 self._servers = [server_of(each, config.timeout_seconds, allow_public=allow_public) for each in servers]
+        require_step = weakref.WeakMethod(self.require_step)
+        trainer.before_step = lambda: (require := require_step()) and require()
 
     # -- what users call ----------------------------------------------------------------------------------------------
 
@@ -117,11 +138,11 @@ class WeightPublisher(Switch):
         return self.enter(State.INFER)
 
     def withdraw(self) -> ReshardReport | None:
-        """Pause the servers, take their weights, and bring training state back."""
+        """Bring training state back; servers are paused and give their weights up, unless they keep them."""
         return self.enter(State.TRAIN)
 
     def rollout_context(self) -> AbstractContextManager[None]:
-        """Servers draw tokens inside, by these weights."""
+        """Servers draw tokens inside, by these weights; where they keep them, after it too."""
         return self.entered(State.INFER)
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -142,16 +163,31 @@ class WeightPublisher(Switch):
         if self._is_started or any(self.offloader.away_nbytes().values()):
             require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
 
+    def require_step(self) -> None:
+        """Raise StateError where one more optimizer step would leave the servers more than server_max_lag behind."""
+        version, most = self.trainer.version, self.config.server_max_lag
+        if self.served is not None and version + 1 - self.served > most:
+            raise StateError(
+                f"an optimizer step would make version {version + 1} of the weights, and servers draw tokens with "
+                f"version {self.served}: generate_config.server_max_lag is {most}. Publish first (rollout_context), or "
+                "raise it"
+            )
+
+    def require_drawing(self) -> None:
+        if not self._all_draw:
+            super().require_drawing()
+
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         self.require(State.INFER)
-        assert self._manager is not None
-        self._manager.prefetch(kinds)
+        with self.job.agreement.phase("prefetch"):
+            self.offloader.onload(kinds, read_only=True, wait=False)
 
     def near_end(self) -> None:
         """Servers do not tell when they are nearly done."""
 
     def close(self) -> None:
         """Bring training state back, and leave the servers paused where they have nothing. Idempotent."""
+        self.served, self._all_draw = None, False
         try:
             self._disconnect()
         finally:
@@ -167,9 +203,10 @@ class WeightPublisher(Switch):
         before, tally, started = self.state, SwitchTally(), time.perf_counter()
         if target is before:
             return None
-        with_servers = State.INFER in (before, target) or (before is State.INTERRUPTED and self._manager is not None)
-        if before is State.INTERRUPTED and with_servers:  # an update may be open, which a new invitation ends
-            self._disconnect()
+        takes_back = before is State.INFER or (before is State.INTERRUPTED and self._manager is not None)
+        with_servers = target is State.INFER or (takes_back and self.config.release_weights)
+        if before is State.INTERRUPTED and (with_servers or self._manager is not None):
+            self._disconnect()  # an update may be open, which a new invitation ends
         manager = self._connected() if with_servers else None
         self._call_start_hooks(before, target)
         self.state = State.INTERRUPTED
@@ -185,7 +222,7 @@ class WeightPublisher(Switch):
         return report
 
     def _switch_alone(self, before: State, target: State, tally: SwitchTally) -> None:
-        """A switch in which servers have nothing before and after."""
+        """A switch in which servers have the same before and after."""
         wanted, agreement = resident_kinds(target, self.config), self.job.agreement
         if before is State.TRAIN:  # what is pending would write what leaves, or is only read
             with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
@@ -198,13 +235,15 @@ class WeightPublisher(Switch):
     def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
         """Both sides of one switch."""
         update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
-        is_within, calls = False, list[_Call]()
+        is_within, calls, self._all_draw = False, list[_Call](), False
         try:
             calls = self._ask_servers(before, update)
             is_within = True
             manager.enter(target)
             is_within = False
             self._end_update(calls, target, update)
+            if not self.config.release_weights:
+                self.served, self._all_draw = self.trainer.version, True
         except Exception as error:
             self._recover(manager, stays=is_within)
             if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
@@ -221,10 +260,11 @@ class WeightPublisher(Switch):
         """
         is_first, self._is_new = self._is_new, False
         mode: PauseMode = "wait" if is_first and self._pause == "abort" else self._pause
+        may_draw = before in (State.INFER, State.INTERRUPTED) or is_first or not self.config.release_weights
 
         def ask() -> None:
             for server in self._servers:
-                if before in (State.INFER, State.INTERRUPTED) or is_first:
+                if may_draw:
                     server.pause(mode, clear_cache=True)  # what was cached with older weights is computed again
                     server.update_weight_version(NO_VERSION)
                 server.start_weight_update()
@@ -347,8 +387,18 @@ class WeightPublisher(Switch):
         (goes,) = self.job.agreement.any_of([goes], "recovering")  # ranks raise different things
         if goes:
             self._disconnect()
-        else:
-            self.state = State.TRAIN
+            return
+        self.state = State.TRAIN
+        if not self.config.release_weights:
+            self._ask("resuming the servers", self._resume_whole)
+
+    def _resume_whole(self) -> None:
+        """Have servers draw tokens again in which nothing has changed; the others refuse, and stay paused."""
+        for server in self._servers:
+            try:
+                server.resume()
+            except ServerError as error:
+                logger.warning("[Reshard] after a failed switch: %s", error)
 
     def _disconnect(self) -> None:
         """End the job with the servers, and bring training state back."""

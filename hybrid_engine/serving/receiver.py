@@ -3,6 +3,9 @@
     NOTHING_YET --join, first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
                                           ^------------------ withdrawn, or failed -------|
 
+    with release_weights: false         FILLED(version) --fill--> PARTIAL --committed by all--> FILLED(next version)
+                                               ^--failed before ---|---failed in it, or after it---> EMPTY
+
     in no job, or in another   when a trainer is gone, or others invite: weights that were FILLED stay, others are void
 
 Whoever draws tokens asks `obstacle` before: "" only in FILLED, also in no job with the weights of a last fill. A lost
@@ -43,8 +46,8 @@ class Holds(StrEnum):
 class ServedWeights(InferenceWeights, Protocol):
     """Weights of a worker, whose rank each job decides."""
 
-    def take_rank(self, rank: int) -> None:
-        """From now on the records are those of this rank."""
+    def take_place(self, rank: int, *, keeps_memory: bool) -> None:
+        """From now on the records are those of this rank, and `release` leaves memory where it is, or does not."""
         ...
 
 
@@ -94,7 +97,7 @@ class WeightReceiver:
         with Ends() as undo:
             job = Job.join(config.timeout_seconds, world=world, device=self._device, host=self._host)
             undo.callback(job.close)
-            self._weights.take_rank(rank)
+            self._weights.take_place(rank, keeps_memory=not config.release_weights)
             trainer = NoTraining()
             manager = ShardingManager(
                 trainer,
@@ -112,21 +115,24 @@ class WeightReceiver:
     def switch(self, update: Update) -> None:
         """Take part in a switch. Collective, of all trainers and servers of the job; see `ShardingManager.enter`.
 
-        Raises StateError for a job that this worker is not in. On failure the weights are void.
+        Raises StateError for a job that this worker is not in. On failure the weights are void, unless nothing has been
+        done to them yet.
         """
         manager = self._manager
         if manager is None or update.name != self._name:
             raise StateError("this worker is not in the job of whoever asks for a switch: it was lost or restarted")
         target = State(update.to)
-        before, state = self.holds, manager.state
+        before = self.holds
         self.holds = Holds.PARTIAL if target is State.INFER else Holds.EMPTY
         try:
             manager.enter(target)
         except BaseException as error:
-            self._note_failure(before, state, error)
+            self._note_failure(before, error)
             raise
         if target is State.INFER:
             self.holds, self.version = Holds.FILLED, update.version
+        elif not manager.has_written:
+            self.holds = before
 
     def obstacle(self) -> str:
         """Why no token is to be drawn now; "" where the weights are whole."""
@@ -138,15 +144,15 @@ class WeightReceiver:
         if manager is not None:
             self._ends.close()
 
-    def _note_failure(self, before: Holds, state: State, error: BaseException) -> None:
-        """After a switch that failed: the weights are void, and where the job is lost this worker is in none."""
-        self.holds = Holds.EMPTY
-        manager = self._manager
+    def _note_failure(self, before: Holds, error: BaseException) -> None:
+        """After a switch that failed: weights that it touched are void, and where the job is lost this worker is in
+        none."""
+        manager, steps = self._manager, list[Callable[[], None]]()
         assert manager is not None
-        if manager.state is state is State.INFER:  # it went no further than asking
+        if manager.has_written or before is not Holds.FILLED:
+            self.holds, steps = Holds.EMPTY, [self._weights.abandon, self._weights.release]
+        else:
             self.holds = before
-            return
-        steps: list[Callable[[], None]] = [self._weights.abandon, self._weights.release]
         if isinstance(error, LostRankError) or manager.state is State.INTERRUPTED:
             steps = [self.leave, *steps]
         for step in steps:

@@ -20,6 +20,7 @@ class NoTraining:
 
     def __init__(self) -> None:
         self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
+        self.before_step: Callable[[], object] = lambda: None
 
     @property
     def weights(self) -> NoTraining:

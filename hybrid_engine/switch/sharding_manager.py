@@ -80,6 +80,13 @@ class ShardingManager(Switch):
 
     The plan is made once, here; a later switch that finds the training weights elsewhere raises. Until `start` both
     sides have what they had before: the state is INTERRUPTED, since nobody has told where things are.
+
+    Where the two sides are processes of their own and `release_weights` is false, inference weights serve on beside
+    training: they are void from just before the first byte of a fill until its end, a switch to INFER ends in TRAIN,
+    and trainers take their state back without the other side.
+
+    Attributes:
+        has_written: the last `enter` has overwritten or released inference weights; else they are as before.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class ShardingManager(Switch):
         super().__init__()
         self.trainer, self.training, self.inference, self.caches = trainer, trainer.weights, inference, caches
         self.offloader, self.config, self.job = offloader, config, job
-        self.state, self._is_started = State.INTERRUPTED, False
+        self.state, self._is_started, self.has_written = State.INTERRUPTED, False, False
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device, caches.taken_before)
         self._connection: Connection | None = None
@@ -143,8 +150,10 @@ class ShardingManager(Switch):
         if self._is_started:
             return
         with self._traced("start"), torch_defaults():
-            with self._phase("release"):
-                self.inference.release()
+            if not self._serves_on:
+                with self._phase("release"):
+                    self.has_written = True
+                    self.inference.release()
             with self._phase("onload"):
                 self.offloader.onload(KINDS)
         self._setup_seconds = dict(self._tally.seconds)
@@ -158,6 +167,7 @@ class ShardingManager(Switch):
         really there. When only an end hook failed, the switch stands. After a LostRankError no switch can follow.
         StateError where ranks ask for different states.
         """
+        self.has_written = False
         self.start()
         if not self.job.agreement.is_same([list(State).index(self.state)], f"entering {target.context}"):
             self.state = State.INTERRUPTED  # for some ranks Ctrl-C came before the end of a switch, for others after
@@ -181,7 +191,7 @@ class ShardingManager(Switch):
             if not isinstance(error, LostRankError):
                 self._restore(before, target, error)
             raise
-        self.state = target
+        self.state = State.TRAIN if self._serves_on else target
         self._tally.seconds_hidden = self.offloader.take_hidden_seconds()
         self._prefetcher.switched(before, target, self._tally.peak)
         direction, seconds = f"{before.value}->{target.value}", time.perf_counter() - started
@@ -210,7 +220,8 @@ class ShardingManager(Switch):
     def _switch(self, before: State, target: State) -> None:
         with self._phase("survey"):
             self._note_peak()
-        if before not in (State.TRAIN, State.FORWARD):  # IDLE may follow a release that failed
+        # IDLE may follow a release that failed
+        if before not in (State.TRAIN, State.FORWARD) and not self._serves_on:
             self._release_inference()
         selection = self._fill_inference() if target is State.INFER else None
         if selection is None and before is State.TRAIN:  # what is pending would write what leaves, or is only read
@@ -244,6 +255,9 @@ class ShardingManager(Switch):
                 unread = parts_of(self.training.buffers(), selection.unread)
                 self._tally.offloaded += self.offloader.offload_parts("param", unread)
         self._forget_sent()
+        if self._serves_on:
+            with self._phase("release"):
+                self._release(selection)
         with self._phase("fill"):
             verifier = self._require_open().verifier
             verification = None if verifier is None else verifier.begin()
@@ -298,7 +312,8 @@ class ShardingManager(Switch):
         flags = self.job.agreement.any_of(reasons, "compare")
         with self._phase("release"):
             selection = incremental.next(digests, flags, connection.releases)
-            self.container.release(incremental.groups_of(selection.skipped))
+            if not self._serves_on:
+                self._release(selection)
         if not must_read and len(selection.skipped) < len(self.plan.buckets):
             self._bring_parameters()
         return selection
@@ -332,9 +347,19 @@ class ShardingManager(Switch):
             is_apart=self._require_open().is_apart,
         )
 
+    @property
+    def _serves_on(self) -> bool:
+        return self._require_open().is_apart and not self.config.release_weights
+
+    def _release(self, selection: Selection) -> None:
+        """Release what this selection renews."""
+        self.has_written, incremental = True, self._require_open().incremental
+        self.container.release(() if incremental is None else incremental.groups_of(selection.skipped))
+
     def _release_inference(self) -> None:
         incremental = self._require_open().incremental
         with self._phase("release"):
+            self.has_written = True
             if incremental is None:
                 self.container.release()
             else:
@@ -350,13 +375,20 @@ class ShardingManager(Switch):
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
-        """After a failed switch: drop what was filled and bring back what `before` needs, but for inference weights."""
+        """After a failed switch: drop what was filled and bring back what `before` needs, but for inference weights.
+
+        Those that serve on are dropped where they were written alone.
+        """
         self.offloader.take_hidden_seconds()
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
-        self._forget_sent()
+        if not self._serves_on:
+            self.has_written = True
+        if self.has_written:
+            self._forget_sent()
         try:
             with self.job.agreement.phase("restore"):
-                self.container.release()
+                if self.has_written:
+                    self.container.release()
                 wanted = resident_kinds(restored, self.config)
                 self.offloader.offload(_ALL_KINDS - wanted)
                 self.offloader.onload(wanted)

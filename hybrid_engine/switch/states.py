@@ -176,6 +176,10 @@ class Switch(SwitchHooks, ABC):
         No collective. Before the start, all of it may be used until something is offloaded.
         """
 
+    def require_drawing(self) -> None:
+        """Raise StateError unless the inference side has weights to draw tokens with."""
+        self.require(State.INFER)
+
     @abstractmethod
     def close(self) -> None:
         """No switch any more. Idempotent."""

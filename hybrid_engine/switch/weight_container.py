@@ -144,8 +144,9 @@ class WeightContainer:
         return self._state
 
     def kept(self) -> frozenset[str]:
-        """The groups of this rank that are live while the container is empty: those of the last fill that stayed."""
-        return self._kept.intersection(self._weights.committed()) if self._kept else self._kept
+        """The groups of this rank that are live: those of the last fill, and while empty, those of it that stayed."""
+        live = frozenset(self._groups) if self._state is ContainerState.FILLED else self._kept
+        return live.intersection(self._weights.committed()) if live else live
 
     @torch.no_grad()
     def fill(

@@ -114,6 +114,7 @@ class FsdpTrainEngine(ShardedModel):
         """
         optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
+        self.before_step()
         parts = micro_batches(batch, self.micro_batch_size, self._job.device)
         optimizer.zero_grad()
         checked, reports = CheckedLoss(loss_function), []

@@ -242,6 +242,7 @@ class PipelineEngine(LiveModel, ABC):
         """
         optimizer, learning_rate = self._require_optimizer(), self.learning_rate
         self.guard(KINDS)
+        self.before_step()
         for chunk in self.weights.model.ddp_chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()

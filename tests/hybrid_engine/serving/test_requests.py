@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import pytest
 import requests
 import torch
 
-from hybrid_engine import ActorHybridWorker
+from hybrid_engine import ActorHybridWorker, Sampling
+from hybrid_engine.errors import ReshardError, ServerError, StateError
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION
 from hybrid_engine.switch.states import State
@@ -245,6 +247,53 @@ def publish_under_load(model: str, url: str, mode: str, load: Load, out: str) ->
     return Run(streams, [replay(f"{out}/v{number}", streams) for number in range(version + 1)], said, drawn_without)
 
 
+def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
+    """As many publishes to a server that keeps its weights, with a training step after each, while requests go on.
+
+    Another step is refused. Two publishes fail, one before anything is written and one after, before the third one.
+    """
+    said, is_over, server = list[tuple[str, str]](), threading.Event(), HttpServer(url, 60)
+    drawn_before = num_drawn(url)
+    config = config_of(model, [url], {}, release_weights=False, incremental="auto")
+    with ActorHybridWorker(config) as worker, Clients(url) as clients, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(clients.send_until, is_over, streams_of((LENGTH - 16, 200)), 4)
+        try:
+            for version in range(publishes):
+                if version == 2:
+                    fail_to_publish(worker, worker.train.weights, "prepare")
+                    assert version_of(server) == "1"
+                    clients.wait_for_tokens(num_drawn(url) - drawn_before + TELLING)
+                    fail_to_publish(worker, worker.sharding.offloader, "offload_parts")
+                    assert (version_of(server), server.get("is_paused")["is_paused"]) == (NO_VERSION, True)
+                    with pytest.raises(ServerError, match="requests wait: worker 0 has no weights"):
+                        server.post("resume")
+                with worker.rollout_context():
+                    name = version_of(server)
+                with worker.train_context():
+                    worker.save_hf_checkpoint(f"{out}/v{version}")
+                    train_step(worker, version)
+                    assert worker.train.version == version + 1
+                    with pytest.raises(StateError, match="server_max_lag is 1"):
+                        train_step(worker, version + 1)
+                    assert worker.train.version == version + 1
+                    clients.wait_for_tokens(num_drawn(url) - drawn_before + TELLING)
+                    said.append((name, version_of(server)))
+        finally:
+            is_over.set()
+        sending.result()
+        clients.wait_for_all_but(0)
+        assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+    return Run(clients.streams, [replay(f"{out}/v{at}", clients.streams) for at in range(publishes)], said, [])
+
+
+def fail_to_publish(worker: ActorHybridWorker, owner: object, call: str) -> None:
+    """The trainer's weights stay what they are."""
+    failing = mock.patch.object(owner, call, side_effect=MemoryError("no memory for 3 GB"))
+    with failing, pytest.raises(ReshardError, match="no memory for 3 GB"):
+        worker.sharding.enter(State.INFER)
+    assert worker.sharding.state is State.TRAIN
+
+
 def take_over(model: str, url: str, out: str) -> Run:
     """Trainers end while the server draws tokens with their weights; others publish to it while it does."""
     config, is_filled = config_of(model, [url], {}), threading.Event()
@@ -332,6 +381,7 @@ def outcomes(engines: Ranks, server: tuple[str, str], tmp_path_factory: pytest.T
         mode: (publish_under_load, (*server, mode, SMALL, str(tmp_path_factory.mktemp(mode)))) for mode in MODES
     }
     calls["take over"] = (take_over, (*server, str(tmp_path_factory.mktemp("others"))))
+    calls["off policy"] = (train_meanwhile, (*server, 5, str(tmp_path_factory.mktemp("off-policy"))))
     return engines.launch_in_turn(1, calls, timeout=400)
 
 
@@ -349,11 +399,33 @@ def test_other_trainers_publish_to_a_server_that_draws_tokens(outcomes: Outcomes
     assert any(len(stream.spans) > 1 for stream in run.streams)
 
 
+def test_requests_go_on_while_trainers_train(outcomes: Outcomes) -> None:
+    check_off_policy(outcomes["off policy"][0], 5)
+
+
+@pytest.mark.servers
+def test_many_publishes_while_requests_go_on(engines: Ranks, server: tuple[str, str], tmp_path: Path) -> None:
+    run = engines.launch(train_meanwhile, 1, *server, 20, str(tmp_path), timeout=550)[0]
+    check_off_policy(run, 20)
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize("mode", MODES)
 def test_many_requests_over_many_publishes(engines: Ranks, server: tuple[str, str], tmp_path: Path, mode: str) -> None:
     run = engines.launch(publish_under_load, 1, *server, mode, LARGE, str(tmp_path), timeout=550)[0]
     check(run, mode, LARGE)
+
+
+def check_off_policy(run: Run, publishes: int) -> None:
+    """A server says the version that was published last, also once the trainer is a step ahead, and draws tokens with
+    each of them; requests go on from one to the next."""
+    print(figures(run))
+    assert run.said == [(str(version), str(version)) for version in range(publishes)]
+    check_replay(run)
+    check_kept(run)
+    assert {label for stream in run.streams for label in stream.labels} == set(range(publishes))
+    assert all(stream.labels == sorted(stream.labels) for stream in run.streams)
+    assert len({span[0] for stream in run.streams for span in stream.spans[1:]}) >= publishes // 2
 
 
 def check(run: Run, mode: str, load: Load) -> None:

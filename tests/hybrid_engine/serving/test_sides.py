@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 class NoWeights(NoInference):
     """A worker's."""
 
-    def take_rank(self, rank: int) -> None:
+    def take_place(self, rank: int, *, keeps_memory: bool) -> None:
         self.rank = rank
 
 

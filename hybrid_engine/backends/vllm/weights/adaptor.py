@@ -73,9 +73,9 @@ class VllmAdaptor:
     def layout(self) -> Layout:
         return self._layout
 
-    def take_rank(self, rank: int) -> None:
-        """From now on the records are those of this rank: a server's worker has another in each job that it joins."""
-        self.rank, self._layout = rank, self._traced.layout.on(rank)
+    def take_place(self, rank: int, *, keeps_memory: bool) -> None:
+        """Have the records of this rank, and keep memory or not: each job that a server's worker joins says so anew."""
+        self.rank, self._layout, self._keeps_memory = rank, self._traced.layout.on(rank), keeps_memory
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         """Flat buffers of these groups by name: the live memory where vLLM computes with that, new memory elsewhere.
