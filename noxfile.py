@@ -36,7 +36,7 @@ PURE_TESTS = (
     *("models/test_packing.py", "models/test_config_json.py", "test_tracing.py", "test_messages.py"),
 )
 PURE_PACKAGES = (
-    *("huggingface-hub", "hypothesis", "jinja2", "markupsafe", "msgspec", "numpy", "packaging", "pydantic", "pytest"),
+    *("huggingface-hub", "hypothesis", "msgspec", "numpy", "packaging", "pydantic", "pytest"),
     *("pytest-timeout", "pyyaml", "rich", "safetensors", "scipy", "setuptools", "typer"),
 )
 # Since 0.17 megatron-core's wheels ask for Python 3.12. On 3.11 they are installed past that check, and this folder

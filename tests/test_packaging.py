@@ -118,9 +118,8 @@ def test_a_wheel_has_what_its_commands_need(installed: Path, tmp_path: Path) -> 
     )
     model = REPO_ROOT / "examples" / "gpt_rl" / "model"
     job = [f"model={model}", "actor_config.tensor_model_parallel_size=2", "--ranks", "2"]
-    plan = ["-m", "hybrid_engine", "plan", *job, "--html", "page.html"]
+    plan = ["-m", "hybrid_engine", "plan", *job]
     assert "least" in run_installed(installed, tmp_path, *plan)
-    assert "Who holds what" in (tmp_path / "page.html").read_text()
     folder, *sets = run_installed(installed, tmp_path, "-m", "megatron_patches", "sets").splitlines()
     assert Path(folder).is_relative_to(installed)
     assert len(sets) == len([*(REPO_ROOT / "megatron_patches" / "patches").glob("core_v*")])

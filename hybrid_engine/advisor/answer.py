@@ -1,7 +1,4 @@
-"""The answer of `plan`: what a job plan says in numbers (`--json`), in a few sentences, and in tables.
-
-The tables are the same on the terminal and on the page.
-"""
+"""The answer of `plan`: what a job plan says in numbers (`--json`), in a few sentences, and in tables."""
 
 from __future__ import annotations
 
@@ -100,6 +97,9 @@ def device_memory(plan: JobPlan) -> Ranges:
         grads=state.grads,
         optimizer=state.optimizer,
         training=state.total,
+        activations=plan.working.activations,
+        **({"gathered": plan.working.gathered} if plan.working.gathered.any() else {}),
+        vllm_step=np.array([plan.cache.step]),
         inference=memory.inference,
         switch=memory.switch,
         interleaved_switch=memory.interleaved_switch,
@@ -140,8 +140,8 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
         },
         "world_size": plan.world_size,
         "ranks_per_host": cluster.ranks_per_host,
-        "train": _sizes(plan.train),
-        "infer": _sizes(plan.infer),
+        "train": sizes_as_dict(plan.train),
+        "infer": sizes_as_dict(plan.infer),
         "bytes": moved_bytes(plan.bytes),
         "across_hosts": bytes_across_hosts(plan),
         "sequential": moved_bytes(plan.sequential),
@@ -185,7 +185,7 @@ def _ranges(**values: np.ndarray) -> Ranges:
     return {name: range_of(each) for name, each in values.items()}
 
 
-def _sizes(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
+def sizes_as_dict(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
     """Return the sizes that differ from their defaults, by attribute, and the data parallel size."""
     defaults = asdict(type(sizes)(world_size=sizes.world_size))
     changed = {name: value for name, value in asdict(sizes).items() if value != defaults[name]}
@@ -254,7 +254,7 @@ def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
 # -- sentences --------------------------------------------------------------------------------------------------------
 
 
-LEFT_OUT = ("activations", "KV cache", "CUDA context", "workspaces of libraries")
+LEFT_OUT = ("CUDA context", "communicators", "workspaces of libraries", "captured graphs")
 """Uses of device memory that the peak does not count."""
 _PHASES = {"train": "training"}
 """Their names in `plan --json`, where they differ."""
@@ -320,23 +320,27 @@ class JobVerdict:
 
     def _of_cache(self) -> str:
         cache = self.job.cache
+        taken = f"weights of {gib(cache.weights)}, a step of {gib(cache.step)}"
         share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g})"
         if cache.given is not None:
-            share = f"vLLM's weights and kv_cache_mb, {gib(cache.weights + cache.given)},"
+            share = f"vLLM's weights, step and kv_cache_mb, {gib(cache.weights + cache.step + cache.given)},"
         if cache.room <= 0:
-            found = f"{share} are less than its weights of {gib(cache.weights)}"
+            found = f"{share} are less than {taken}"
         else:
-            found = f"{share} hold its weights of {gib(cache.weights)} and a KV cache of {gib(cache.room)}: "
-            found += f"{cache.num_tokens:,} tokens"
+            found = f"{share} hold {taken}, and a KV cache of {gib(cache.room)}: {cache.num_tokens:,} tokens"
             if cache.longest:
                 found += f", {cache.num_sequences:.3g} sequences of {cache.longest:,}"
         if cache.fits:
             return found
         if cache.given is not None:
             return f"{found}; set kv_cache_mb for one sequence of max_model_len, within the device"
-        if cache.needed > 1:
+        most = 1 - cache.beside / cache.device
+        beside = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
+        if cache.needed > most:
             larger = "a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
-            return f"{found}. No share of the device is enough: use {larger}, or a lower max_model_len"
+            return f"{found}. No share of the device is enough{beside}: use {larger}, or a lower max_model_len"
+        if cache.utilization > most:
+            return f"{found}; it starts with at most {int(100 * most) / 100:g}{beside}"
         return f"{found}; it starts from {cache.needed:g}, or with a lower max_model_len"
 
     def _left_out(self) -> str:
@@ -452,7 +456,10 @@ def _memory(job: JobPlan) -> Section:
         "grads": "gradients",
         "optimizer": "optimizer state",
         "training": "training state: these three",
+        "activations": "activations of a step, estimated",
+        "gathered": "gathered by FSDP2, with gradients",
         "inference": "vLLM's weights",
+        "vllm_step": "vLLM's largest step, estimated",
         "switch": "a switch, if vLLM's weights came all at once",
         "interleaved_switch": "a switch, as it is" + ": bucket by bucket" * (not job.memory.keeps_inference),
         "peak": "device peak",

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_engine.advisor.activations import Step, activation_nbytes, gathered_nbytes, vllm_step_nbytes
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.config.job_rules import critic_memory, megatron_state, what_stays
+from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
@@ -28,8 +29,7 @@ from hybrid_engine.layouts.memory import (
     sharded_memory,
 )
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
-from hybrid_engine.layouts.sharded import sharded_side
-from hybrid_engine.layouts.training import training_side
+from hybrid_engine.layouts.sharded import PackedModel, sharded_side
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelDims, ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
@@ -85,23 +85,27 @@ class Cluster:
 class CacheRoom:
     """Room for the KV cache in vLLM's share of a device, on the rank that has least; sizes in bytes.
 
-    vLLM does not start unless one sequence of `max_model_len` fits. Its activations and captured graphs come off the
-    share too, and are not known here; layers with a window need less.
+    vLLM does not start unless one sequence of `max_model_len` fits. Captured graphs come off the share too, and are not
+    known here; layers with a window need less.
 
     Attributes:
         device: its memory. utilization: vLLM's share of it.
         weights: vLLM's.
+        step: an estimate of what its largest step takes.
         per_token: what a token takes in the cache.
         longest: tokens of the longest sequence (`max_model_len`); 0: not known.
         given: the cache's size where the configuration says it (`kv_cache_mb`), whatever the share.
+        beside: of training, what the configuration leaves on the device while vLLM generates.
     """
 
     device: float
     utilization: float
     weights: int
+    step: int
     per_token: int
     longest: int
     given: int | None = None
+    beside: int = 0
 
     @property
     def share(self) -> float:
@@ -110,8 +114,8 @@ class CacheRoom:
 
     @property
     def room(self) -> float:
-        """Left for the cache; negative where the weights alone do not fit."""
-        return self.share - self.weights if self.given is None else self.given
+        """Left for the cache; negative where weights and a step alone do not fit."""
+        return self.share - self.weights - self.step if self.given is None else self.given
 
     @property
     def num_tokens(self) -> int:
@@ -124,25 +128,118 @@ class CacheRoom:
         return self.num_tokens / self.longest if self.longest else 0.0
 
     @property
+    def least(self) -> int:
+        """Bytes without which vLLM does not start: weights, a step, one sequence."""
+        return self.weights + self.step + max(1, self.longest) * self.per_token
+
+    @property
     def needed(self) -> float:
-        """The least share of the device for weights and one sequence, in hundredths; above 1 there is none."""
-        return math.ceil(100 * (self.weights + max(1, self.longest) * self.per_token) / self.device) / 100
+        """The least share of the device for these, in hundredths; above 1 there is none."""
+        return math.ceil(100 * self.least / self.device) / 100
+
+    @property
+    def left(self) -> float:
+        """Left of the device beside vLLM and what stays of training; negative: so much is missing."""
+        taken = self.share if self.given is None else self.weights + self.step + self.given
+        return self.device - taken - self.beside
+
+    @property
+    def lack(self) -> float:
+        """Bytes without which vLLM does not start, or not beside what stays of training; 0: it starts."""
+        return max(0.0, max(1, self.longest) * self.per_token - self.room, -self.left)
 
     @property
     def fits(self) -> bool:
         """Whether vLLM starts."""
-        return self.num_tokens >= max(1, self.longest) and self.weights + self.room <= self.device
+        return self.lack == 0
 
 
-def token_nbytes(dims: ModelDims, infer: InferenceParallelism, dtype: str) -> int:
+def token_nbytes(dims: ModelDims, infer: InferenceParallelism, itemsize: int) -> int:
     """Bytes of a token in the cache of the rank that has most layers.
 
     In each layer a key and a value for each of the rank's key/value heads (one where there are fewer heads than ranks),
-    or what multi-head latent attention keeps in their place.
+    or what multi-head latent attention keeps in their place, whole on every rank. `itemsize`: bytes of an element.
     """
     heads = max(1, dims.num_kv_heads // infer.tensor)
     numel = dims.latent_kv_size or 2 * heads * dims.head_dim
-    return numel * -(-dims.num_layers // infer.pipeline) * DTYPE_NBYTES[dtype]
+    return numel * -(-dims.num_layers // infer.pipeline) * itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Working:
+    """Estimates of what training steps take beside state; int arrays by rank, or by pipeline stage.
+
+    Attributes:
+        activations: of the actor. critic: of the critic.
+        gathered: what FSDP2 gathers.
+    """
+
+    activations: np.ndarray
+    critic: np.ndarray
+    gathered: np.ndarray
+
+    @classmethod
+    def of_megatron(cls, config: HybridConfig, table: ModelTable, world_size: int) -> Working:
+        """The estimates by pipeline stage, where Megatron trains."""
+        actor = config.actor_config
+        own = activation_nbytes(table, Step.of(actor, actor.sizes(world_size)))
+        of_critic = np.zeros_like(own)
+        if config.critic_config is not None:
+            critic = critic_of(config, world_size)
+            of_critic = activation_nbytes(critic.table, Step.of(critic.actor, critic.actor.sizes(world_size)))
+        return cls(own, of_critic, np.zeros_like(own))
+
+    def by_rank(self, num_ranks: int) -> Working:
+        """The same of every rank of every stage: the ranks of a stage follow one another."""
+        times = num_ranks // len(self.activations)
+        return Working(*(np.repeat(each, times) for each in (self.activations, self.critic, self.gathered)))
+
+
+def job_phases(
+    config: HybridConfig, state: TrainingMemory, inference: np.ndarray, critic: TrainingMemory | None, working: Working
+) -> dict[str, Phase]:
+    """Return what is on a device in every phase of a job, but that of a reference, which a job need not have.
+
+    `inference`: bytes of vLLM's weights. All arrays are by rank, or all by pipeline stage.
+    """
+    bucket = config.generate_config.bucket_mb * MIB
+    found = dict(plan_memory(state, inference, bucket, critic, stays=what_stays(config)).phases)
+    del found["reference"]
+    steps = {"train": working.activations + working.gathered, "critic train": working.critic}
+    for name, nbytes in steps.items():
+        if name in found:
+            found[name] = replace(found[name], by_model={**found[name].by_model, "activations": nbytes})
+    return found
+
+
+def stays_beside(phases: Mapping[str, Phase]) -> int:
+    """Bytes of training on a device beside vLLM while it generates, on the rank with most; prefetches keep off."""
+    beside = [nbytes for model, nbytes in phases["generate"].by_model.items() if model != "vLLM"]
+    return int(np.max(sum(beside), initial=0))
+
+
+def cache_room(
+    config: HybridConfig,
+    table: ModelTable,
+    infer: InferenceParallelism,
+    device: float,
+    weights: int,
+    longest: int,
+    beside: int,
+) -> CacheRoom:
+    """Return the room on a device of so many bytes; see `CacheRoom` for the arguments."""
+    generate, itemsize = config.generate_config, DTYPE_NBYTES[config.served_dtype]
+    narrow = str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
+    return CacheRoom(
+        device,
+        generate.gpu_memory_utilization,
+        weights,
+        vllm_step_nbytes(table, infer, generate, itemsize, device),
+        token_nbytes(table.dims, infer, 1 if narrow else itemsize),
+        longest,
+        None if (given := generate.kv_cache_mb) is None else given * MIB,
+        beside,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +254,7 @@ class JobPlan:
         bytes: of the chosen order. sequential: of sequential order.
         memory: the training state, and the peaks of a switch alone.
         phases: of the job -> bytes on a device, with all that the configuration leaves there.
+        working: an estimate of what a training step takes: activations, and what FSDP2 gathers.
         on_host: bytes that are copied to host memory while vLLM generates.
         max_model_len: tokens of the longest sequence that vLLM is to serve; 0: not known.
     """
@@ -172,6 +270,7 @@ class JobPlan:
     sequential: ByteSummary
     memory: MemoryPeaks
     phases: Mapping[str, Phase]
+    working: Working
     on_host: np.ndarray
     max_model_len: int
 
@@ -221,16 +320,12 @@ class JobPlan:
         """Whether every rank's peak is within its device."""
         return bool(self.peak.max() <= self.cluster.device_gib * GIB)
 
-    @property
+    @cached_property
     def cache(self) -> CacheRoom:
         """Room for the KV cache in vLLM's share of a device."""
-        return CacheRoom(
-            self.cluster.device_gib * GIB,
-            self.config.generate_config.gpu_memory_utilization,
-            int(self.memory.inference.max()),
-            token_nbytes(self.table.dims, self.infer, self.config.served_dtype),
-            self.max_model_len,
-            None if (given := self.config.generate_config.kv_cache_mb) is None else given * MIB,
+        device, weights = self.cluster.device_gib * GIB, int(self.memory.inference.max())
+        return cache_room(
+            self.config, self.table, self.infer, device, weights, self.max_model_len, stays_beside(self.phases)
         )
 
     @cached_property
@@ -258,6 +353,7 @@ def plan_job(
     world_size: int,
     cluster: Cluster | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    inference: Callable[[ModelTable, InferenceParallelism, str], SideLayout] = inference_side,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, count bytes.
 
@@ -265,6 +361,7 @@ def plan_job(
         config: checked for `world_size` ranks (`load_config`).
         cluster: what they run on; default: hosts of 8 H200.
         progress: is told what is being done.
+        inference: lays out vLLM's side; whoever plans several jobs of a model may keep what it gave.
 
     Raises ConfigError where FSDP2 trains and transformers does not build the model; DependencyError for the order
     "auto" without scipy.
@@ -272,9 +369,9 @@ def plan_job(
     cluster, generate, dtype = cluster or Cluster(), config.generate_config, config.served_dtype
     table, hf_config = read_model(config.model)
     progress("laying out both sides")
-    source, state = _training(config, world_size, table)
+    source, state, working = _training(config, world_size, table)
     infer = generate.sizes(world_size)
-    positions = inference_side(table, infer, dtype)
+    positions = inference(table, infer, dtype)
     hosts, relaying = cluster.hosts(world_size), cluster.relaying_hosts(world_size)
     progress("counting bytes")
     sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
@@ -288,9 +385,8 @@ def plan_job(
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
-    inference, bucket = destination.num_elements * DTYPE_NBYTES[dtype], generate.bucket_mb * MIB
-    critic, stays = critic_memory(config, world_size), what_stays(config)
-    phases = plan_memory(state, inference, bucket, critic, stays=stays).phases
+    weights, bucket = destination.num_elements * DTYPE_NBYTES[dtype], generate.bucket_mb * MIB
+    critic = critic_memory(config, world_size)
     return JobPlan(
         config=config,
         table=table,
@@ -301,36 +397,51 @@ def plan_job(
         destination=destination,
         bytes=moved,
         sequential=sequential,
-        memory=MemoryPeaks(state, inference, bucket, keeps_inference=not generate.release_weights),
-        phases={name: phase for name, phase in phases.items() if name != "reference"},  # a job need not have one
-        on_host=_on_host(state, critic, stays),
-        max_model_len=generate.max_model_len or _longest(hf_config),
+        memory=MemoryPeaks(state, weights, bucket, keeps_inference=not generate.release_weights),
+        phases=job_phases(config, state, weights, critic, working),
+        working=working,
+        on_host=host_bytes(state, critic, what_stays(config)),
+        max_model_len=longest_sequence(config, hf_config),
     )
 
 
-def _training(config: HybridConfig, world_size: int, table: ModelTable) -> tuple[SideLayout, TrainingMemory]:
+def _training(config: HybridConfig, world_size: int, table: ModelTable) -> tuple[SideLayout, TrainingMemory, Working]:
     """Compute the training layout and memory of every rank."""
-    actor, sizes = config.actor_config, config.train_sizes(world_size)
-    if isinstance(sizes, TrainParallelism):
-        source = training_side(table, sizes, actor.params_dtype)
-        return source, megatron_state(actor, source, sizes)
+    actor = config.actor_config
+    if actor.fsdp is None:
+        source, state = megatron_training(actor, table, world_size)
+        return source, state, Working.of_megatron(config, table, world_size).by_rank(world_size)
+    sizes, model = actor.fsdp.sizes(world_size), sharded_model(config, table)
+    source = sharded_side(table, model, sizes, actor.params_dtype)
+    memory = sharded_memory(source, model, sizes, actor.params_dtype)
+    return source, memory, sharded_working(config, table, model).by_rank(world_size)
+
+
+def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
+    """Return the model that FSDP2 shards. Raises ConfigError where transformers does not build it."""
     try:
         from hybrid_engine.backends.fsdp.names import packed_model_of
     except ImportError as error:
         problem = f"how FSDP2 splits a model is asked of transformers and torch: {error}"
         raise ConfigError([Violation("actor_config.fsdp", problem, "Install both")]) from error
-    model = packed_model_of(config.model, table)
-    source = sharded_side(table, model, sizes, actor.params_dtype)
-    return source, sharded_memory(source, model, sizes, actor.params_dtype)
+    return packed_model_of(config.model, table)
 
 
-def _on_host(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
+def sharded_working(config: HybridConfig, table: ModelTable, model: PackedModel) -> Working:
+    """Return the estimates of any rank where FSDP2 trains; arrays of one element."""
+    actor = config.actor_config
+    activations = activation_nbytes(table, Step.of(actor, ShardedParallelism(1)))
+    return Working(activations, np.zeros_like(activations), np.array([gathered_nbytes(model, actor)]))
+
+
+def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
+    """Return the bytes that go to host memory while vLLM generates; arrays as those of `state`."""
     kept = {"param": state.params, "optimizer": state.optimizer, "grad": state.copied - state.params - state.optimizer}
     copied = state.copied - sum((kept[kind] for kind in stays.kinds), np.zeros_like(state.copied))
     return copied if critic is None or stays.critic else copied + critic.copied
 
 
-def _longest(hf_config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence by a model's config, as vLLM takes it; 0: it does not say."""
+def longest_sequence(config: HybridConfig, hf_config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence, by the configuration or the model as vLLM takes it; 0: neither says."""
     found = hf_config.get("max_position_embeddings", hf_config.get("n_positions"))
-    return found if isinstance(found, int) else 0
+    return config.generate_config.max_model_len or (found if isinstance(found, int) else 0)

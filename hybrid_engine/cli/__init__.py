@@ -1,6 +1,7 @@
 """The command line: `hybrid-engine plan …`, `verify …` and `env`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
+    search_output.py      `plan --search`: what it prints
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
     options.py            what the commands' options have in common
     output.py             writing an answer, to whatever reads it
@@ -10,8 +11,8 @@ Exit status:
     1   `verify` found a difference
     2   the request is invalid, and every reason was printed before anything started; or the answer could not be
         written
-    3   `plan`: the job does not fit its devices or hosts. `verify`: the ranks ended without a verdict; their output is
-        printed
+    3   `plan`: the job does not fit its devices or hosts, or with --search none does. `verify`: the ranks ended
+        without a verdict; their output is printed
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config.loading import parsed_config
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 
@@ -40,8 +41,11 @@ def config_argument() -> ArgumentInfo:
     return argument
 
 
-def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
-    """Return the configuration that the words of `config_argument` make, checked. Raises ConfigError."""
+def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = False) -> HybridConfig:
+    """Return the configuration that the words of `config_argument` make, checked. Raises ConfigError.
+
+    `sizes_are_open`: sizes may be left out, so that rules are not checked yet.
+    """
     files = [word for word in words if not _OVERRIDE.match(word)]
     found = [Violation("CONFIG", f"more than one file: {shortened(each)}", "Name one") for each in files[1:]]
     if not 1 <= ranks <= MOST_RANKS:
@@ -52,6 +56,8 @@ def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
         raise ConfigError(found)
     directory = Path(files[0]).absolute().parent if files else None
     try:
+        if sizes_are_open:
+            return parsed_config(values, directory)[0]
         return load_config(values, ranks, weights_only=True, own_weights=True, directory=directory)
     except DependencyError as error:  # a model on the Hub, without huggingface_hub
         raise ConfigError([Violation("model", str(error), "Or name a directory")]) from error

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import typer
 from rich import console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hybrid_engine.errors import FileError, clipped
+from hybrid_engine.errors import FileError
 
 
 @contextmanager
@@ -57,17 +55,6 @@ class Console(console.Console):
     def on_broken_pipe(self) -> None:
         """Re-raise the error that is being handled; rich would end the command with status 1."""
         raise
-
-
-def unwritable(path: Path) -> str | None:
-    """Return why `path` cannot be written, or None; asked before minutes of work."""
-    try:
-        if path.exists() and not path.is_file():
-            return f"{path} is not a regular file"
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
-            return None
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-        return f"{clipped(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}"
 
 
 def new_table(title: str, *columns: str) -> Table:

@@ -24,12 +24,11 @@ from hybrid_engine.advisor.answer import (
     sections_of,
 )
 from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
-from hybrid_engine.advisor.page import page_of
-from hybrid_engine.cli.options import collect, config_argument, heading, integer_option, read_config, refuse
-from hybrid_engine.cli.output import Console, new_table, progress, unwritable, writing
+from hybrid_engine.cli.options import collect, config_argument, integer_option, read_config, refuse
+from hybrid_engine.cli.output import Console, new_table, progress, writing
+from hybrid_engine.cli.search_output import search_and_print
 from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
-from hybrid_engine.files.durable import write_text
 from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.planning.plan import Link
@@ -66,30 +65,35 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Find the sizes that the configuration leaves out: the best pairs of layouts, planned.",
+        ),
+    ] = False,
 ) -> None:
     """Say whether a job fits its devices and what a switch between its two layouts moves. Needs no device, no weights.
 
-    The verdict comes first, then the numbers. Exits with 3 if the job does not fit.
+    The verdict comes first, then the numbers. Exits with 3 if the job does not fit, or with --search if no job does.
     """
-    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, html))
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib))
     size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
-    config = collect(found, read_config, words, ranks)
+    config = collect(found, read_config, words, ranks, sizes_are_open=search)
     if rank is not None and not 0 <= rank < ranks:
         found.append(Violation("--rank", f"{rank} of {ranks} ranks, counted from 0", "Name one of them"))
+    for name, value in (("--rank", rank), ("--frozen", frozen)):
+        if search and value is not None:
+            found.append(Violation(name, "set beside --search", "Plan one of the pairs that it finds"))
     if found or config is None or rates is None or size is None:
         refuse(found)
     cluster = Cluster(hosts_of, size, host_gib, rates, _has_elastic_buffers() if elastic is None else elastic)
-    page = None
+    if search:
+        raise typer.Exit(search_and_print(config, ranks, cluster, list(_of_checkpoint(config)), as_json=as_json))
     with progress() as doing:
         answer = _answer(config, ranks, cluster, rank, frozen, doing)
-        if html is not None:
-            doing("drawing the page")
-            page = page_of(answer, heading(words, ranks))
     with writing():
-        if html is not None and page is not None:
-            write_text(html, page)
         if as_json:
             typer.echo(json.dumps(answer.as_dict(), indent=2))
         else:
@@ -131,6 +135,14 @@ def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
         yield f"Training with this project's own loop is refused: {violation}"
     if config.actor_config.lora is not None or config.actor_config.frozen_parameters:
         yield "Memory is counted as if every weight was trained: adapters and frozen weights take less."
+    yield from _of_checkpoint(config)
+
+
+def _of_checkpoint(config: HybridConfig) -> Iterator[str]:
+    """Yield why the model's own checkpoint is refused, by its config.json."""
+    if (stored := config.hf_config().get("quantization_config")) is not None:
+        method = shortened(stored.get("quant_method", "no method") if isinstance(stored, dict) else stored)
+        yield f"The model's weights are stored quantised ({method}): such a checkpoint is refused, so convert it first."
 
 
 def _size_of_device(name: str | None, gib: float | None) -> float:
@@ -152,15 +164,11 @@ def _has_elastic_buffers() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
-def _option_violations(
-    hosts_of: int, device_gib: float | None, host_gib: float | None, html: Path | None
-) -> Iterator[Violation]:
+def _option_violations(hosts_of: int, device_gib: float | None, host_gib: float | None) -> Iterator[Violation]:
     numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
-    if html is not None and (problem := unwritable(html)):
-        yield Violation("--html", problem, "Name a file in a directory that lets this user write")
 
 
 def _parse_rates(text: str) -> dict[Link, float]:

@@ -19,10 +19,11 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import GIB, MIB, MemoryPlan, Stays, TrainingMemory, megatron_memory, plan_memory
 from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.families import read_model
-from hybrid_engine.models.table import value_table
+from hybrid_engine.models.table import ModelTable, value_table
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
@@ -151,7 +152,7 @@ def memory_plan(config: HybridConfig, world_size: int) -> MemoryPlan:
         raise ConfigError(found)
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
     return plan_memory(
-        _training_memory(job),
+        _memory_of(job),
         inference.num_elements * DTYPE_NBYTES[job.served_dtype],
         generate.bucket_mb * MIB,
         critic_memory(config, world_size),
@@ -187,15 +188,20 @@ def _not_planned(config: HybridConfig) -> Iterator[Violation]:
         yield Violation("device_budget_gib", "memory is not planned with actor_config.lora", remedy)
 
 
-def _training_memory(context: TrainingContext) -> TrainingMemory:
-    sizes = context.train_sizes
-    return megatron_state(context.actor, training_side(context.table, sizes, context.actor.params_dtype), sizes)
+def megatron_training(actor: ActorConfig, table: ModelTable, world_size: int) -> tuple[SideLayout, TrainingMemory]:
+    """Return the layout and the memory of Megatron's ranks, by the layer spec of Transformer Engine.
+
+    On a machine without it (a CPU) down projections of latent attention are cut, and take less than is said here.
+    """
+    sizes = actor.sizes(world_size)
+    side = training_side(table, sizes, actor.params_dtype)
+    return side, megatron_state(actor, side, sizes)
 
 
-def megatron_state(actor: ActorConfig, side: SideLayout, sizes: TrainParallelism) -> TrainingMemory:
-    """Return the memory of Megatron's ranks for a model laid out as `side`."""
+def megatron_state(actor: ActorConfig, source: SideLayout | StoredElements, sizes: TrainParallelism) -> TrainingMemory:
+    """Return the memory of Megatron's ranks, or of its stages, which store so much of a model."""
     return megatron_memory(
-        side,
+        source,
         sizes,
         actor.params_dtype,
         is_distributed=actor.use_distributed_optimizer,
@@ -205,7 +211,11 @@ def megatron_state(actor: ActorConfig, side: SideLayout, sizes: TrainParallelism
 
 def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | None:
     """Return the memory of the critic's ranks; None without a critic."""
-    return None if config.critic_config is None else _training_memory(critic_of(config, world_size))
+    return None if config.critic_config is None else _memory_of(critic_of(config, world_size))
+
+
+def _memory_of(context: TrainingContext) -> TrainingMemory:
+    return megatron_training(context.actor, context.table, context.world_size)[1]
 
 
 def what_stays(config: HybridConfig) -> Stays:

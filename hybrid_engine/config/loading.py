@@ -85,21 +85,29 @@ def load_config(
     found: list[Violation] = []
     num_ranks = _number_of_ranks(world_size, found)
     try:
-        config = HybridConfig.model_validate(values, context={"directory": directory})
-    except pydantic.ValidationError as error:
-        found += violations_of(error, HybridConfig)
+        config, models = parsed_config(values, directory)
+    except ConfigError as error:
+        raise ConfigError([*found, *error.findings], file) from error
     if found:
         raise ConfigError(found, file)
-    try:
-        config, models = _with_models(config, directory)
-    except ConfigError as error:
-        raise ConfigError(error.findings, file) from error
     violations = find_violations(config, num_ranks, weights_only=weights_only, own_loop=own_loop)
     if not (own_weights or config.random_weights):
         violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
         raise ConfigError(violations, file)
     return config
+
+
+def parsed_config(values: Mapping[str, Any], directory: Path | None) -> tuple[HybridConfig, dict[str, Path]]:
+    """Return a configuration whose keys have valid types, and its models' directories by key; rules are not checked.
+
+    Args as in `load_config`. Raises ConfigError.
+    """
+    try:
+        config = HybridConfig.model_validate(values, context={"directory": directory})
+    except pydantic.ValidationError as error:
+        raise ConfigError(violations_of(error, HybridConfig)) from None
+    return _with_models(config, directory)
 
 
 def _number_of_ranks(given: object, found: list[Violation]) -> int:

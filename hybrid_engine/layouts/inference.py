@@ -13,7 +13,7 @@ import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
+from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of, parts_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
@@ -44,6 +44,29 @@ def inference_side(table: ModelTable, parallelism: InferenceParallelism, dtype: 
     return _InferenceSide(table, parallelism, dtype).build()
 
 
+class InferenceElements:
+    """Counts what vLLM's ranks store, for many sizes of one model; lays nothing out."""
+
+    def __init__(self, table: ModelTable) -> None:
+        self._table = table
+        self._counted: dict[object, list[tuple[Parameter, int]]] = {}
+
+    def count(self, sizes: InferenceParallelism) -> np.ndarray:
+        """Return the elements of the rank with most, by pipeline stage; int array. The sizes must be possible."""
+        side = _InferenceSide(self._table, sizes, "bfloat16")
+        key = sizes.tensor, sizes.expert > 1, sizes.replicas_per_instance > 1
+        if key not in self._counted:
+            self._counted[key] = parts_of(self._table, side.local_numel)
+        found, ends = np.zeros(sizes.pipeline, dtype=np.int64), set()
+        for parameter, numel in self._counted[key]:
+            copies = -(-self._table.dims.num_experts // sizes.expert) if parameter.is_expert else 1
+            for stage in side.stages_with(parameter):
+                if parameter.indices or (parameter.tensors, stage) not in ends:  # a tied head is the embedding
+                    ends.add((parameter.tensors, stage))
+                    found[stage] += copies * numel
+        return found
+
+
 class _InferenceSide:
     """Makes the side; ranks and pieces are made once for all tensors that have the same owners."""
 
@@ -60,7 +83,7 @@ class _InferenceSide:
     def build(self) -> SideLayout:
         held: set[tuple[str, int]] = set()
         for parameter in parameters_of(self._table):
-            for stage in self._stages_with(parameter):
+            for stage in self.stages_with(parameter):
                 for tensor, pieces in self._pieces_of(parameter, stage).items():
                     if self._table.is_served(tensor) and (tensor, stage) not in held:
                         held.add((tensor, stage))
@@ -79,7 +102,8 @@ class _InferenceSide:
         for piece in pieces:
             self._side.add_elements(piece.owners.ranks, piece.numel, of_expert=parameter.is_expert)
 
-    def _stages_with(self, parameter: Parameter) -> Sequence[int]:
+    def stages_with(self, parameter: Parameter) -> Sequence[int]:
+        """Return the pipeline stages that have a parameter."""
         num_stages = self._sizes.pipeline
         if parameter.location is Location.DECODER:
             layer = parameter.indices["layer"]
@@ -87,6 +111,20 @@ class _InferenceSide:
         if parameter.location is Location.MTP or self._table.serving.ends_on_every_stage:
             return range(num_stages)
         return [0 if parameter.location is Location.EMBEDDING else num_stages - 1]
+
+    def local_numel(self, parameter: Parameter) -> int:
+        """Elements of a parameter that one rank stores; experts are whole on some ranks, or cut on all."""
+        total = 0
+        for tensor in filter(self._table.is_served, parameter.tensors):
+            shape, dim = self._table.shapes[tensor], parameter.packing.dim
+            rows = [shape[dim]]
+            if isinstance(parameter.packing, Vocabulary):
+                rows = [self._sizes.padded_vocabulary(shape[dim]) // self._sizes.tensor]
+            elif not self._is_whole(parameter) and not (parameter.is_expert and self._sizes.expert > 1):
+                spans = (next(iter(span)) for span in self._spans(parameter, tensor, shape[dim]))
+                rows = [stop - start for start, stop in spans]
+            total += sum(rows) * math.prod(shape) // shape[dim]
+        return total
 
     def _pieces_of(self, parameter: Parameter, stage: int) -> Mapping[str, tuple[PlacedBox, ...]]:
         """Tensor -> its pieces on a stage."""

@@ -52,6 +52,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybrid_engine.layouts.parallelism import ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.sharded import PackedModel
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
@@ -95,7 +96,7 @@ class TrainingMemory:
 
 
 def megatron_memory(
-    source: SideLayout,
+    source: SideLayout | StoredElements,
     train: TrainParallelism,
     dtype: str,
     *,
@@ -105,7 +106,7 @@ def megatron_memory(
     """Return the memory of Megatron's ranks.
 
     Args:
-        source: what they hold of the model.
+        source: what they store of the model; the memory is by rank or by stage, as its arrays are.
         train: parallel sizes.
         dtype: of the weights.
         is_distributed: the optimizer's state is split over data parallel ranks.
@@ -127,10 +128,21 @@ def megatron_memory(
 
 def sharded_memory(source: SideLayout, model: PackedModel, sizes: ShardedParallelism, dtype: str) -> TrainingMemory:
     """Return the memory of FSDP2's ranks; a module's buffers count as parameters, and are few."""
-    params = source.num_elements * DTYPE_NBYTES[dtype]
+    return _of_shards(source.num_elements, 2 * source.holdings.nbytes_by_rank(), model, sizes, dtype)
+
+
+def largest_shard(model: PackedModel, sizes: ShardedParallelism, dtype: str) -> TrainingMemory:
+    """Return the memory of FSDP2's first rank, whose rows are no padding; arrays of one element."""
+    numel = np.array([sum(model.local_numel(name, sizes.num_shards) for name in model.shapes)])
+    return _of_shards(numel, 2 * numel * DTYPE_NBYTES[dtype], model, sizes, dtype)
+
+
+def _of_shards(
+    numel: np.ndarray, moments: np.ndarray, model: PackedModel, sizes: ShardedParallelism, dtype: str
+) -> TrainingMemory:
+    params = numel * DTYPE_NBYTES[dtype]
     uneven = (name for name in model.shapes if not model.splits_evenly(name, sizes.num_shards))
     late = sum(model.local_numel(name, sizes.num_shards) for name in uneven) * DTYPE_NBYTES[dtype]
-    moments = 2 * source.holdings.nbytes_by_rank()
     copied = params + params + moments
     return TrainingMemory(params, params, moments, copied, inelastic=np.full_like(params, late))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
 
 from hybrid_engine.models.packing import Packing, Shape
 from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rule
@@ -75,6 +77,28 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
                     tensors = tuple(pattern.format(**indices) for pattern in patterns)
                     if any(tensor in table.shapes for tensor in tensors):
                         yield Parameter(number, rule.packing, location, name, indices, tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredElements:
+    """Elements of the parameters that ranks store, as in `SideLayout`; int arrays by pipeline stage."""
+
+    num_elements: np.ndarray
+    num_expert_elements: np.ndarray
+
+
+def parts_of(table: ModelTable, numel_of: Callable[[Parameter], int]) -> list[tuple[Parameter, int]]:
+    """Return one parameter of each part of the model, with the sum of `numel_of` over the part's; of experts one.
+
+    A part is what is always on the same ranks: a layer's attention, MLP, expert; the embedding, the head and so on.
+    """
+    found: dict[object, tuple[Parameter, int]] = {}
+    for parameter in parameters_of(table, most_experts=1):
+        layer = parameter.indices.get("layer")
+        key = parameter.location, layer, parameter.is_of_mlp, parameter.is_expert, layer is None and parameter.tensors
+        first, numel = found.get(key, (parameter, 0))
+        found[key] = first, numel + numel_of(parameter)
+    return list(found.values())
 
 
 def packed_size(packing: Packing, shapes: Mapping[str, Shape], tensors: tuple[str, ...]) -> int:

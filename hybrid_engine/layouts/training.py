@@ -14,7 +14,7 @@ import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.parameters import Location, Parameter, packed_size, parameters_of
+from hybrid_engine.layouts.parameters import Location, Parameter, StoredElements, packed_size, parameters_of, parts_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import Chunk, chunks_of
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
@@ -33,6 +33,27 @@ def training_side(table: ModelTable, parallelism: TrainParallelism, dtype: str =
     return _TrainingSide(table, parallelism, dtype).build()
 
 
+class TrainingElements:
+    """Counts what Megatron's ranks store, for many sizes of one model; lays nothing out."""
+
+    def __init__(self, table: ModelTable) -> None:
+        self._table = table
+        self._counted: dict[object, list[tuple[Parameter, int]]] = {}
+
+    def count(self, sizes: TrainParallelism) -> StoredElements:
+        """Return what each rank of a stage stores, as `training_side` has it. The sizes must be possible."""
+        side = _TrainingSide(self._table, sizes, "bfloat16")
+        key = sizes.tensor, sizes.expert_cut, sizes.make_vocab_size_divisible_by, sizes.cuts_whole_projections
+        if key not in self._counted:
+            self._counted[key] = parts_of(self._table, side.local_numel)
+        found = np.zeros((2, sizes.pipeline), dtype=np.int64)
+        for parameter, numel in self._counted[key]:
+            copies = self._table.dims.num_experts // sizes.expert if parameter.is_expert else 1
+            for chunk in side.chunks_with(parameter):
+                found[int(parameter.is_expert), chunk.stage] += copies * numel
+        return StoredElements(found.sum(axis=0), found[1])
+
+
 class _TrainingSide:
     """Makes the side; ranks and pieces are made once for all parameters that have the same owners."""
 
@@ -48,11 +69,12 @@ class _TrainingSide:
 
     def build(self) -> SideLayout:
         for parameter in parameters_of(self._table):
-            for chunk in self._chunks_with(parameter):
+            for chunk in self.chunks_with(parameter):
                 self._add(parameter, chunk)
         return self._side.build()
 
-    def _chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
+    def chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
+        """Yield the chunks that have a parameter."""
         tied = self._table.dims.tied_embeddings
         if parameter.location is Location.DECODER:
             chunk_with = self._chunk_with_mlp if parameter.is_of_mlp else self._chunk_with_attention
@@ -83,8 +105,7 @@ class _TrainingSide:
 
     def _make_pieces(self, parameter: Parameter, chunk: Chunk, expert: int | None) -> _Pieces:
         packing = parameter.packing
-        is_whole = packing.may_be_whole and not self._sizes.cuts_whole_projections
-        over = Over.NONE if is_whole else packing.over
+        over = self._over(parameter)
         num_parts = self._sizes.num_parts(over)
         local_shape = self._local_shape(parameter, num_parts)
         strides = contiguous_strides(local_shape)
@@ -102,6 +123,14 @@ class _TrainingSide:
                     )
                 )
         return _Pieces([tuple(pieces) for pieces in by_tensor.values()], ranks, math.prod(local_shape))
+
+    def _over(self, parameter: Parameter) -> Over:
+        is_whole = parameter.packing.may_be_whole and not self._sizes.cuts_whole_projections
+        return Over.NONE if is_whole else parameter.packing.over
+
+    def local_numel(self, parameter: Parameter) -> int:
+        """Elements of one rank's parameter."""
+        return math.prod(self._local_shape(parameter, self._sizes.num_parts(self._over(parameter))))
 
     def _local_shape(self, parameter: Parameter, num_parts: int) -> Shape:
         """Return the shape of one rank's parameter, as Megatron allocates it."""

@@ -48,7 +48,7 @@ OUTSIDE = {
     "probes": {"torch"},
     "config": {"pydantic"},
     "config.training_rules": {"megatron_patches", "pydantic"},  # inside a function: what it imports needs torch
-    "advisor": {"jinja2", "numpy"},
+    "advisor": {"numpy"},
     "transports": {"msgspec", "torch"},
     "switch": {"torch"},
     "switch.report": set(),

@@ -27,6 +27,10 @@ LLAMA_3_8B = {
     },
     **{"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "torch_dtype": "bfloat16"},
 }
+LLAMA_3_70B = {
+    **LLAMA_3_8B,
+    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
 QWEN2_5_0_5B = {
     **LLAMA_2_7B,
     **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896},
@@ -48,6 +52,11 @@ QWEN3_30B_A3B = {
     **{"intermediate_size": 6144, "num_hidden_layers": 48, "num_key_value_heads": 4, "decoder_sparse_step": 1},
     **{"mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128},
     **{"num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+}
+QWEN3_235B_A22B = {
+    **QWEN3_30B_A3B,
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64},
+    "moe_intermediate_size": 1536,
 }
 MIXTRAL_8X7B = {
     **LLAMA_2_7B,

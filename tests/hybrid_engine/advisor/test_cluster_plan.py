@@ -1,4 +1,4 @@
-"""Memory, and the picture of a job, on sizes that can be counted by hand."""
+"""Memory of a job, on sizes that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 
 from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
-from hybrid_engine.advisor.page import picture_of, ranges
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
@@ -32,7 +30,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
-from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.families import write_config
 
 PlanIt = Callable[..., JobPlan]
@@ -146,50 +144,6 @@ def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:
     """The same as a plan for vLLM without tensor parallelism."""
     plan = job(TrainParallelism(4, tensor=2, pipeline=2), InferenceParallelism(4))
     assert plan.gathered.tolist() == plan.bytes.received.tolist()
-
-
-@JOBS
-@given(layout_cases())
-def test_cells_say_how_much_is_held(case: LayoutCase) -> None:
-    source, destination, numel = case.source.holdings, case.destination.holdings, case.table.shapes
-    picture = picture_of(case.table, source, destination)
-    assert sorted(rank for column in picture.columns for rank in column) == list(range(len(case.hosts)))
-    assert picture.num_hidden == 0
-    for column, ranks in enumerate(picture.columns):
-        for rank in ranks:
-            sides = [case.source.layout_of(rank), case.destination.layout_of(rank)]
-            for number, row in enumerate(picture.rows):
-                whole = sum(math.prod(numel[name]) for name in row.tensors)
-                boxes = [
-                    {shard.region for shard in side.shards if shard.region.tensor in row.tensors} for side in sides
-                ]
-                held, needed = (sum(box.numel for box in each) for each in boxes)
-                there = sum(part.numel for has in boxes[0] for want in boxes[1] if (part := has.intersect(want)))
-                np.testing.assert_allclose(picture.parts[:, number, column] * whole, (held, needed, there), atol=1e-6)
-
-
-def test_neighbouring_layers_that_are_held_alike_are_one_row() -> None:
-    table = table_for(DENSE)
-    source = training_side(table, TrainParallelism(2, tensor=2)).holdings
-    picture = picture_of(table, source, inference_side(table, InferenceParallelism(2)).holdings)
-    assert [row.label for row in picture.rows] == ["embedding", "layers 0-3", "norm and head"]
-    assert picture.heads == [("0", "0"), ("1", "1")]
-
-
-def test_many_columns_are_joined_and_then_some_are_drawn() -> None:
-    """Two stages of six ranks that hold different slices of as many elements."""
-    table = table_for(DENSE)
-    source = training_side(table, TrainParallelism(12, tensor=6, pipeline=2, make_vocab_size_divisible_by=1)).holdings
-    assert len(picture_of(table, source, source, most_columns=12).columns) == 12
-    joined = picture_of(table, source, source, most_columns=2)
-    assert (joined.columns, joined.num_hidden) == ([[*range(6)], [*range(6, 12)]], 0)
-    one = picture_of(table, source, source, most_columns=1)
-    assert (one.columns, one.num_hidden) == ([[*range(6)]], 1)
-
-
-def test_ranges_are_runs() -> None:
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    assert ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, …"
 
 
 def memory(params: int, grads: int, optimizer: int) -> TrainingMemory:
