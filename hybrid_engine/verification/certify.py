@@ -205,7 +205,8 @@ def _switch(pair: Pair, directory: Path) -> None:
         problem = f"{', '.join(sorted(other))}: the switch is not given it"
         raise ConfigError([Violation("VLLM ARGUMENTS", problem, "See `hybrid-engine verify` for other layouts")])
     generate = {"max_model_len": arguments.max_model_len, "max_num_seqs": arguments.max_num_seqs, "kv_cache_mb": 64}
-    values = {"model": pair.given, "actor_config": {"params_dtype": arguments.dtype}, "generate_config": generate}
+    actor = {"params_dtype": arguments.dtype, "seq_length": arguments.max_model_len}
+    values = {"model": pair.given, "actor_config": actor, "generate_config": generate}
     config = load_config({**values, "random_weights": True}, 1, weights_only=True)
     with ActorHybridWorker(config, weights_only=True) as worker:
         for name, checkpoint in (("before", pair.former), ("after", pair.given)):
