@@ -211,6 +211,9 @@ GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadc
 PACKED_HANDLE = Internal(
     "vllm._custom_ops:CPUDNNLGEMMHandler", "its one tensor is the address of a packed copy, which oneDNN keeps"
 )
+ARGUMENT_PARSER = Internal(
+    "vllm.utils.argparse_utils:FlexibleArgumentParser", "reads the command line of `certify` as `vllm serve` does"
+)
 PACKED_PRODUCT = Internal("vllm._custom_ops:onednn_mm", "reads such a copy: `certify` multiplies it by unit vectors")
 
 # -- attributes that are read by name ----------------------------------------------------------------------------------

@@ -33,9 +33,8 @@ STEPS: Mapping[str, Callable[[Any, str], object]] = {
 def arguments_of(model: str, words: Sequence[str]) -> Any:
     """vLLM's `EngineArgs` of a command line; an invalid one ends the process with status 2, as in `vllm serve`."""
     from vllm import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="hybrid-engine certify MODEL --"))
+    parser = EngineArgs.add_cli_args(internals.ARGUMENT_PARSER.load()(prog="hybrid-engine certify MODEL --"))
     return EngineArgs.from_cli_args(parser.parse_args([*_DEFAULTS, *words, "--model", model]))
 
 
