@@ -97,14 +97,12 @@ def _print(findings: Mapping[str, Sequence[Finding]]) -> None:
         if each.unseen:
             hidden = first_of(each.unseen, _MOST_NAMES)
             console.print(f"{title}, cannot be read, only shows in what is computed: {hidden}", markup=False)
-        if each.differences:
-            table = new_table(title, "cause", "tensors", "largest difference", "share of elements")
-            for cause in dict.fromkeys(one.cause for one in each.differences):
-                having = [one for one in each.differences if one.cause is cause]
-                names = first_of([one.name for one in having], _MOST_NAMES, "\n")
-                largest, share = max(one.max_abs for one in having), max(one.share for one in having)
-                table.add_row(cause.value, names, f"{largest:.2g}", f"{share:.0%}")
-            console.print(table)
+        for cause in dict.fromkeys(one.cause for one in each.differences):
+            having = [one for one in each.differences if one.cause is cause]
+            largest, share = max(one.max_abs for one in having), max(one.share for one in having)
+            names = first_of([one.name for one in having], _MOST_NAMES)
+            size = f"by up to {largest:.2g}, in up to {share:.0%} of the elements"
+            console.print(f"{title}, {cause.value}, {size}: {names}", markup=False)
 
 
 def _cell(finding: Finding) -> str:

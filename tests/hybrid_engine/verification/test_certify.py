@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hybrid_engine.cli import app
+from hybrid_engine.cli import app, certify_command
 from hybrid_engine.ranks.launching import Ended
 from hybrid_engine.verification import certify
+from hybrid_engine.verification.certificate import Cause, Difference, Finding
 from hybrid_engine.verification.certify import prepare
 from tests.hybrid_engine.verification.planted import STALE, planted
 from tests.zoo.families import served_config, write_config
@@ -103,6 +104,16 @@ def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch:
     result = CliRunner().invoke(app, ["certify", str(model)])
     assert result.exit_code == 1
     assert "a cold engine fails: no kernel" in result.stdout
+
+
+def test_tensors_are_named_in_full_with_their_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    differences = [Difference(f"layers.{index}.weight", Cause.STALE, index / 2, 0.25) for index in range(6)]
+    found = Finding("reload", "differs", num_tensors=9, logprobs=1.25, differences=differences)
+    certify_command._print({"model": [found]})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "6 of 9 differ" in said
+    names = ", ".join(f"layers.{index}.weight" for index in range(4))
+    assert f"model, reload, {Cause.STALE.value}, by up to 2.5, in up to 25% of the elements: {names} and 2 more" in said
 
 
 @pytest.mark.slow
