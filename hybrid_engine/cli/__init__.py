@@ -1,18 +1,19 @@
-"""The command line: `hybrid-engine plan …`, `verify …` and `env`; `python -m hybrid_engine` too.
+"""The command line: `hybrid-engine plan …`, `verify …`, `certify …` and `env`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
     search_output.py      `plan --search`: what it prints
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
+    certify_command.py    `certify`: likewise
     options.py            what the commands' options have in common
     output.py             writing an answer, to whatever reads it
 
 Exit status:
     0   the command succeeded and found nothing wrong
-    1   `verify` found a difference
+    1   `verify` or `certify` found a difference
     2   the request is invalid, and every reason was printed before anything started; or the answer could not be
         written
-    3   `plan`: the job does not fit its devices or hosts, or with --search none does. `verify`: the ranks ended
-        without a verdict; their output is printed
+    3   `plan`: the job does not fit its devices or hosts, or with --search none does. `verify`, `certify`: the ranks
+        or engines ended without a verdict; their output is printed
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated
 import typer
 
 import hybrid_engine
+from hybrid_engine.cli.certify_command import certify
 from hybrid_engine.cli.output import writing
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
@@ -52,6 +54,7 @@ def main(
 
 app.command()(plan)
 app.command()(verify)
+app.command()(certify)
 
 
 @app.command()

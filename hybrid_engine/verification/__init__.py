@@ -15,7 +15,9 @@ weights come from a new checkpoint each time.
     verify.py        starts the ranks, and what each of them runs
     comparison.py    on one rank: change the weights, switch, compare; what was found, and when that is a fault
     reference.py     what transformers computes, in a process of its own
+    certify.py       another question: does a stock vLLM compute after its own reload what it does after a cold load?
+    certificate.py   its answer: which tensors differ, and why, by their bytes
     machine.py       facts of the machine, for bug reports: `python -m hybrid_engine env`
 
-Called by cli/verify_command.py and by the matrix of the tests (`make matrix`).
+Called by cli/verify_command.py, cli/certify_command.py and by the matrix of the tests (`make matrix`).
 """

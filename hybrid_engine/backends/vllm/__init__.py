@@ -11,6 +11,7 @@
     replica_exchange.py which replica completes which prompts
     lora.py             LoRA from memory, and LoRA that arrives with a switch
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
+    stock.py            vLLM without this backend's load format, reloaded by its own calls and looked at, for `certify`
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason
     version.py          which vLLM was tested, and whether the installed one is accepted
     cpu/                what only vLLM on a CPU needs: its worker, shared memory, memory of weights

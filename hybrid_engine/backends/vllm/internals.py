@@ -97,6 +97,8 @@ _LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.mode
 
 # -- names to import ---------------------------------------------------------------------------------------------------
 
+ASYNC_LLM = Internal(f"{_V1}.engine.async_llm:AsyncLLM", "is the engine of a server that is an actor")
+OUTPUT_KIND = Internal("vllm.sampling_params:RequestOutputKind", "asks such a server for whole completions alone")
 ENGINE_CORE = Internal(f"{_V1}.engine.core:EngineCore", "is where a server's requests are held until it has weights")
 # the first that is looked up: its module replaces names that others import
 CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
@@ -211,6 +213,10 @@ GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadc
 PACKED_HANDLE = Internal(
     "vllm._custom_ops:CPUDNNLGEMMHandler", "its one tensor is the address of a packed copy, which oneDNN keeps"
 )
+ARGUMENT_PARSER = Internal(
+    "vllm.utils.argparse_utils:FlexibleArgumentParser", "reads the command line of `certify` as `vllm serve` does"
+)
+PACKED_PRODUCT = Internal("vllm._custom_ops:onednn_mm", "reads such a copy: `certify` multiplies it by unit vectors")
 
 # -- attributes that are read by name ----------------------------------------------------------------------------------
 

@@ -263,13 +263,17 @@ def zero_caches(runner: Any) -> None:
     A block that a request leaves keeps what it held, and kernels read more of a block than what is valid in it: a
     masked score is zero, and zero times NaN is NaN. What a diverged policy left would spoil later requests there.
     """
+    for storage in {each.data_ptr(): each for each in cache_storages(runner)}.values():
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
+def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
+    """The memory behind every cache; some of it may be there more than once."""
     tree_leaves = internals.TREE_LEAVES.load()
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     held = [*runner.kv_caches, *(getattr(layer, "kv_cache", None) for layer in layers)]
     # views of whatever shape, alone or in tuples
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
-    for storage in {each.data_ptr(): each for each in storages}.values():
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    return [leaf.untyped_storage() for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
 def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: int) -> None:

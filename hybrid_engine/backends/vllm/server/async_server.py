@@ -36,12 +36,11 @@ class AsyncServer(Server):
 
     async def _complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
 
         said = {name: value for name, value in body.items() if name not in _OF_THE_ROUTE}
         said |= {name: list(value) for name, value in said.items() if isinstance(value, tuple)}  # JSON has no tuples
-        kind, is_text = RequestOutputKind.FINAL_ONLY, bool(said.get("stop"))
-        sampling = SamplingParams(**said, output_kind=kind, detokenize=is_text)
+        kind = internals.OUTPUT_KIND.load().FINAL_ONLY
+        sampling = SamplingParams(**said, output_kind=kind, detokenize=bool(said.get("stop")))
         answers = await asyncio.gather(*(self._answer(list(prompt), sampling) for prompt in body["prompt"]))
         return {"choices": [{**choice, "index": at} for at, choice in enumerate(itertools.chain(*answers))]}
 
@@ -107,7 +106,6 @@ def _choice(output: Any) -> dict[str, Any]:
 
 async def _engine(arguments: Mapping[str, Any]) -> Any:
     from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     transfer = {"load_format": NAME, "weight_transfer_config": {"backend": NAME}}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**transfer, **arguments))
+    return internals.ASYNC_LLM.load().from_engine_args(AsyncEngineArgs(**transfer, **arguments))

@@ -286,7 +286,7 @@ class Snapshot:
     def new_sealed(self, modules: Iterable[str], found: ModuleTensors) -> dict[str, str]:
         """What these modules hold, and did not hold before, that cannot be looked into: path -> type."""
         before = {path for name in modules for path in self._modules[name].sealed}
-        return {path: kind for path, kind in found.sealed.items() if path not in before}
+        return {path: type(value).__name__ for path, value in found.sealed.items() if path not in before}
 
     def has_new_numbers(self, modules: Iterable[str], found: ModuleTensors) -> bool:
         """Whether these modules hold numbers that they did not hold before."""

@@ -118,13 +118,13 @@ class ModuleTensors:
         tables: containers, each module's own attributes first.
         tensors: of any kind.
         numbers: integers and floats.
-        sealed: objects that cannot be looked into -> their type.
+        sealed: objects that cannot be looked into.
     """
 
     tables: dict[str, Table] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
-    sealed: dict[str, str] = field(default_factory=dict)
+    sealed: dict[str, object] = field(default_factory=dict)
 
     def outside(self, known: Collection[int]) -> dict[str, torch.Tensor]:
         """The tensors with elements that are in none of the storages with these keys."""
@@ -153,7 +153,7 @@ def _collect(found: ModuleTensors, module: torch.nn.Module, name: str) -> None:
         elif id(value) not in seen:
             seen.add(id(value))
             if internals.PACKED_HANDLE.is_type_of(value) or _is_sealed(value):
-                found.sealed[path] = type(value).__name__
+                found.sealed[path] = value
                 continue
             if isinstance(value, dict | list):
                 found.tables[path] = value
