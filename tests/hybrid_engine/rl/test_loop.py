@@ -1,0 +1,116 @@
+"""GRPO's loop with both real engines: it learns, and a run that was interrupted goes on to the same rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine import ActorHybridWorker, Completion, Sampling
+from hybrid_engine.errors import ConfigError, HybridEngineError
+from hybrid_engine.rl import GrpoConfig, train
+from tests.harness.launch import Ranks
+from tests.zoo import workers
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPTS = [{"prompt": [first, 3, 4], "wanted": first % 2} for first in range(5, 11)]
+CONFIG: dict[str, Any] = {
+    **{"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 6, "temperature": 0.8},
+    **{"epochs": 2, "minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
+    **{"kl_coefficient": 0.01, "importance_cap": 2.0, "clip_ratio_high": 0.3, "evaluate_every": 2, "save_every": 2},
+}
+
+
+def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
+    return sum(token % 2 == prompt["wanted"] for token in completion.token_ids) / 6
+
+
+def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
+    ((one,),) = worker.generate_sequences([[5, 6]], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
+    return {"first_token": float(one.token_ids[0])}
+
+
+def interrupted(prompt: Mapping[str, Any], completion: Completion) -> float:
+    interrupted.calls += 1
+    return reward(prompt, completion) if interrupted.calls <= 2 * 16 else float("nan")
+
+
+interrupted.calls = 0
+
+
+def runs(model: Path, out: Path) -> dict[str, Any]:
+    """Rows of a whole run, of one whose reward fails in step 3, and of the same call again."""
+    config, actor = GrpoConfig(**CONFIG), {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
+    with workers.build_worker(model, actor) as worker:
+        worker.save_checkpoint(out / "start")
+
+        def run(name: str, reward: Any, config: GrpoConfig = config) -> list[dict[str, Any]]:
+            with worker.train_context():
+                worker.load_checkpoint(out / "start")
+            return train(worker, PROMPTS, reward, config, out=out / name, evaluate=evaluate)
+
+        found: dict[str, Any] = {"whole": run("whole", reward)}
+        for name, failing, changed in (
+            ("failed", interrupted, {}),
+            ("refused", reward, {"seed": 1}),
+            ("rows", reward, {"minibatches": 3}),
+        ):
+            with pytest.raises(HybridEngineError) as caught:
+                run("resumed", failing, GrpoConfig(**{**CONFIG, **changed}))
+            found[name] = str(caught.value)
+        found["resumed"] = run("resumed", reward)
+        found["again"] = run("resumed", reward)
+    return found
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_rows_of_one_without_interruption(engines: Ranks, tmp_path: Path) -> None:
+    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    first, second = engines.launch(runs, 2, model, tmp_path)
+    assert first["whole"] == second["whole"]
+    whole, resumed = (rows_of(tmp_path / name) for name in ("whole", "resumed"))
+    assert [row["step"] for row in whole] == [1, 2, 3]
+    assert whole == resumed
+    assert [row["step"] for row in first["resumed"]] == [3]
+    assert first["again"] == []
+    for row in whole:
+        assert row["grad_norm"] > 0 and row["bytes_received"] > 0 and 0 < row["kl"] < 1
+        assert row["importance"] == pytest.approx(1, abs=1e-3)
+        assert row["sampled_difference"] < 1e-4
+    assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
+    assert ["first_token" in row for row in whole] == [False, True, True]
+    assert "GrpoConfig.seed: the run in" in first["refused"]
+    assert "not a multiple of" in first["rows"]
+    assert "reward: is nan for prompt 0, completion 0" in first["failed"]
+    assert "reward: is nan for prompt 0, completion 0" in second["failed"]
+    assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
+    assert (tmp_path / "resumed" / "model" / "config.json").exists()
+
+
+def rows_of(out: Path) -> list[dict[str, float]]:
+    """The rows written, without what the clock says."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls(schedule: str, rates: list[float]) -> None:
+    config = GrpoConfig(steps=5, schedule=schedule, warmup_steps=2, learning_rate=1.0)
+    assert [config.learning_rate_of(step) for step in range(1, 6)] == pytest.approx(rates)
+
+
+def test_a_configuration_names_everything_that_is_wrong() -> None:
+    with pytest.raises(ConfigError) as caught:
+        GrpoConfig(samples_per_prompt=1, clipratio=0.1)
+    assert {found.key for found in caught.value.findings} == {"GrpoConfig.samples_per_prompt", "GrpoConfig.clipratio"}
