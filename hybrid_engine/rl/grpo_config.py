@@ -35,8 +35,8 @@ class GrpoConfig(Section):
     """Times that each completion is learned from."""
     minibatches: Count = 1
     """Optimizer steps per epoch: each learns from an equal part of the completions."""
-    learning_rate: Positive = 1e-6
-    """Learning rate after the warm-up."""
+    learning_rate: Positive | None = None
+    """Learning rate after the warm-up; default: `actor_config.optimizer.lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from the warm-up to the last step, towards 0."""
     warmup_steps: Steps = 0
@@ -73,12 +73,12 @@ class GrpoConfig(Section):
         """Completions of a step: B."""
         return self.prompts_per_step * self.samples_per_prompt
 
-    def learning_rate_of(self, step: int) -> float:
-        """Learning rate of step 1, 2, ..."""
+    def learning_rate_share(self, step: int) -> float:
+        """Share of the learning rate, from 0 to 1, that step 1, 2, ... has."""
         schedule = ScheduleConfig(
             lr_decay_style=self.schedule, lr_warmup_steps=self.warmup_steps, lr_decay_steps=self.steps + 1
         )
-        return learning_rate(schedule, self.learning_rate, step)
+        return learning_rate(schedule, 1.0, step)
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether what happens `every` so many steps does after this one."""

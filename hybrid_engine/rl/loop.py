@@ -114,6 +114,7 @@ class Grpo:
             raise ConfigError([Violation("GrpoConfig.minibatches", problem, remedy)])
         if not self.prompts:
             raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])
+        self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
         self.reference: ReferenceModel | None = None
         if config.kl_coefficient:
             with worker.forward_context():
@@ -149,8 +150,7 @@ class Grpo:
         with worker.train_context(), tally.phase("update"):
             batch["old_log_probs"] = worker.compute_log_probs(batch)
             report = self._update(batch, number)
-        row = {"step": number, **_figures(batch, groups, rewards), **report}
-        return {**row, "learning_rate": self.config.learning_rate_of(number), **tally.end(worker)}
+        return {"step": number, **_figures(batch, groups, rewards), **report, **tally.end(worker)}
 
     def _prompts_of(self, number: int) -> list[Any]:
         """A step's share of the passes over all prompts."""
@@ -197,11 +197,13 @@ class Grpo:
         config, reports = self.config, list[dict[str, float]]()
         seed = random.Random(f"{config.seed}/{number}/minibatches").getrandbits(62)
         generator = torch.Generator().manual_seed(seed)
-        self.worker.set_learning_rate(config.learning_rate_of(number))
+        rate = self._learning_rate * config.learning_rate_share(number)
+        self.worker.set_learning_rate(rate)
         for _ in range(config.epochs):
             parts = losses.minibatches(batch, config.minibatches, generator, config.aggregation, config.max_tokens)
             reports += [self.worker.update(part, self._loss) for part in parts]
-        return {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
+        means = {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
+        return {**means, "learning_rate": rate}
 
 
 @functools.lru_cache(maxsize=2)  # a step may begin in one pass and end in the next

@@ -78,7 +78,8 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(engines: Ranks, 
     assert [row["step"] for row in first["resumed"]] == [3]
     assert first["again"] == []
     for row in whole:
-        assert row["grad_norm"] > 0 and row["bytes_received"] > 0 and 0 < row["kl"] < 1
+        assert min(row["grad_norm"], row["bytes_received"]) > 0
+        assert 0 < row["kl"] < 5
         assert row["importance"] == pytest.approx(1, abs=1e-3)
         assert row["sampled_difference"] < 1e-4
     assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
@@ -102,12 +103,12 @@ def rows_of(out: Path) -> list[dict[str, float]]:
     [
         ("constant", [0.5, 1, 1, 1, 1]),
         ("linear", [0.5, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1, 0.853553, 0.5, 0.146447]),
+        ("cosine", [0.5, 1, 0.8535534, 0.5, 0.1464466]),
     ],
 )
 def test_the_learning_rate_rises_and_falls(schedule: str, rates: list[float]) -> None:
-    config = GrpoConfig(steps=5, schedule=schedule, warmup_steps=2, learning_rate=1.0)
-    assert [config.learning_rate_of(step) for step in range(1, 6)] == pytest.approx(rates)
+    config = GrpoConfig(steps=5, schedule=schedule, warmup_steps=2)
+    assert [config.learning_rate_share(step) for step in range(1, 6)] == pytest.approx(rates)
 
 
 def test_a_configuration_names_everything_that_is_wrong() -> None:
