@@ -8,6 +8,8 @@
                    train_context     the trainer   minibatches, policy_loss                     (losses.py)
     out/           run_files.py: the rows of metrics, and the checkpoint from which the same call goes on
 
+grpo_config.py has the options.
+
 docs/rl.md is the user's page.
 """
 

@@ -309,11 +309,9 @@ class _Record:
         with self._agreement.phase("writing the metrics"):
             if not self._is_writer:
                 return
-            shown = ("reward", "kl", "loss", "grad_norm", "response_tokens", "seconds")
-            print(
-                f"step {row['step']}: " + ", ".join(f"{name} {row[name]:.4g}" for name in shown if name in row),
-                flush=True,
-            )
+            shown = ("reward", "kl", "loss", "grad_norm", "response_tokens")
+            figures = ", ".join(f"{name} {row[name]:.4g}" for name in shown if name in row)
+            print(f"step {row['step']}: {figures}, {row['seconds']:.1f} s", flush=True)
             if self._files is not None:
                 with naming("writing", self._files.metrics.path):
                     self._files.metrics.append(row)
