@@ -17,7 +17,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +72,10 @@ def train(
             engines = model if isinstance(model, HybridConfig) else load_config(model)
             model = ends.enter_context(ActorHybridWorker(engines))
         grpo = Grpo(model, prompts, reward, config)
-        record = ends.enter_context(_Record(model, config, None if out is None else RunFiles(Path(out))))
+        record = ends.enter_context(closing(_Record(model, config, None if out is None else RunFiles(Path(out)))))
         rows = []
         for number in range(record.begin() + 1, config.steps + 1):
-            row = grpo.step(number)
-            if evaluate is not None and config.is_due(number, config.evaluate_every):
-                with model.rollout_context():
-                    row |= evaluate(model)
+            row = grpo.step(number, evaluate if config.is_due(number, config.evaluate_every) else None)
             record.add(row)
             rows.append(row)
             if on_step is not None:
@@ -115,6 +112,7 @@ class Grpo:
         if not self.prompts:
             raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
+        worker.set_learning_rate(self._learning_rate)  # fails now where the trainer has a schedule of its own
         self.reference: ReferenceModel | None = None
         if config.kl_coefficient:
             with worker.forward_context():
@@ -128,8 +126,8 @@ class Grpo:
         self._tally = _Tally()
         worker.on_reshard_end(self._tally.switches.append)
 
-    def step(self, number: int) -> Row:
-        """Draw, score and learn from the completions of step 1, 2, ...
+    def step(self, number: int, evaluate: Evaluate | None = None) -> Row:
+        """Draw, score and learn from the completions of step 1, 2, ...; then evaluate.
 
         Returns a row, the same on all ranks: see docs/rl.md. Raises ArgumentError for a reward that fails or is not a
         finite number, BatchError for completions that do not fit into `actor_config.seq_length`, and what the worker's
@@ -150,7 +148,11 @@ class Grpo:
         with worker.train_context(), tally.phase("update"):
             batch["old_log_probs"] = worker.compute_log_probs(batch)
             report = self._update(batch, number)
-        return {"step": number, **_figures(batch, groups, rewards), **report, **tally.end(worker)}
+        row = {"step": number, **_figures(batch, groups, rewards), **report}
+        if evaluate is not None:
+            with worker.rollout_context(), tally.phase("evaluate"):
+                row |= {name: float(value) for name, value in evaluate(worker).items()}
+        return {**row, **tally.end(worker)}
 
     def _prompts_of(self, number: int) -> list[Any]:
         """A step's share of the passes over all prompts."""
@@ -279,10 +281,8 @@ class _Record:
         self._agreement, self._is_writer = worker.job.agreement, worker.rank == 0
         self._events: Any = None
 
-    def __enter__(self) -> _Record:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """End TensorBoard's file."""
         if self._events is not None:
             self._events.close()
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from hybrid_engine import ActorHybridWorker, Completion, Sampling
 from hybrid_engine.errors import ConfigError, HybridEngineError
-from hybrid_engine.rl import GrpoConfig, train
-from tests.harness.launch import Ranks
+from hybrid_engine.rl import Grpo, GrpoConfig, train
+from tests.harness.launch import REPO_ROOT, Ranks
 from tests.zoo import workers
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,6 +85,7 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(engines: Ranks, 
         assert row["sampled_difference"] < 1e-4
     assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
     assert ["first_token" in row for row in whole] == [False, True, True]
+    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
     assert "GrpoConfig.seed: the run in" in first["refused"]
     assert "not a multiple of" in first["rows"]
     assert "reward: is nan for prompt 0, completion 0" in first["failed"]
@@ -115,3 +117,18 @@ def test_a_configuration_names_everything_that_is_wrong() -> None:
     with pytest.raises(ConfigError) as caught:
         GrpoConfig(samples_per_prompt=1, clipratio=0.1)
     assert {found.key for found in caught.value.findings} == {"GrpoConfig.samples_per_prompt", "GrpoConfig.clipratio"}
+
+
+def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
+    worker = mock.MagicMock()
+    worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
+    grpo = Grpo(worker, list("abcde"), mock.Mock(), GrpoConfig(prompts_per_step=2))
+    drawn = [prompt for step in range(1, 11) for prompt in grpo._prompts_of(step)]
+    passes = {"".join(drawn[start : start + 5]) for start in range(0, 20, 5)}
+    assert {"".join(sorted(one)) for one in passes} == {"abcde"}
+    assert len(passes) > 1
+
+
+def test_the_page_has_every_option() -> None:
+    page = (REPO_ROOT / "docs" / "rl.md").read_text()
+    assert [name for name in GrpoConfig.model_fields if f"`{name}`" not in page] == []
