@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from examples.gpt_rl.run_state import Row
 from examples.gpt_rl.settings import RLConfig
 from hybrid_engine import ActorHybridWorker, ValueModel, generalized_advantages, value_loss
 from hybrid_engine.rl.losses import minibatches
+from hybrid_engine.rl.run_files import Row
 from hybrid_engine.trainer.companions.advantages import explained_variance, whitened
 
 Batch = dict[str, torch.Tensor]

@@ -21,10 +21,11 @@ import torch
 
 from examples.gpt_rl import task
 from examples.gpt_rl.ppo import Critic
-from examples.gpt_rl.run_state import Progress, Row, RunDirectory
+from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import Settings
 from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, ReshardReport, Sampling, build_batch
 from hybrid_engine.rl import losses
+from hybrid_engine.rl.run_files import Row
 
 OnProgress = Callable[[str, int, int], None]
 
