@@ -274,7 +274,7 @@ class _Tally:
 
 
 class _Record:
-    """What rank 0 prints and writes of a run, for all ranks."""
+    """Printed lines, files and checkpoints of a run: rank 0 writes, all ranks call."""
 
     def __init__(self, worker: ActorHybridWorker, config: GrpoConfig, files: RunFiles | None) -> None:
         self._worker, self._config, self._files = worker, config, files

@@ -1,4 +1,4 @@
-"""What a run finds in its directory: its own checkpoint, another run, something else."""
+"""A run goes on from its own directory, and refuses that of another run or program."""
 
 from __future__ import annotations
 
