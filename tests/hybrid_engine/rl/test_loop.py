@@ -119,10 +119,20 @@ def test_a_configuration_names_everything_that_is_wrong() -> None:
     assert {found.key for found in caught.value.findings} == {"GrpoConfig.samples_per_prompt", "GrpoConfig.clipratio"}
 
 
-def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
+def without_engines(**settings: Any) -> Grpo:
     worker = mock.MagicMock()
     worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
-    grpo = Grpo(worker, list("abcde"), mock.Mock(), GrpoConfig(prompts_per_step=2))
+    return Grpo(worker, list("abcde"), mock.Mock(), GrpoConfig(**settings))
+
+
+@pytest.mark.slow  # imports vLLM
+def test_every_step_of_every_run_samples_with_a_seed_of_its_own() -> None:
+    seeds = [without_engines(seed=seed)._sampling(step).seed for seed in (0, 1) for step in range(1, 6)]
+    assert len(set(seeds)) == 10
+
+
+def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
+    grpo = without_engines(prompts_per_step=2)
     drawn = [prompt for step in range(1, 11) for prompt in grpo._prompts_of(step)]
     passes = {"".join(drawn[start : start + 5]) for start in range(0, 20, 5)}
     assert {"".join(sorted(one)) for one in passes} == {"abcde"}
