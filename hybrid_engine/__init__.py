@@ -20,6 +20,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
 
     attaching/         `prepare` and `attach`: vLLM beside a Megatron model, optimizer and loop of the user's own
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
+    rl/                GRPO: a loop around a worker, and its losses
     trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, companions, checkpoints
     assembly.py        an inference engine beside a live training model
     probes.py          what two engines are asked about tokens, to be compared with each other

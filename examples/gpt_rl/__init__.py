@@ -5,7 +5,7 @@ data/*.jsonl -> task.py (characters, problems, reward)
 train.py  ->  trainer.py: warm up, then repeat
                 generate   vLLM       groups of completions, reward by code
                 score      Megatron   log-probabilities under the actor and the frozen reference
-                update     Megatron   grpo.py: minibatches, clipped policy gradient + KL
+                update     Megatron   hybrid_engine/rl/losses.py: minibatches, clipped policy gradient + KL
                 evaluate   vLLM       greedy accuracy on held-out problems
                      |
               run_state.py (checkpoints, resume), report.py (terminal, metrics.jsonl, reward.png, TensorBoard)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from examples.gpt_rl.grpo import split_minibatches
-from examples.gpt_rl.run_state import Row
 from examples.gpt_rl.settings import RLConfig
 from hybrid_engine import ActorHybridWorker, ValueModel, generalized_advantages, value_loss
+from hybrid_engine.rl.losses import minibatches
+from hybrid_engine.rl.run_files import Row
 from hybrid_engine.trainer.companions.advantages import explained_variance, whitened
 
 Batch = dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ class Critic:
             reports = [
                 self.model.update(minibatch, self.loss)
                 for _ in range(self.settings.epochs)
-                for minibatch in split_minibatches(batch, self.rl.minibatches, generator)
+                for minibatch in minibatches(batch, self.rl.minibatches, generator)
             ]
         names = ("value_loss", "value_clip_fraction")
         row: Row = {name: statistics.fmean(report[name] for report in reports) for name in names}

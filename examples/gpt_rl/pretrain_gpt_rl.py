@@ -30,11 +30,12 @@ from megatron.training import get_args, get_model, pretrain, print_rank_0
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from model_provider import model_provider
 
-from examples.gpt_rl import grpo, rollouts
+from examples.gpt_rl import rollouts
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
 from hybrid_engine.backends.megatron.forward_probe import causal_inputs, model_device
 from hybrid_engine.files.durable import naming, sync
 from hybrid_engine.models import table_for
+from hybrid_engine.rl import losses
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 from megatron_patches import script
@@ -206,9 +207,9 @@ def loss_function(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, tor
     num_tokens = mask.sum()
     sums = {**batch, "weights": mask * mask.shape[0]}  # averaged over sequences, that is the sum over all tokens
     if args.rl_stage == "warm-up":
-        loss, report = grpo.cross_entropy(sums, -output.float())
+        loss, report = losses.cross_entropy(sums, -output.float())
     else:
-        loss, report = grpo.policy_loss(args.rl_clip_ratio, args.rl_kl_coefficient)(sums, -output.float())
+        loss, report = losses.policy_loss(args.rl_clip_ratio, args.rl_kl_coefficient)(sums, -output.float())
     # cloned: Megatron divides the loss in place
     figures = {name: torch.stack([value.clone(), num_tokens]) for name, value in report.items()}
     return loss, num_tokens.int(), figures

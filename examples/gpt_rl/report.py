@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.gpt_rl.run_state import Row, RunDirectory
+from examples.gpt_rl.run_state import RunDirectory
+from hybrid_engine.rl.run_files import Row
 
 # Heading, key of the row, format, width; all fit 80 characters.
 _COLUMNS = (

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from examples.gpt_rl import grpo, task
+from examples.gpt_rl import task
 from hybrid_engine import Completion, Sampling, build_batch
+from hybrid_engine.rl import losses
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine
@@ -164,8 +165,8 @@ def _batch(
         [prompt for prompt, _ in pairs], [completion for _, completion in pairs], seq_length, task.PADDING
     )
     del batch["weights"]
-    old_log_probs = grpo.align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
-    advantages = grpo.group_advantages(task.rewards(problems, groups)).flatten()
+    old_log_probs = losses.align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
+    advantages = losses.group_advantages(task.rewards(problems, groups)).flatten()
     return {**batch, "old_log_probs": old_log_probs, "ref_log_probs": old_log_probs, "advantages": advantages}
 
 

@@ -27,12 +27,11 @@ from typing import Any, TextIO
 
 from hybrid_engine.errors import ConfigError, FileError, Violation
 from hybrid_engine.files.durable import write_text
+from hybrid_engine.rl.run_files import MetricsFile, Row
 
 NUM_KEPT = 2
 # All that is there when the first attempt ended before it had anything to keep.
 _BEFORE_THE_FIRST_ROW = re.compile(r"lock|log-rank\d+\.txt")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics_file = path / "metrics.jsonl"
+        self.metrics = MetricsFile(path / "metrics.jsonl", "iteration")
         self.checkpoints = path / "checkpoints"
         self._settings_file = path / "run.json"
 
@@ -106,16 +105,8 @@ class RunDirectory:
         return Progress(**_read_json(self.checkpoint(complete[-1]) / "progress.json")) if complete else None
 
     def rows(self) -> list[Row]:
-        """The metrics written so far. A last line that was cut off does not count."""
-        if not self.metrics_file.exists():
-            return []
-        rows = []
-        for number, line in enumerate(self.metrics_file.read_bytes().split(b"\n")[:-1], start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise FileError(f"line {number} of {self.metrics_file}: {error}. Remove or correct it") from error
-        return rows
+        """The metrics written so far."""
+        return self.metrics.rows()
 
     def _iterations(self) -> list[int]:
         """Those with a checkpoint, complete or not, in their order."""
@@ -149,7 +140,7 @@ class RunDirectory:
         """Remove what an earlier run wrote here, nothing else, and note the settings of the new one."""
         for iteration in self._iterations():
             self._remove(iteration)
-        for path in [self.metrics_file, self.path / "reward.png", *self.path.glob("events.out.tfevents.*")]:
+        for path in [self.metrics.path, self.path / "reward.png", *self.path.glob("events.out.tfevents.*")]:
             path.unlink(missing_ok=True)
         write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")
 
@@ -157,8 +148,7 @@ class RunDirectory:
         """Remove the checkpoints that were not completed, and the rows of iterations that will be repeated."""
         for iteration in set(self._iterations()) - set(self._complete()):
             self._remove(iteration)
-        kept = [row for row in self.rows() if row["iteration"] <= progress.iteration]
-        write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        self.metrics.cut_after(progress.iteration)
 
     def complete_checkpoint(self, progress: Progress) -> None:
         """Call when the weights are written: makes the checkpoint count, and removes older ones."""
@@ -168,8 +158,7 @@ class RunDirectory:
 
     def append_row(self, row: Row) -> None:
         """Add a line to the metrics."""
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self.metrics.append(row)
 
     def _remove(self, iteration: int) -> None:
         """progress.json first: a checkpoint that is half removed must not count."""

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
-from examples.gpt_rl import grpo, task
+from examples.gpt_rl import task
 from examples.gpt_rl.ppo import Critic
-from examples.gpt_rl.run_state import Progress, Row, RunDirectory
+from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import Settings
 from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, ReshardReport, Sampling, build_batch
+from hybrid_engine.rl import losses
+from hybrid_engine.rl.run_files import Row
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -55,7 +57,7 @@ class Trainer:
         self.on_progress = on_progress
         self.train_problems = task.load_problems(self.rl.data / "train.jsonl")
         self.held_out = task.load_problems(self.rl.data / "held_out.jsonl")
-        self.policy_loss = grpo.policy_loss(self.rl.clip_ratio, self.rl.kl_coefficient)
+        self.policy_loss = losses.policy_loss(self.rl.clip_ratio, self.rl.kl_coefficient)
         self.critic = Critic(worker, settings.rl) if settings.rl.algorithm == "ppo" else None
         self.tally = Tally()
         worker.on_reshard_end(lambda report: self.tally.switches.append(report))
@@ -90,7 +92,7 @@ class Trainer:
                 ramp = min(1.0, (step + 1) / settings.ramp_steps)
                 self.worker.set_learning_rate(settings.learning_rate * ramp)
                 problems = generator.choices(self.train_problems, k=settings.batch_size)
-                report = self.worker.update(task.demonstrations(problems, self.seq_length), grpo.cross_entropy)
+                report = self.worker.update(task.demonstrations(problems, self.seq_length), losses.cross_entropy)
                 smoothed = report["loss"] if step == 0 else 0.9 * smoothed + 0.1 * report["loss"]
                 if self._is_stopped():
                     return None
@@ -178,11 +180,11 @@ class Trainer:
         completions = [completion for group in groups for completion in group]
         batch = build_batch(prompts, completions, self.seq_length, task.PADDING)
         if self.critic is None:
-            batch["advantages"] = grpo.group_advantages(rewards).flatten()
+            batch["advantages"] = losses.group_advantages(rewards).flatten()
         else:
             batch["rewards"] = rewards.flatten()
         batch["old_log_probs"] = self.worker.compute_log_probs(batch)
-        sampled = grpo.align_log_probs([completion.logprobs for completion in completions], batch["mask"])
+        sampled = losses.align_log_probs([completion.logprobs for completion in completions], batch["mask"])
         difference = (sampled - batch["old_log_probs"]).abs()[batch["mask"].bool()]
         row = {
             "reward": rewards.mean().item(),
@@ -197,8 +199,8 @@ class Trainer:
     def _compare(self, batch: dict[str, torch.Tensor]) -> Row:
         """Add the reference's log-probabilities to the batch; the KL to it."""
         batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
-        kl = grpo.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
-        return {"kl": grpo.weighted_mean(kl, batch["weights"]).item()}
+        kl = losses.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
+        return {"kl": losses.weighted_mean(kl, batch["weights"]).item()}
 
     def _update(self, batch: dict[str, torch.Tensor], iteration: int) -> dict[str, float]:
         """All optimizer steps of an iteration; the mean of their reports."""
@@ -207,7 +209,7 @@ class Trainer:
         reports = [
             self.worker.update(minibatch, self.policy_loss)
             for _ in range(self.rl.epochs)
-            for minibatch in grpo.split_minibatches(batch, self.rl.minibatches, generator)
+            for minibatch in losses.minibatches(batch, self.rl.minibatches, generator)
         ]
         return {name: statistics.fmean(report[name] for report in reports) for name in reports[0]}
 
@@ -256,7 +258,7 @@ class Trainer:
         return random.Random(f"{self.rl.seed}/{iteration}/{purpose}")
 
     def _minibatch_generator(self, iteration: int, purpose: str) -> torch.Generator:
-        """Torch's, for `split_minibatches`."""
+        """Torch's, for `minibatches`."""
         return torch.Generator().manual_seed(self._generator(iteration, purpose).getrandbits(30))
 
 

@@ -1,4 +1,5 @@
-"""Code that is shown to readers runs as it stands, and learns: README.md's, a page-long example, one's own trainer."""
+"""Code that is shown to readers runs as it stands, and learns: README.md's, the quick start's, a page-long example,
+one's own trainer."""
 
 from __future__ import annotations
 
@@ -13,21 +14,38 @@ import pytest
 from hybrid_engine.ranks.launching import run_ranks
 from tests.harness.launch import REPO_ROOT, Ranks
 
-CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "README.md").read_text(), re.DOTALL)[1]
+CODE, LOOP = (
+    re.search(r"```python\n(.*?)```", (REPO_ROOT / page).read_text(), re.DOTALL)[1]
+    for page in ("README.md", "docs/quick_start.md")
+)
 EXAMPLE = REPO_ROOT / "examples" / "fsdp_engine.py"
 
 
-def run() -> tuple[list[float], int]:
-    """On a rank, in the root of the checkout: the rewards, by step, and how many completions of the last one differ."""
+def run(out: Path) -> list[float]:
+    """On a rank, in the root of the checkout: the rewards of README.md's, by step."""
+    names: dict[str, Any] = {}
+    exec(compile(CODE.replace("runs/even", str(out)), "README.md", "exec"), names)
+    return [row["reward"] for row in names["rows"]]
+
+
+def run_loop() -> tuple[list[float], int]:
+    """The rewards of the quick start's loop, by step, and how many completions of the last one differ."""
     rewards: list[float] = []
     names: dict[str, Any] = {"print": lambda line: rewards.append(float(line.split()[-1]))}
-    exec(compile(CODE, "README.md", "exec"), names)
+    exec(compile(LOOP, "quick_start.md", "exec"), names)
     return rewards, len({one.token_ids for group in names["groups"] for one in group})
 
 
 @pytest.mark.slow
-def test_rewards_of_the_readme_grow(engines: Ranks) -> None:
-    (rewards, num_distinct), others = engines.launch(run, 2)
+def test_rewards_of_the_readme_grow(engines: Ranks, tmp_path: Path) -> None:
+    rewards, others = engines.launch(run, 2, tmp_path / "out")
+    assert rewards == others
+    assert rewards[-1] > rewards[0] + 0.2
+
+
+@pytest.mark.slow
+def test_rewards_of_the_quick_start_grow(engines: Ranks) -> None:
+    (rewards, num_distinct), others = engines.launch(run_loop, 2)
     assert (rewards, num_distinct) == others
     assert rewards[-1] > rewards[0] + 0.3
     assert num_distinct > 48  # of 64: equal ones would teach nothing
@@ -50,7 +68,8 @@ def test_rewards_of_the_page_grow_without_megatron(tmp_path: Path, monkeypatch: 
 
 
 def test_they_are_short() -> None:
-    assert len([line for line in CODE.splitlines() if line.strip()]) <= 25
+    for code, most in ((CODE, 15), (LOOP, 25)):
+        assert len([line for line in code.splitlines() if line.strip()]) <= most
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from examples.recipes.grpo_gsm8k import Problem, number_in, read_problems, step
-from hybrid_engine import Sampling, load_config
+from examples.recipes.grpo_gsm8k import Problem, number_in, prompt_of, read_problems, reward
+from hybrid_engine import Completion, load_config
 from hybrid_engine.cli import app
 from tests.harness.launch import REPO_ROOT
 from tests.zoo.published_configs import QWEN2_5_0_5B
@@ -45,22 +43,6 @@ def test_its_plan_moves_the_least_and_fits(model: Path) -> None:
     assert lacking == pytest.approx(0.5, abs=0.001)  # half of what tensor parallelism cuts
 
 
-def test_every_step_samples_with_a_seed_of_its_own() -> None:
-    sampled: list[Sampling] = []
-
-    def generate(prompts: object, sampling: Sampling) -> None:
-        sampled.append(sampling)
-        raise InterruptedError
-
-    worker = mock.MagicMock()
-    worker.generate_sequences = generate
-    worker.rollout_context.return_value.__exit__.return_value = False
-    for number in range(3):
-        with pytest.raises(InterruptedError):
-            step(worker, mock.Mock(), [Problem("1 + 1?", 2)], number, Namespace(samples=8, max_tokens=4))
-    assert [one.seed for one in sampled] == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
@@ -76,6 +58,14 @@ def test_every_step_samples_with_a_seed_of_its_own() -> None:
 )
 def test_the_last_number_after_four_hashes_counts(text: str, number: float | None) -> None:
     assert number_in(text) == number
+
+
+def test_a_reward_knows_the_answer_of_its_prompt() -> None:
+    prompt = prompt_of(Problem("1 + 1?", 2.0))
+    assert prompt["prompt"][0]["content"].startswith("1 + 1?")
+    texts = {"so\n#### 2": 1.0, "#### 3": 0.0, "two": 0.0}
+    given = [reward(prompt, Completion((), (), "stop", drawn_text=text)) for text in texts]
+    assert given == list(texts.values())
 
 
 def test_a_problem_without_an_answer_is_named(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_reference_and_the_two_newest_are_kept(run: RunDirectory) -> None:
 def test_a_resumed_run_repeats_what_has_no_complete_checkpoint(run: RunDirectory) -> None:
     run.append_row({"iteration": 21})
     run.weights(30).mkdir(parents=True)
-    with run.metrics_file.open("a") as file:
+    with run.metrics.path.open("a") as file:
         file.write('{"iteration": 22, "rew')
     assert run.progress() == Progress(20, {"iteration": 20, "reward": 0.5})
     run.check(SETTINGS)

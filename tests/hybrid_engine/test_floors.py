@@ -28,6 +28,7 @@ FLOORS = (
     ("backends",),
     ("assembly", "hybrid_engine", "attaching", "megatron_script"),
     ("trainer",),
+    ("rl",),
     ("advisor", "verification", "cli", "__main__", ""),
 )
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
@@ -64,6 +65,7 @@ OUTSIDE = {
     "attaching": {"megatron_patches", "pydantic", "torch"},
     "megatron_script": {"megatron_patches", "torch"},
     "trainer": {"megatron", "megatron_patches", "torch", "transformers"},
+    "rl": {"pydantic", "torch"},
     "verification": {"numpy", "safetensors", "torch", "transformers"},
     "verification.cases": set(),
     "cli": {"rich", "typer"},

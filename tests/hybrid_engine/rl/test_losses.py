@@ -1,0 +1,200 @@
+"""GRPO's arithmetic against examples worked out by hand, and against a plain loop over tokens."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine import build_batch
+from hybrid_engine.errors import BatchError
+from hybrid_engine.rl import losses
+from hybrid_engine.rl.losses import Aggregation
+from hybrid_engine.trainer.batches import mean_weights
+
+
+def test_advantages_by_hand() -> None:
+    # mean 1/4, standard deviation sqrt(1/4 * 3/4) = sqrt(3)/4
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    expected = torch.tensor([[math.sqrt(3), *[-1 / math.sqrt(3)] * 3], [0.0] * 4, [0.0] * 4])
+    torch.testing.assert_close(losses.group_advantages(rewards, epsilon=0.0)[:1], expected[:1])
+    torch.testing.assert_close(losses.group_advantages(rewards), expected, rtol=1e-3, atol=1e-3)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8), st.floats(0.5, 3), st.floats(-3, 3))
+def test_advantages_ignore_shift_and_scale(rewards: list[float], scale: float, shift: float) -> None:
+    group = torch.tensor([rewards], dtype=torch.float64)
+    if group.std() < 0.1:
+        return
+    advantages = losses.group_advantages(group, epsilon=0.0)
+    torch.testing.assert_close(losses.group_advantages(group * scale + shift, epsilon=0.0), advantages)
+    assert advantages.sum().abs() < 1e-9
+
+
+def test_policy_loss_by_hand() -> None:
+    """Two sequences, one padded. Ratios: unchanged, doubled with advantage 2 (clipped to 1.2), halved with -1 (0.8)."""
+    old = torch.log(torch.tensor([[0.5, 0.4], [0.6, 0.9]]))
+    new = torch.log(torch.tensor([[0.5, 0.8], [0.3, 0.1]])).requires_grad_()
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    batch = {
+        "weights": mean_weights(mask),
+        "old_log_probs": old,
+        "ref_log_probs": torch.log(torch.tensor([[0.25, 0.8], [0.3, 0.5]])),
+        "advantages": torch.tensor([2.0, -1.0]),
+    }
+    loss, report = losses.policy_loss(clip_ratio=0.2, kl_coefficient=0.1)(batch, new)
+    # min(1*2, 1*2), min(2*2, 1.2*2), min(0.5*-1, 0.8*-1), over three tokens
+    policy = -(2.0 + 2.4 - 0.8) / 3
+    # the reference is half as likely in the first place only: r - log r - 1 with r = 1/2
+    kl = (0.5 + math.log(2) - 1) / 3
+    assert report["policy_loss"].item() == pytest.approx(policy, rel=1e-6)
+    assert report["kl"].item() == pytest.approx(kl, rel=1e-6)
+    assert loss.item() == report["loss"].item() == pytest.approx(policy + 0.1 * kl, rel=1e-6)
+    assert report["clip_fraction"].item() == pytest.approx(2 / 3)
+
+    loss.backward()
+    # only the first token is not clipped: d(-2 * ratio)/d(log p) = -2, and d(kl)/d(log p) = 1 - r
+    expected = torch.tensor([[(-2.0 + 0.1 * (1 - 0.5)) / 3, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(new.grad, expected)
+
+
+def test_cross_entropy_by_hand() -> None:
+    weights = mean_weights(torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    loss, _ = losses.cross_entropy({"weights": weights}, torch.tensor([[-9.0, -1.0], [-2.0, -3.0]]))
+    assert loss.item() == pytest.approx(2.0)
+
+
+def brute_force(
+    batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor, aggregation: Aggregation, length: int
+) -> tuple[float, float]:
+    """The loss of `LOSS`, token by token in Python, and the mean KL per token."""
+    sums, kls = list[list[float]](), list[float]()
+    for row in range(len(log_probs)):
+        sums.append([])
+        for place in (place for place in range(log_probs.shape[1]) if batch["mask"][row, place]):
+            new, old, sampled, ref = (
+                float(of[row, place])
+                for of in (log_probs, batch["old_log_probs"], batch["sampled_log_probs"], batch["ref_log_probs"])
+            )
+            ratio, advantage = math.exp(new - old), float(batch["advantages"][row])
+            gain = min(ratio * advantage, min(max(ratio, 1 - 0.2), 1 + 0.4) * advantage)
+            kls.append(math.exp(ref - new) - (ref - new) - 1)
+            sums[-1].append(-gain * min(math.exp(old - sampled), 1.1) + 0.3 * kls[-1])
+    flat = [value for values in sums for value in values]
+    loss = {
+        "token": sum(flat) / len(flat),
+        "sequence": statistics.fmean(sum(values) / len(values) for values in sums if values),
+        "constant": sum(flat) / length / len(sums),
+    }[aggregation]
+    return loss, statistics.fmean(kls)
+
+
+LOSS = losses.policy_loss(0.2, 0.3, clip_ratio_high=0.4, importance_cap=1.1)
+
+
+def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A batch of completions of 1 to `length` tokens, and new log-probabilities; float64."""
+    generator = torch.Generator().manual_seed(seed)
+    first, old, sampled, ref = -torch.rand(4, rows, length, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
+    batch = {
+        "tokens": torch.arange(rows)[:, None].expand(rows, length),
+        "mask": (torch.arange(length) < lengths).double(),
+        "advantages": torch.randn(rows, generator=generator, dtype=torch.float64),
+        **{"old_log_probs": old, "sampled_log_probs": sampled, "ref_log_probs": ref},
+    }
+    return batch, first
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["token", "sequence", "constant"]), st.sampled_from([1, 2, 4, 8]))
+def test_a_loss_is_that_of_the_whole_batch_however_it_is_split(seed: int, aggregation: Aggregation, size: int) -> None:
+    """The mean over micro batches of `size` rows, which is what an update takes, with its gradient."""
+    batch, log_probs = random_batch(seed)
+    (whole,) = losses.minibatches(batch, 1, torch.Generator(), aggregation, 7)
+    new = log_probs[whole["tokens"][:, 0]].requires_grad_()
+    parts = [
+        LOSS({name: tensor[start : start + size] for name, tensor in whole.items()}, new[start : start + size])
+        for start in range(0, 8, size)
+    ]
+    loss = torch.stack([loss for loss, _ in parts]).mean()
+    kl = torch.stack([report["kl"] for _, report in parts]).mean()
+    expected, expected_kl = brute_force(whole, new.detach(), aggregation, 7)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+    assert kl.item() == pytest.approx(expected_kl, rel=1e-9)
+    (gradient,) = torch.autograd.grad(loss, new)
+    (at_once,) = torch.autograd.grad(LOSS(whole, new)[0], new)
+    torch.testing.assert_close(gradient, at_once)
+    assert gradient[whole["mask"] == 0].eq(0).all()
+
+
+@given(st.integers(0, 10**6), st.integers(2, 6))
+def test_advantages_may_keep_the_scale_of_rewards(seed: int, size: int) -> None:
+    rewards = torch.rand(3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    centred = [[value - statistics.fmean(group) for value in group] for group in rewards.tolist()]
+    torch.testing.assert_close(losses.group_advantages(rewards, scale=False), torch.tensor(centred).double())
+    expected = [
+        [value / statistics.pstdev(before) for value in group]
+        for group, before in zip(centred, rewards.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(
+        losses.group_advantages(rewards, epsilon=0.0), torch.tensor(expected, dtype=torch.float64)
+    )
+
+
+def test_no_gradient_passes_through_importance_weights() -> None:
+    """Weights 2 and, capped, 3 of a ratio of 1: they multiply the gain and its gradient."""
+    old = torch.log(torch.tensor([[0.4, 0.8]]))
+    sampled = torch.log(torch.tensor([[0.2, 0.1]]))
+    new = old.clone().requires_grad_()
+    batch = {"weights": torch.ones(1, 2), "old_log_probs": old, "sampled_log_probs": sampled}
+    loss, report = losses.policy_loss(0.2, 0.0, importance_cap=3.0)({**batch, "advantages": torch.ones(1)}, new)
+    loss.backward()
+    assert new.grad.tolist() == [pytest.approx([-2.0, -3.0])]
+    assert (report["importance"].item(), "kl" in report) == (pytest.approx(5.0), False)
+
+
+def test_weights_need_tokens_and_a_length() -> None:
+    with pytest.raises(BatchError, match="0 everywhere"):
+        losses.loss_weights(torch.zeros(2, 3), "sequence")
+    with pytest.raises(ValueError, match="needs a length"):
+        losses.loss_weights(torch.ones(2, 3), "constant")
+
+
+def test_kl_estimate_is_zero_for_equals_and_positive_else() -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -0.5])
+    assert torch.equal(losses.kl_estimate(log_probs, log_probs), torch.zeros(3))
+    assert (losses.kl_estimate(log_probs, log_probs.flip(0))[[0, 2]] > 0).all()
+
+
+def test_log_probs_go_where_their_tokens_are() -> None:
+    batch = build_batch([[5, 6, 7, 8], [1, 2, 3, 4, 5]], [[9, 9], [8, 8, 8]], seq_length=8)
+    aligned = losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch["mask"])
+    assert aligned.tolist() == [[0, 0, 0, -1, -2, 0, 0, 0], [0, 0, 0, 0, -3, -4, -5, 0]]
+
+
+def test_minibatches_are_a_partition() -> None:
+    rows = list(range(12))
+    batch = build_batch([[row] for row in rows], [[row] * (1 + row % 3) for row in rows], seq_length=5)
+    parts = losses.minibatches(batch, 3, torch.Generator().manual_seed(0))
+    assert [len(part["tokens"]) for part in parts] == [4, 4, 4]
+    assert sorted(int(token) for part in parts for token in part["tokens"][:, 0]) == rows
+    assert [int(token) for part in parts for token in part["tokens"][:, 0]] != rows
+    for part in parts:
+        torch.testing.assert_close(part["weights"].sum(), torch.tensor(4.0))
+
+
+def test_one_advantage_for_all_tokens_is_one_for_each() -> None:
+    """So that GRPO's loss is PPO's where all tokens of a completion have the same advantage."""
+    generator = torch.Generator().manual_seed(1)
+    log_probs, old, ref = torch.randn(3, 4, 5, generator=generator)
+    mask = torch.ones(4, 5)
+    batch = {"weights": mean_weights(mask), "old_log_probs": old, "ref_log_probs": ref}
+    advantages, loss = torch.randn(4, generator=generator), losses.policy_loss(0.2, 0.01)
+    by_completion = loss({**batch, "advantages": advantages}, log_probs)[0]
+    by_token = loss({**batch, "advantages": advantages[:, None].expand(4, 5)}, log_probs)[0]
+    assert torch.equal(by_completion, by_token)
