@@ -222,7 +222,8 @@ class Trainer:
             with self.tally.phase("evaluate"):
                 row["accuracy"] = self._held_out_accuracy() if is_due else None
         shares = self.worker.job.agreement.gather(self.tally.share(), dict[str, int | float], "tally")
-        row.update(combine(shares, time.perf_counter() - self.tally.started))
+        are_totals = bool(self.worker.config.generate_config.servers)
+        row.update(combine(shares, time.perf_counter() - self.tally.started, are_totals=are_totals))
         row.update({f"{name}_seconds": seconds for name, seconds in self.tally.seconds.items()})
         row["unix_time"] = round(time.time(), 3)
         return row
@@ -290,12 +291,18 @@ class Tally:
         }
 
 
-def combine(shares: Sequence[dict[str, float]], iteration_seconds: float) -> dict[str, Any]:
-    """All ranks' shares as one: bytes moved are totals; seconds and memory are those of the worst rank."""
+def combine(
+    shares: Sequence[dict[str, float]], iteration_seconds: float, *, are_totals: bool = False
+) -> dict[str, Any]:
+    """All ranks' shares as one: bytes moved are totals; seconds and memory are those of the worst rank.
+
+    `are_totals`: each rank counts the bytes of all, as reports of switches with servers do.
+    """
     row: dict[str, Any] = {
         name: max(share[name] for share in shares) for name in ("reshard_seconds", "peak_bytes", "rss_bytes")
     }
-    row.update({name: sum(share[name] for share in shares) for name in ("bytes_received", "bytes_least")})
+    total = max if are_totals else sum
+    row.update({name: total(share[name] for share in shares) for name in ("bytes_received", "bytes_least")})
     row["iteration_seconds"] = iteration_seconds
     row["reshard_share"] = row["reshard_seconds"] / iteration_seconds
     return row

@@ -270,7 +270,8 @@ class _Tally:
             "seconds": time.perf_counter() - self._started,
         }
         shares = worker.job.agreement.gather(own, dict[str, int | float], "metrics")
-        return {name: (sum if name == "bytes_received" else max)(share[name] for share in shares) for name in own}
+        total = max if worker.config.generate_config.servers else sum  # reports with servers are of all ranks
+        return {name: (total if name == "bytes_received" else max)(share[name] for share in shares) for name in own}
 
 
 class _Record:

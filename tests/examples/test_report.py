@@ -90,3 +90,4 @@ def test_shares_of_ranks_combine() -> None:
     combined = combine([share, other], iteration_seconds=4.0)
     assert (combined["bytes_received"], combined["bytes_least"]) == (125, 124)
     assert (combined["reshard_seconds"], combined["reshard_share"], combined["peak_bytes"]) == (1.0, 0.25, 9)
+    assert combine([share, share], iteration_seconds=4.0, are_totals=True)["bytes_received"] == 120
