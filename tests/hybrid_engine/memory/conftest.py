@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
@@ -22,4 +23,7 @@ def rig() -> Iterator[Rig]:
         rig = Rig(patch)
         yield rig
         rig.assert_nothing_is_left()
+    deadline = time.monotonic() + 5
+    while num_open_fds() != fds and time.monotonic() < deadline:
+        time.sleep(0.05)  # the thread that passes descriptors is closing its last connection
     assert num_open_fds() == fds

@@ -299,7 +299,8 @@ def send_what_changed(trainers: Trainers) -> list[Any]:
         for fault in (None, None, ("trainer 1", "prepare"), ("server", "commit second"), None):
             if fault is not None:
                 trainers.arm(*fault)
-                assert "no memory" in trainers.publish(publisher)
+                said = trainers.publish(publisher)
+                assert "no memory" in said, said
             assert trainers.publish(publisher) == ""
             report, look = publisher.last_report, trainers.look()
             assert report is not None
