@@ -27,8 +27,9 @@ ACTOR = {"tensor_model_parallel_size": 2}
 SECONDS = 25.0
 
 
-def trained(worker: ActorHybridWorker) -> list[torch.Tensor]:
-    return [item.tensor.clone() for item in worker.train.offload_items() if item.kind != "grad"]
+def trained(worker: ActorHybridWorker) -> dict[str, torch.Tensor]:
+    items = [item for item in worker.train.offload_items() if item.kind != "grad"]
+    return {f"{item.kind} {number}": item.tensor.clone() for number, item in enumerate(items)}
 
 
 def tokens_of(worker: ActorHybridWorker) -> list[Any]:
@@ -71,7 +72,8 @@ def lose_a_server(model: str, url: str, directory: str, moment: str, pids: list[
         else:
             found = {"seconds": 0.0, "error": ""}
         assert worker.sharding.state is State.TRAIN
-        assert all(map(torch.equal, before, trained(worker)))
+        after = trained(worker)
+        assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == [], found
         with worker.train_context():
             train_step(worker, 1)
         worker.barrier("a server was lost")
