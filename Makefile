@@ -25,7 +25,8 @@ READY        := $(if $(PYTHON_ENV),,$(VENV)/.installed-project)
 MARKER       := $(VENV)/.made-by-make
 STAMP        := $(VENV)/.installed-$(notdir $(REQUIREMENTS))
 # Two processes, each with whole files, whose tests share launches, in the order of folders: the longest are not last.
-PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# One that crashes ends the run: with another in its place xdist loses tests, and waits for them without end.
+PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 

@@ -240,17 +240,23 @@ class Storage:
                 self.bytes_view()[start:stop].zero_()  # dropped bytes on pages that kept bytes share
 
     def call_off(self) -> None:
-        """Begin no copy any more; what had memory again gives it back. Contents stay where they are."""
+        """Begin no copy any more; what had memory again gives it back. Contents stay where they are.
+
+        Where they are is noted before the first copy is given up, since an interrupt may come after it.
+        """
+        was_coming, self.is_coming = self.is_coming, False
+        if self.copies and not self.released.nbytes:  # they go to the arena
+            self.in_arena = False
         while self.copies:
             self.copies[-1].cancel()
             self.copies.pop()
-        if self.is_coming:
-            self.is_coming = False
-            if self.buffer is None:
-                self.storage.resize_(0)
-                return
-            for start, stop in self.released:
-                self.buffer.release(start, stop)
+        if not was_coming:
+            return
+        if self.buffer is None:
+            self.storage.resize_(0)
+            return
+        for start, stop in self.released:
+            self.buffer.release(start, stop)
 
     def complete(self) -> float:
         """Wait for its copies; what was coming is on the device again. Returns the seconds they took in the background.
@@ -266,10 +272,15 @@ class Storage:
         return seconds
 
     def forget_departure(self) -> None:
-        """Note that everything is on the device again."""
-        for spans in (self.released, self.saved, self.done):  # what is not released needs none of the rest
+        """Note that everything is on the device again.
+
+        An interrupt may come between any two lines. Until `released` is empty its contents count as elsewhere, and come
+        from the arena once more; what is not released needs none of the rest.
+        """
+        self.is_coming = False  # first: what is coming gives its memory up when it is called off
+        for spans in (self.released, self.saved, self.done):
             spans.clear()
-        self.in_arena = self.is_coming = False
+        self.in_arena = False
 
     def resident_nbytes(self) -> int:
         """Return the bytes of device memory behind it now."""

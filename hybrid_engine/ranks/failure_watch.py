@@ -227,6 +227,7 @@ class FailureWatch:
 
         def ask() -> None:
             try:
+                _require_file(self._store)
                 answers.put(call())
             except Exception as error:
                 self._store_is_gone |= isinstance(error, RuntimeError)  # short of memory, it may answer the next time
@@ -270,6 +271,7 @@ class FailureWatch:
             store = self._threads_store
             try:
                 if num_errors < _NUM_ERRORS_OF_THE_STORE:
+                    _require_file(store)
                     store.set(_beat(self._rank), str(beat))
                     self._find_processes(store)
                     self._look_at_neighbour(store)
@@ -367,6 +369,15 @@ class FailureWatch:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+def _require_file(store: dist.Store) -> None:
+    """Raise RuntimeError where the file of a FileStore was removed: each of its calls would wait for another one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    path = getattr(store, "path", "")  # of a FileStore; not in torch's stubs
+    if path and not os.path.exists(path):
+        raise RuntimeError(f"{path} was removed")
 
 
 def _append(store: dist.Store, key: str, line: str) -> None:

@@ -245,7 +245,7 @@ class WeightPublisher(Switch):
             if not self.config.release_weights:
                 self.served, self._all_draw = self.trainer.version, True
         except Exception as error:
-            self._recover(manager, stays=is_within)
+            self._recover(manager, calls, stays=is_within)
             if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
                 said = "".join(f"\n{why}" for call in calls if (why := call.failure()))
                 raise ServerError(f"a server was lost in a switch; {_WHAT_FOLLOWS}. {error}{said}") from error
@@ -378,10 +378,10 @@ class WeightPublisher(Switch):
         for call in calls:
             call.result(self.config.timeout_seconds)
 
-    def _recover(self, manager: ShardingManager, *, stays: bool) -> None:
+    def _recover(self, manager: ShardingManager, calls: Sequence[_Call], *, stays: bool) -> None:
         """After a failed switch: training state is back on the device, and the job goes unless all are still in it.
 
-        `stays`: the servers heard of it in the switch, and have ended it as trainers have.
+        `stays`: the servers heard of it in the switch, and end it as trainers have; `calls`: that asked them for it.
         """
         goes = not stays or manager.state is not State.TRAIN or manager.job.agreement.lost is not None
         (goes,) = self.job.agreement.any_of([goes], "recovering")  # ranks raise different things
@@ -389,14 +389,16 @@ class WeightPublisher(Switch):
             self._disconnect()
             return
         self.state = State.TRAIN
-        if not self.config.release_weights:
-            self._ask("resuming the servers", self._resume_whole)
+        self._ask("hearing of the servers that their switch has ended", lambda: self._go_on(calls))
 
-    def _resume_whole(self) -> None:
-        """Have servers draw tokens again in which nothing has changed; the others refuse, and stay paused."""
-        for server in self._servers:
+    def _go_on(self, calls: Sequence[_Call]) -> None:
+        """Once their switch has ended, too, servers in which nothing has changed draw tokens again; others refuse, and
+        stay paused."""
+        for server, call in zip(self._servers, calls, strict=True):
+            call.wait(self.config.timeout_seconds)
             try:
-                server.resume()
+                if not self.config.release_weights:
+                    server.resume()
             except ServerError as error:
                 logger.warning("[Reshard] after a failed switch: %s", error)
 
@@ -454,6 +456,10 @@ class _Call:
             self._future.result(seconds)
         except NotDone:
             raise ServerError(f"a server did not answer within {seconds:g} s after the switch") from None
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, whatever came of it."""
+        wait([self._future], seconds)
 
     def failure(self) -> str:
         """What came of it, where it has failed by now."""

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -74,6 +75,18 @@ def test_want_of_memory_costs_one_answer_and_a_lost_store_all(watch: FailureWatc
     assert watch._ask(lambda: "answer", "otherwise") == "answer"
     assert watch._ask(lambda: fail(dist.DistNetworkError("reset")), "otherwise") == "otherwise"
     assert watch._ask(lambda: "answer", "otherwise") == "otherwise"
+
+
+def test_nothing_is_asked_of_a_store_whose_file_was_removed(job: None, tmp_path: Path) -> None:
+    """As trainers that end remove it: each call would wait for another file."""
+    path = tmp_path / "store"
+    watch = FailureWatch(World(dist.FileStore(str(path), -1), 0, 2), 60.0)
+    path.unlink()
+    asked: list[int] = []
+    assert watch._ask(lambda: asked.append(0), "otherwise") == "otherwise"
+    watch.close()
+    assert asked == []
+    assert not path.exists()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,16 @@ SECONDS = 25.0
 
 def trained(worker: ActorHybridWorker) -> dict[str, torch.Tensor]:
     items = [item for item in worker.train.offload_items() if item.kind != "grad"]
-    return {f"{item.kind} {number}": item.tensor.clone() for number, item in enumerate(items)}
+    return {f"{number} {item.owner}": item.tensor.clone() for number, item in enumerate(items)}
+
+
+def changes(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    """Of what the training state is not as before, and in how many elements."""
+    return [
+        f"{name}: {(tensor != after[name]).sum()} of {tensor.numel()} differ, {tensor.isnan().sum()} were no numbers"
+        for name, tensor in before.items()
+        if not torch.equal(tensor, after[name])
+    ]
 
 
 def tokens_of(worker: ActorHybridWorker) -> list[Any]:
@@ -72,8 +81,8 @@ def lose_a_server(model: str, url: str, directory: str, moment: str, pids: list[
         else:
             found = {"seconds": 0.0, "error": ""}
         assert worker.sharding.state is State.TRAIN
-        after = trained(worker)
-        assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == [], found
+        if changed := changes(before, trained(worker)):
+            raise AssertionError(f"{changed}, {found}")
         with worker.train_context():
             train_step(worker, 1)
         worker.barrier("a server was lost")

@@ -5,53 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from hybrid_engine.errors import StateError
 from hybrid_engine.switch.states import State
+from tests.harness.signals_at_lines import Interrupter, Stop
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 
 
-class Stop(BaseException):
-    """As KeyboardInterrupt and SystemExit are no Exception."""
-
-
-class Interrupter:
-    """Raises at the n-th line that runs in the engine while it is active."""
-
-    def __init__(self, at: int) -> None:
-        self._left = at
-        self.is_done = False
-
-    def __enter__(self) -> None:
-        sys.settrace(self._call)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        is_ours = "/hybrid_engine/" in frame.f_code.co_filename and "/tests/" not in frame.f_code.co_filename
-        return self._line if is_ours else None
-
-    def _line(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if event == "line" and not self.is_done:
-            self._left -= 1
-            if self._left < 0:
-                self.is_done = True
-                raise Stop
-        return self._line
-
-
 def num_lines(rig: Rig, target: State) -> int:
-    counting = Interrupter(sys.maxsize)
-    with counting:
+    with Interrupter() as counting:
         rig.manager.enter(target)
-    return sys.maxsize - counting._left
+    return counting.num_lines
 
 
 def prepared(before: State, *, elastic: bool, **settings: object) -> Rig:
@@ -72,6 +38,7 @@ SETTINGS = {
 SWITCHES = [(TRAIN, INFER), (INFER, TRAIN), (FORWARD, INFER), (INFER, IDLE), (IDLE, INFER), (FORWARD, TRAIN)]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody hears of it
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("before", "target"), SWITCHES, ids=str)
 def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target: State, settings: str) -> None:

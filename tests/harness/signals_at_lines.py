@@ -1,0 +1,50 @@
+"""A signal whose handler raises, as Ctrl-C does, at any line of the engine."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from tests.harness.libcuda import load_compiled
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt and SystemExit are no Exception."""
+
+
+@functools.cache
+def _counter() -> ctypes.PyDLL:
+    load_compiled("signals_at_lines.so", Path(__file__).with_suffix(".c"))
+    return ctypes.PyDLL("signals_at_lines.so")
+
+
+class Interrupter:
+    """Raises `Stop` at the n-th line that runs in the engine while it is active; without a number it counts them.
+
+    Attributes:
+        num_lines: that ran.
+        is_done: it has raised.
+    """
+
+    def __init__(self, at: int = -1) -> None:
+        self._at, self.num_lines = at, 0
+        self.is_done = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGUSR1, self._raise)
+        _counter().count_lines(ctypes.c_long(self._at))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.num_lines = _counter().stop_counting()
+        finally:
+            signal.signal(signal.SIGUSR1, self._before)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.is_done = True
+        raise Stop
