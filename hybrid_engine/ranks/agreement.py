@@ -509,6 +509,10 @@ class Pace:
             if number:
                 self._await_hosts(number - 1)
 
+    def ended(self) -> str:
+        """Which ranks are known to have ended, in words."""
+        return ", ".join(str(failure) for failure in self._watch.heard() if not failure.phase)
+
     def _await_hosts(self, number: int) -> None:
         deadline = time.monotonic() + self._timeout_seconds
         while (num_there := self._watch.num_at(f"pace/{number}")) not in (self._num_hosts, None):

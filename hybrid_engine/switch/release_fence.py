@@ -23,6 +23,7 @@ Those of other hosts hear of it by messages that they wait for, or at the next b
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -38,6 +39,8 @@ from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.tracing import span
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def parts_of(buffers: Mapping[str, torch.Tensor], releases: Releases) -> list[Part]:
@@ -85,7 +88,7 @@ class ReleaseFence:
         self._before_release = before_release
         self._is_apart, self._takes_only = is_apart, is_apart and not buffers
         self.released_nbytes = 0
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
         self._num_ended = 0
         self._told_by: int | None = None  # the first fence that tells of a failure
@@ -162,15 +165,25 @@ class ReleaseFence:
         number = self._num_ended
         work, told = self._fences[number]
         self._num_ended += 1
-        try:
-            with span("fence", bucket=self._buckets[number]):
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise TransportError(
-                f"bucket {self._buckets[number]}, phase release: not every rank read it within "
-                f"{self._timeout.total_seconds():g} s ({plain_text(error)}); raise generate_config.timeout_seconds if "
-                "they are only slow"
-            ) from error
+        with span("fence", bucket=self._buckets[number]):
+            self._await(work, f"bucket {self._buckets[number]}, phase release")
         if told.item() and self._told_by is None:
             self._told_by = number
         return int(told.item())
+
+    def _await(self, work: dist.Work, what: str) -> None:
+        """Not longer than all ranks live: gloo tells of one that has ended only to its neighbours."""
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            try:
+                work.wait(timedelta(seconds=_SECONDS_BETWEEN_LOOKS))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise TransportError(f"{what}: not every rank read it ({plain_text(error)})") from error
+            if ended := self._pace.ended():
+                raise TransportError(f"{what}: {ended}")
+        raise TransportError(
+            f"{what}: not every rank read it within {self._timeout:g} s; raise generate_config.timeout_seconds if they "
+            "are only slow"
+        )

@@ -319,8 +319,7 @@ def test_a_worker_in_its_commit(pair: Pair, record: Callable[..., None], how: st
     check_published(pair, again)
     check_well(trainers.do("withdraw"))
     pair.is_well = True
-    # a fence in which a process ends is over after its timeout
-    check_failed(results, KILLED if how == "raise" else STOPPED)
+    check_failed(results, STOPPED if how == "stop" else KILLED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -187,6 +188,35 @@ def test_a_wait_ends_with_bucket_and_remedy(ranks: Ranks) -> None:
     message, _ = ranks.launch(wait_for_a_rank_that_sends_nothing, 2, timeout=100)
     assert "bucket 0, phase release" in message
     assert "timeout_seconds" in message
+
+
+class Loss(Steps):
+    """A pace that knows from the second look on that a rank has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = iter(["", "rank 2 has ended"])
+
+    def ended(self) -> str:
+        return next(self._said)
+
+
+class Endless(Alone):
+    """Of ranks one of which does not come, with its connections."""
+
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout <= timedelta(seconds=1)
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_no_fence_outlives_a_rank_that_has_ended() -> None:
+    fence = ReleaseFence(0, Endless(), Loss(), State(), BUFFERS, SCHEDULE, TIMEOUT)
+    fence.sent(BUCKETS[0])
+    with pytest.raises(TransportError, match=rf"bucket {BUCKETS[0]}, phase release: rank 2 has ended$"):
+        fence.sent(BUCKETS[1])
 
 
 # -- sides in processes of their own -----------------------------------------------------------------------------------
