@@ -45,7 +45,7 @@ test-fast: $(READY) ## Run the tests that start no ranks and take seconds: the l
 test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
 	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
 	FAULTS_JSON='$(FAULTS_JSON)' $(PYTEST) -m faults $(PYTEST_ARGS) \
-	    tests/faults tests/hybrid_engine/ranks/test_failure_watch.py
+	    tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
 test-servers: $(READY) ## Fill vLLM servers, processes of their own, in more families and layouts than make test
 	$(PYTEST) -m servers $(PYTEST_ARGS) tests/hybrid_engine/serving tests/benchmarks tests/examples
 lint: $(READY) ## Check style, formatting and types

@@ -5,6 +5,8 @@ Other seeds, other trainers, and for longer: tests/faults/test_random_walk.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.harness.launch import Ranks
@@ -12,10 +14,13 @@ from tests.walk.runs import launched, plans, report, story, walks
 
 pytestmark = pytest.mark.engines  # Megatron trains, and where it is said vLLM serves
 
-TRAINERS = ("fsdp2", "megatron-bf16")
+
+def long(*values: object) -> Any:
+    """A case of `make test-faults`."""
+    return pytest.param(*values, marks=pytest.mark.faults)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", ["megatron-bf16", long("fsdp2")])
 def test_every_call_is_right_or_refused(engines: Ranks, trainer: str) -> None:
     found = launched(engines, 1, plans, trainer, timeout=300)
     print(report(found))
@@ -24,8 +29,10 @@ def test_every_call_is_right_or_refused(engines: Ranks, trainer: str) -> None:
     assert found[0].counts["rollouts compared"] >= 3 * found[0].counts["plans"]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_walks"), [(1, 6), (2, 2)])
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("trainer", "num_ranks", "num_walks"),
+    [("fsdp2", 1, 6), ("megatron-bf16", 2, 2), long("megatron-bf16", 1, 6), long("fsdp2", 2, 2)],
+)
 def test_a_random_walk(engines: Ranks, trainer: str, num_ranks: int, num_walks: int) -> None:
     found = launched(engines, num_ranks, walks, trainer, range(num_walks), 25, 0.3, timeout=300)
     print(report(found))
