@@ -53,7 +53,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.errors import DependencyError, HybridEngineError
 
 if TYPE_CHECKING:
     from hybrid_engine.attaching import attach, prepare
@@ -123,4 +123,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    try:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise DependencyError(f"{name} needs torch and an engine: pip install 'hybrid-engine[gpu]' or [cpu]") from error

@@ -14,6 +14,12 @@ def main() -> None:
         from hybrid_engine.cli import app
 
         app()
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'", file=sys.stderr)
+        print("or [cpu]. `plan` needs neither.", file=sys.stderr)
+        sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != _INTERRUPTED:
             raise

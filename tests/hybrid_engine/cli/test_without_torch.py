@@ -1,0 +1,47 @@
+"""What `pip install .` without extras is for, where there is no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPO_ROOT
+from tests.zoo.published_configs import LLAMA_3_8B
+
+WITHOUT = "import sys; sys.modules['torch'] = None; "
+COMMAND = "from hybrid_engine.__main__ import main; main()"
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    command = [sys.executable, "-c", WITHOUT + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--ranks", "8"], ["--search", "--ranks", "8"]], ids=["plan", "search"])
+def test_a_job_is_planned(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    ended = run(COMMAND, "plan", f"model={tmp_path}", "--device", "h100", *options)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["certify", "model", "--", "--dtype", "float32"], ["env"]], ids=lambda words: words[0]
+)
+def test_what_needs_torch_says_so(words: list[str]) -> None:
+    ended = run(COMMAND, *words)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'")
+
+
+@pytest.mark.slow
+def test_names_of_the_library_say_what_they_need() -> None:
+    ended = run("from hybrid_engine import HybridEngine")
+    assert "DependencyError: HybridEngine needs torch and an engine: pip install" in ended.stderr
