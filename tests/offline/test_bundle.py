@@ -137,7 +137,7 @@ def test_the_list_has_what_stage_1_and_our_own_packages_require() -> None:
     wanted = bundle.read_list()
     project = tomllib.loads((bundle.REPOSITORY / "pyproject.toml").read_text())["project"]
     required = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
-    assert required - wanted.keys() == {"torch"}  # it is there
+    assert required <= wanted.keys()  # torch is there
     assert {stage for stage, _ in wanted.values()} == {1, 2}
     first = {name for name, (stage, _) in wanted.items() if stage == 1}
     assert {"pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments"} <= first
