@@ -235,17 +235,21 @@ class WeightPublisher(Switch):
     def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
         """Both sides of one switch."""
         update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
-        is_within, calls, self._all_draw = False, list[_Call](), False
+        within: Exception | None = None
+        calls, self._all_draw = list[_Call](), False
         try:
             calls = self._ask_servers(before, update)
-            is_within = True
-            manager.enter(target)
-            is_within = False
+            try:
+                manager.enter(target)
+            except Exception as error:
+                within = error
+            # all raise, or none: where a server ends at the end of a switch, some trainers have left it by then
+            self.job.agreement.conclude("the switch with the servers", within)
             self._end_update(calls, target, update)
             if not self.config.release_weights:
                 self.served, self._all_draw = self.trainer.version, True
         except Exception as error:
-            self._recover(manager, calls, stays=is_within)
+            self._recover(manager, calls, stays=within is not None)
             if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
                 said = "".join(f"\n{why}" for call in calls if (why := call.failure()))
                 raise ServerError(f"a server was lost in a switch; {_WHAT_FOLLOWS}. {error}{said}") from error

@@ -319,7 +319,8 @@ def test_a_worker_in_its_commit(pair: Pair, record: Callable[..., None], how: st
     check_published(pair, again)
     check_well(trainers.do("withdraw"))
     pair.is_well = True
-    check_failed(results, STOPPED if how == "stop" else KILLED)
+    # trainers that have left the fence wait for the process that ended in the agreement after it
+    check_failed(results, KILLED if how == "raise" else STOPPED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.training_side import GuardedState
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ServerError, StateError
+from hybrid_engine.errors import LostRankError, ServerError, StateError
 from hybrid_engine.memory.offload_items import Kind, Part
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import Server
@@ -177,7 +177,7 @@ class Trainers:
 
 
 def with_a_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
-    """What `act(Trainers, *args)` returns on the first of the trainers."""
+    """What `act(Trainers, *args)` returns on each trainer."""
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
@@ -239,6 +239,35 @@ def test_a_failure_leaves_the_version_before_or_none(ranks: Ranks, tmp_path: Pat
         assert f"version {version + 1} " in refused
         assert f"version {version - 1}: " in refused
         assert (again, at_last) == ("", whole(version)), call
+
+
+def lose_at_the_end(trainers: Trainers) -> list[Any]:
+    """A server is lost for one trainer where the other has come to the end of the switch."""
+    with closing(trainers.publisher()) as publisher:
+        assert trainers.publish(publisher) == ""
+        assert trainers.step(publisher) == ""
+        manager = publisher._manager
+        assert manager is not None
+        enter = manager.enter
+
+        def losing(target: State) -> None:
+            enter(target)
+            raise LostRankError("rank 2 has ended")
+
+        if trainers.job.rank == 1:
+            manager.enter = losing  # type: ignore[method-assign]
+        return [trainers.publish(publisher), trainers.publish(publisher), trainers.look()]
+
+
+def test_what_one_trainer_has_lost_all_have(ranks: Ranks, tmp_path: Path) -> None:
+    first, second, _ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), lose_at_the_end)
+    assert first == [
+        "RemoteError: the switch with the servers failed on 1 rank(s):\nrank 1: LostRankError: rank 2 has ended",
+        "",
+        whole(1),
+    ]
+    assert second[0].startswith("ServerError: a server was lost in a switch; training state is on the device")
+    assert second[1] == ""
 
 
 def whole(version: int) -> dict[str, Any]:
