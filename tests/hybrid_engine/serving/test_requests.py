@@ -216,6 +216,7 @@ def publish_under_load(model: str, url: str, mode: str, load: Load, out: str) ->
     """One trainer publishes while its clients ask; everything is asked of the server, nothing is timed."""
     said, drawn_without = list[tuple[str, str]](), list[int]()
     server, new, half = HttpServer(url, 60), streams_of(load.num_tokens), load.requests // 2
+    server.pause("wait", clear_cache=True)  # earlier trainers may have left it drawing tokens
     with ActorHybridWorker(config_of(model, [url], {}, server_pause=mode)) as worker, Clients(url) as clients:
         drawn_before, streams = num_drawn(url), clients.streams
         send(clients, new, half)
