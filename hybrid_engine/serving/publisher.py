@@ -234,6 +234,7 @@ class WeightPublisher(Switch):
 
     def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
         """Both sides of one switch."""
+        # mypy knows the value of a State as a str, not as one of the four that an Update takes
         update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
         within: Exception | None = None
         calls, self._all_draw = list[_Call](), False

@@ -13,7 +13,7 @@ from tests.harness.libcuda import load_compiled
 
 
 class Stop(BaseException):
-    """As KeyboardInterrupt and SystemExit are no Exception."""
+    """Not an Exception, like KeyboardInterrupt and SystemExit."""
 
 
 @functools.cache

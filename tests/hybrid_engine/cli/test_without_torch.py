@@ -1,4 +1,4 @@
-"""What `pip install .` without extras is for, where there is no torch."""
+"""The commands in an environment without torch, as `pip install .` without extras makes it."""
 
 from __future__ import annotations
 

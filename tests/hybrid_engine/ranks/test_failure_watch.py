@@ -78,7 +78,7 @@ def test_want_of_memory_costs_one_answer_and_a_lost_store_all(watch: FailureWatc
 
 
 def test_nothing_is_asked_of_a_store_whose_file_was_removed(job: None, tmp_path: Path) -> None:
-    """As trainers that end remove it: each call would wait for another file."""
+    """Trainers remove it when they end, and each call would then wait for the file to come back."""
     path = tmp_path / "store"
     watch = FailureWatch(World(dist.FileStore(str(path), -1), 0, 2), 60.0)
     path.unlink()

@@ -33,7 +33,7 @@ def trained(worker: ActorHybridWorker) -> dict[str, torch.Tensor]:
 
 
 def changes(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
-    """Of what the training state has not the bits of before: Megatron's scratch memory may hold what is no number."""
+    """Which training state has changed, by its bits: Megatron's scratch memory is never set and may hold NaNs."""
     equal = {name: torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before}
     return [f"{name}: {(before[name] != after[name]).sum()} differ" for name, is_equal in equal.items() if not is_equal]
 

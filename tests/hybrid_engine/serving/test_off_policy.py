@@ -177,7 +177,7 @@ class Trainers:
 
 
 def with_a_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
-    """What `act(Trainers, *args)` returns on each trainer."""
+    """Run `act(Trainers, *args)` on each trainer beside a server, and return what it returned there."""
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
@@ -255,7 +255,7 @@ def lose_at_the_end(trainers: Trainers) -> list[Any]:
             raise LostRankError("rank 2 has ended")
 
         if trainers.job.rank == 1:
-            manager.enter = losing  # type: ignore[method-assign]
+            manager.enter = losing  # type: ignore[method-assign]  # of this object alone, which is not used again
         return [trainers.publish(publisher), trainers.publish(publisher), trainers.look()]
 
 

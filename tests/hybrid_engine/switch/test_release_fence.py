@@ -202,7 +202,7 @@ class Loss(Steps):
 
 
 class Endless(Alone):
-    """Of ranks one of which does not come, with its connections."""
+    """A group in which one rank never arrives, though its connections stay open."""
 
     def wait(self, timeout: timedelta) -> None:
         assert timeout <= timedelta(seconds=1)
