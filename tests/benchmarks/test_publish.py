@@ -33,15 +33,17 @@ def test_every_row_is_measured_and_both_servers_have_the_same_weights(tmp_path: 
     assert figures["over_floor"]["publish"] == rows["publish"]["seconds"] / rows["copy"]["seconds"]
     assert figures["over_publish"]["disk"] == rows["disk"]["seconds"] / rows["publish"]["seconds"]
     assert "in process" in run.stdout
+    # whether its tied head is right after vLLM's reload depends on the CPU: docs/certify.md
+    assert figures["draw_alike"] == ("draws other tokens" not in run.stdout)
 
 
-def test_what_differs_between_servers_is_named() -> None:
+def test_weights_that_differ_between_servers_are_named() -> None:
     from benchmarks import publish
 
-    same = {"sums": {"a": "1"}, "tokens": [([7], [-0.5])]}
+    same = {"a": "1", "b": "2"}
     publish._require_same(same, dict(same))
-    with pytest.raises(SystemExit, match=r"tokens differ.*\[8\]"):
-        publish._require_same(same, {**same, "tokens": [([8], [-0.5])]})
+    with pytest.raises(SystemExit, match=r"weights differ.*\['b', 'c'\]"):
+        publish._require_same(same, {"a": "1", "b": "3", "c": "4"})
 
 
 def test_the_median_of_all_rounds_counts() -> None:
@@ -49,7 +51,7 @@ def test_the_median_of_all_rounds_counts() -> None:
 
     rows = publish.Rows()
     for seconds in ([9.0, 1.0], [3.0]):
-        rows.add({"seconds": {"publish": seconds}, "nbytes": {"publish": 8}, "phases": {}})
+        rows.add({"seconds": {"publish": seconds}, "nbytes": {"publish": 8}, "phases": {}, "draw_alike": True})
     assert publish._summary(rows.seconds["publish"], rows.nbytes["publish"]) == {
         **{"seconds": 3.0, "fastest": 1.0, "slowest": 9.0},
         **{"runs": 3, "nbytes": 8},
