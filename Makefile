@@ -30,7 +30,7 @@ PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help env rl test test-fast test-faults test-servers lint format docs matrix bench gpu-check offline-bundle
+.PHONY: help env rl test test-fast test-faults test-long lint format docs matrix bench gpu-check offline-bundle
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile && sed -n 's/^#: //p' Makefile
 env: $(READY) ## Create the environment in VENV if it is missing or out of date
@@ -38,7 +38,7 @@ rl: $(READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPROC, C
 	OMP_NUM_THREADS=1 $(if $(SERVER),$(PY) -m examples.gpt_rl.served $(CONFIG) --) \
 	    $(PY) -m examples.gpt_rl.torchrun --standalone --nproc-per-node $(NPROC) \
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT) $(ARGS)
-test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
+test: lint ## Check style, formatting and types, then run the tests (but for test-faults and test-long)
 	$(PYTEST) $(PYTEST_ARGS)
 test-fast: $(READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -q -m 'not ranks and not slow' $(PYTEST_ARGS)
@@ -46,8 +46,8 @@ test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, 
 	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
 	FAULTS_JSON='$(FAULTS_JSON)' $(PYTEST) -m faults $(PYTEST_ARGS) \
 	    tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
-test-servers: $(READY) ## Fill vLLM servers, processes of their own, in more families and layouts than make test
-	$(PYTEST) -m servers $(PYTEST_ARGS) tests/hybrid_engine/serving tests/benchmarks tests/examples
+test-long: $(READY) ## What takes minutes: servers in more families, whole runs of examples and of benchmarks
+	$(PYTEST) -m long $(PYTEST_ARGS) tests
 lint: $(READY) ## Check style, formatting and types
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 format: $(READY) ## Fix style and formatting in place

@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         marks.add_implied(item)
-    unasked = [name for name in ("faults", "servers") if name not in config.option.markexpr]
+    unasked = [name for name in ("faults", "long") if name not in config.option.markexpr]
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

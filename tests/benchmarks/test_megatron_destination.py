@@ -130,6 +130,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: experts if name == "experts" else dense for name in CASES}
 
 
+@pytest.mark.long
 def test_a_second_model_in_another_layout_gets_the_weights(engines: Ranks, paths: dict[str, Path]) -> None:
     for rank, by_case in enumerate(engines.launch(fill_all, 2, paths)):
         for name, seen in by_case.items():

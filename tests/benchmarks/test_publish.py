@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # each imports both engines
 ROWS = {"publish", "withdraw", "save", "reload", "disk", "in process", "back", "copy", "copies"}
 
 
-@pytest.mark.servers
+@pytest.mark.long
 @pytest.mark.engines
 def test_every_row_is_measured_and_both_servers_have_the_same_weights(tmp_path: Path) -> None:
     """Had they not, it would have ended with what differs."""

@@ -51,6 +51,7 @@ def tiniest_case_of(script: str, directory: Path, *options: str) -> dict[str, An
     return row
 
 
+@pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
 def test_every_contender_runs_is_right_and_every_key_is_there(tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_every_contender_runs_is_right_and_every_key_is_there(tmp_path: Path) ->
     assert "<svg" in phases.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
 def test_with_fsdp2_both_contenders_write_the_same_bits(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.servers
+@pytest.mark.long
 @pytest.mark.engines
 def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": NUM_ITERATIONS})

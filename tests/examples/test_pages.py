@@ -77,6 +77,7 @@ OWN_TRAINER = REPO_ROOT / "examples" / "own_trainer.py"
 MOST_LINES = 40
 
 
+@pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
 def test_vllm_follows_the_trainer() -> None:

@@ -20,7 +20,7 @@ TRAIN = ("-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", "
 WHOLE_MODEL = 3_165_696  # bytes
 
 
-@pytest.mark.servers
+@pytest.mark.long
 @pytest.mark.engines
 def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
     config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 1})

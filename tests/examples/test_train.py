@@ -68,6 +68,7 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert once_more.returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
 def test_fsdp_needs_no_megatron_and_goes_on_with_other_ranks(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 _IMPLIED = {"engines": ("engines", "ranks"), "ranks": ("ranks",)}
-_NAMES = ("faults", "servers", "ranks", "engines", "gpu", "slow")
+_NAMES = ("faults", "long", "ranks", "engines", "gpu", "slow")
 _SLOW = (
     "hybrid_engine/attaching",
     *(f"hybrid_engine/{part}/{engine}" for part in ("backends", "trainer") for engine in ("fsdp", "megatron")),

@@ -70,7 +70,7 @@ def generate_in_process(model: str) -> list[Any]:
     return [(list(each[0].token_ids), list(each[0].logprobs)) for each in answers]
 
 
-@pytest.mark.servers
+@pytest.mark.long
 def test_an_async_llm_is_filled(engines: Ranks, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     (found,) = engines.launch(publish_to_async_llm, 1, model, timeout=400)

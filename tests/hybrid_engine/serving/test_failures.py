@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling
@@ -93,6 +94,7 @@ def lose_a_server(model: str, url: str, directory: str, moment: str, pids: list[
     return found
 
 
+@pytest.mark.long
 def test_a_lost_server_is_replaced(engines: Ranks, tmp_path: Path) -> None:
     """Its worker is killed in a switch; other processes, moments and ways: tests/faults/test_servers.py."""
     model = write_model(tmp_path / "model", "qwen2")

@@ -404,13 +404,13 @@ def test_requests_go_on_while_trainers_train(outcomes: Outcomes) -> None:
     check_off_policy(outcomes["off policy"][0], 5)
 
 
-@pytest.mark.servers
+@pytest.mark.long
 def test_many_publishes_while_requests_go_on(engines: Ranks, server: tuple[str, str], tmp_path: Path) -> None:
     run = engines.launch(train_meanwhile, 1, *server, 20, str(tmp_path), timeout=550)[0]
     check_off_policy(run, 20)
 
 
-@pytest.mark.servers
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_many_requests_over_many_publishes(engines: Ranks, server: tuple[str, str], tmp_path: Path, mode: str) -> None:
     run = engines.launch(publish_under_load, 1, *server, mode, LARGE, str(tmp_path), timeout=550)[0]

@@ -128,7 +128,7 @@ def test_a_server_computes_what_a_cold_start_does(engines: Ranks, tmp_path: Path
     assert_as_a_cold_start(engines, tmp_path, CASES[name])
 
 
-@pytest.mark.servers
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ALWAYS])
 def test_servers_of_other_families_and_layouts(engines: Ranks, tmp_path: Path, name: str) -> None:
     assert_as_a_cold_start(engines, tmp_path, CASES[name])
@@ -162,7 +162,7 @@ def draw(model: str, urls: list[str]) -> list[Any]:
         return worker.generate_sequences([*PROMPTS, PROMPTS[0]], sampling)
 
 
-@pytest.mark.servers
+@pytest.mark.long
 def test_a_server_draws_what_vllm_in_process_does(engines: Ranks, tmp_path: Path) -> None:
     """By the same random streams, from the same distribution."""
     model = write_model(tmp_path / "model", "qwen2")

@@ -131,6 +131,7 @@ def test_the_switch_refuses_what_it_is_not_given(tmp_path: Path, monkeypatch: py
     assert told["status"] == "not run"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.engines
 def test_a_tensor_that_reload_forgets_is_found(tmp_path: Path) -> None:
