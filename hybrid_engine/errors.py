@@ -12,6 +12,7 @@ HybridEngineError
 ├── PlanError            the two layouts are inconsistent; lists every fault
 ├── WeightError          a weight has an unusable value (NaN, Inf)
 ├── StateError           the call is not allowed in the current state
+│   └── DifferentCallsError    ranks make different calls; names what each called
 ├── FileError            a file cannot be read or written; names the file, the problem and a remedy
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
 ├── MessageError         what another process said cannot be understood: another version, too long, or damaged
@@ -171,6 +172,10 @@ class WeightError(_ListedError[str]):
 
 class StateError(HybridEngineError):
     """The call is not allowed in the current state."""
+
+
+class DifferentCallsError(StateError):
+    """Ranks make different calls; the message names what each called."""
 
 
 class FileError(HybridEngineError):

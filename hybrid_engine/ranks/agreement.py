@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hybrid_engine.errors import (
+    DifferentCallsError,
     HybridEngineError,
     LostRankError,
     MessageError,
@@ -118,7 +119,7 @@ class Agreement:
 
     def _connect(self) -> RankTree:
         with self._watch.inside("connecting"), self._connected("connecting"):
-            return RankTree(self._world, self._shape, self.timeout_seconds)
+            return RankTree(self._world, self._shape, self.timeout_seconds, self._watch.ended)
 
     def _disconnect(self) -> None:
         tree, self._tree = self._tree, None
@@ -217,6 +218,21 @@ class Agreement:
         except BaseException as interrupt:
             self._watch.tell(name, _described(interrupt), self.timeout_seconds)
             raise
+
+    @contextmanager
+    def by_the_store(self, name: str) -> Iterator[Callable[[], str]]:
+        """A wait for other ranks without a collective; yields what says which are known to have ended or left.
+
+        A LostRankError in it ends this agreement.
+        """
+        self._connections()
+        with self._watch.inside(name):
+            try:
+                # the first asks for all, who would each ask the store for as many answers
+                yield lambda: self._watch.ended() or (self._watch.left() if self._rank == 0 else "")
+            except LostRankError as error:
+                self._part(name, error)
+                raise
 
     def leave(self, error: BaseException) -> None:
         """Let the others hear why this rank goes, for an `error` outside of any phase. Waits for nobody.
@@ -456,10 +472,12 @@ def _agreed_error(
     return error if isinstance(error, HybridEngineError) else kind(f"{phase}: {_described(error)}")
 
 
-def _different_calls(called: Sequence[str]) -> StateError:
+def _different_calls(called: Sequence[str]) -> DifferentCallsError:
     """Error of every rank where ranks make different calls; `called`: by rank."""
     calls = "; ".join(f"{call} on rank {called.index(call)}" for call in dict.fromkeys(called))
-    return StateError(f"ranks make different calls: {calls}. Make the same calls in the same order on every rank")
+    return DifferentCallsError(
+        f"ranks make different calls: {calls}. Make the same calls in the same order on every rank"
+    )
 
 
 def _described(error: BaseException) -> str:
@@ -511,7 +529,7 @@ class Pace:
 
     def ended(self) -> str:
         """Which ranks are known to have ended, in words."""
-        return ", ".join(str(failure) for failure in self._watch.heard() if not failure.phase)
+        return self._watch.ended()
 
     def _await_hosts(self, number: int) -> None:
         deadline = time.monotonic() + self._timeout_seconds

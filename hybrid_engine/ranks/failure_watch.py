@@ -12,10 +12,9 @@ Ending the process is the last resort, as it is for NCCL's watchdog: a thread th
 shared memory on CPU, hears no signal and has no timeout. It happens only while the main thread is inside the work in
 which it heard of the failure, and only to a rank that waits for the one that failed.
 
-A rank that was killed or frozen says nothing. Its neighbour (the rank below) says it: it looks at the process where
-both are on one host, and elsewhere at a counter that every rank's thread keeps counting. A rank whose counter moves
-again is no longer treated as failed. Without the store, whose holder may be the one that ended, each rank looks at the
-processes of its host.
+A rank that was killed says nothing: each rank looks at the processes of its host, also where there is no store any
+more, whose holder may be the one that ended. To other hosts its neighbour (the rank below) says it, and that a rank is
+frozen: every rank's thread keeps counting. A rank whose counter moves again is no longer treated as failed.
 
 Whoever shows the user something adds a handler to the logger "hybrid_engine.failures": what is said there, while other
 ranks still wait, is the first that is known of a failure.
@@ -194,6 +193,17 @@ class FailureWatch:
         failures = list(heard.failures) if heard.step == place.step else []
         return [failure for failure in failures if failure.entry >= place.entry and failure.beat is None]
 
+    def ended(self) -> str:
+        """Which ranks are known to have ended, in words."""
+        return ", ".join(str(failure) for failure in self.heard() if not failure.phase)
+
+    def left(self) -> str:
+        """Which ranks have ended their part in the job, in words; a question for each rank."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        none: list[int] = []
+        gone = self._ask(lambda: [rank for rank in others if _beat_of(self._store, rank) == _GONE], none)
+        return ", ".join(f"rank {rank} has left the job" for rank in gone)
+
     def num_at(self, mark: str, *, arriving: bool = False) -> int | None:
         """How many ranks are at a mark of the present step, with this one if it is `arriving`; None without a store."""
         key = f"{self._place.step}/{mark}"
@@ -275,7 +285,10 @@ class FailureWatch:
                     store.set(_beat(self._rank), str(beat))
                     self._find_processes(store)
                     self._look_at_neighbour(store)
-                    self._look_at_failures(self._read(store, self._place))
+                    told = self._read(store, self._place)
+                    known = {failure.rank for failure in told}
+                    seen = [failure for failure in self._failures_of_this_host() if failure.rank not in known]
+                    self._look_at_failures(told + [each for each in seen if _beat_of(store, each.rank) != _GONE])
                     num_errors = 0
                 else:
                     self._look_at_failures(self._failures_of_this_host())
@@ -309,8 +322,9 @@ class FailureWatch:
 
     def _failures_of_this_host(self) -> list[Failure]:
         """Failures that can be seen without the store."""
-        ended = [rank for rank, pid in self._pids.items() if has_ended(pid)]
-        return [self._seen(rank, "has ended", self._place) for rank in ended if self._place.phase]
+        place, ended = self._place, [rank for rank, pid in self._pids.items() if has_ended(pid)]
+        texts = {rank: f"has ended (process {self._pids[rank]})" for rank in ended if place.phase}
+        return [self._seen(rank, text, place) for rank, text in texts.items()]
 
     def _seen(self, rank: int, text: str, place: _Place, beat: str | None = None) -> Failure:
         return Failure(rank, "", text, _SECONDS_AFTER_SILENCE, place.entry, beat=beat)
@@ -322,8 +336,9 @@ class FailureWatch:
         seen = self._heard.failures
         for failure in failures:
             if failure not in seen:
+                if not any(known.rank == failure.rank and known.text == failure.text for known in seen):
+                    self._report(failure, place)
                 seen[failure] = now
-                self._report(failure, place)
         if failures and place.has_arrived:
             self._report_arrival(place.step)
         for failure in failures:

@@ -7,12 +7,13 @@ job ends.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def _letter(pid: int) -> str:
 
 _SECONDS_TO_FINISH = 10.0
 """For what is queued on the device when its groups end: a collective whose peer was lost never finishes."""
+_SECONDS_BETWEEN_LOOKS = 0.5
 _SOURCE = re.compile(r"^\[[^\]]*\]\s*")
 _ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
@@ -137,16 +139,44 @@ class RankGroup:
 
     Attributes:
         ranks: of the group; the first tells the others.
+        timeout_seconds: longest wait for another one.
     """
 
     def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> None:
         """`name`: among all groups of the job. Collective, for its ranks."""
-        self.ranks = ranks
+        self.ranks, self.timeout_seconds = ranks, timeout_seconds
         self._gloo: dist.ProcessGroupGloo | None = _connected(world, name, ranks, timeout_seconds)
+        self._maxima: dict[int, dist.Work] = {}
+        self._numbers = itertools.count()
 
-    def begin_maximum(self, values: torch.Tensor) -> dist.Work:
-        """Let every element be the largest of all ranks', in place, once what is returned has been waited for."""
-        return self._open().allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]
+    # what is waited for is in no variable: an error's traceback would keep its connections open
+
+    def begin_maximum(self, values: torch.Tensor) -> int:
+        """Let every element be the largest of all ranks', in place, once this one has ended, by its number."""
+        number = next(self._numbers)
+        self._maxima[number] = self._open().allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]
+        return number
+
+    def end_maximum(self, number: int, ended: Callable[[], str] = lambda: "") -> None:
+        """Wait for it, not longer than all ranks live: gloo tells of one that has ended only to its neighbours.
+
+        `ended`: which are known to have, in words. Raises RuntimeError as torch does, and DistError where one has, or
+        does not come.
+        """
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                try:
+                    self._maxima[number].wait(timedelta(seconds=min(max(left, 0.001), _SECONDS_BETWEEN_LOOKS)))
+                    return
+                except RuntimeError:
+                    if self._maxima[number].is_completed():
+                        raise
+                if said := ended() or (f"not within {self.timeout_seconds:g} s" if left <= 0 else ""):
+                    raise dist.DistError(said)
+        finally:
+            self._maxima.pop(number, None)
 
     def gather(self, message: bytes, limit: int = LIMIT) -> dict[int, bytes]:
         """By rank of the group, its message. Raises MessageError, on all of them, where they are longer than `limit`
@@ -160,8 +190,6 @@ class RankGroup:
         self._all_gather(rows, torch.frombuffer(padded, dtype=torch.uint8))
         told = zip(self.ranks, rows, sizes.flatten().tolist(), strict=True)
         return {rank: row.numpy().tobytes()[:size] for rank, row, size in told}
-
-    # what is waited for is in no variable: an error's traceback would keep its connections open
 
     def tell(self, values: torch.Tensor) -> None:
         """Let all have the first rank's, in place."""
@@ -184,6 +212,7 @@ class RankGroup:
 
     def close(self) -> None:
         """End the connections; idempotent. Waits for what is under way, at most the timeout."""
+        self._maxima.clear()
         self._gloo = None
 
 

@@ -93,17 +93,15 @@ def _meet(
 
     `refusal`: asked meanwhile for why one of them does not come at all.
 
-    Raises LostRankError naming the missing ranks.
+    Raises LostRankError naming the missing ranks, or with the refusal.
     """
     names = [f"started/{each}" for each in range(world_size)]
     store.set(names[rank], said)
     try:
         if rank == 0:  # for all, who would each ask the store for as many answers
-            if why := _wait(store, names, seconds, refusal):
-                store.set("all", json.dumps(why))
-                raise LostRankError(why)
+            _wait(store, names, seconds, refusal)
             store.set("all", json.dumps([store.get(name).decode() for name in names]))
-        store.wait(["all"], datetime.timedelta(seconds=seconds))
+        _wait(store, ["all"], seconds, refusal)
     except RuntimeError as error:  # a FileStore raises no DistError
         missing = ["0"]  # which has the store, and ends the wait for all
         with suppress(RuntimeError):
@@ -112,14 +110,12 @@ def _meet(
             f"rank {', '.join(missing)} of {world_size} did not start within {seconds:g} s: see its log, or raise "
             "generate_config.timeout_seconds"
         ) from error
-    told: list[str] | str = json.loads(store.get("all"))
-    if isinstance(told, str):
-        raise LostRankError(told)
+    told: list[str] = json.loads(store.get("all"))
     return told
 
 
-def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable[[], str]) -> str:
-    """Wait until the store has all names, or there is a refusal, which is returned. Raises RuntimeError after that"""
+def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable[[], str]) -> None:
+    """Wait until the store has all names. Raises LostRankError for a refusal, RuntimeError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (why := refusal()):
         left = deadline - time.monotonic()
@@ -129,8 +125,8 @@ def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable
             if left < 1.0:
                 raise
         else:
-            return ""
-    return why
+            return
+    raise LostRankError(why)
 
 
 _numbers = itertools.count()
@@ -191,6 +187,22 @@ class Job:
             agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
             return cls(world, hosts, devices, device, timeout_seconds, agreement, undo.pop_all())
+
+    def meet(self) -> None:
+        """Wait until all ranks come here, while none is in a collective: a rank that says that it does not come
+        (`World.refuse`), or has ended, is known within a second. Collective.
+
+        Raises LostRankError where one does not come.
+        """
+        store = self.world.part(f"meetings/{self.world.next_number()}")
+        with self.agreement.by_the_store("meeting") as ended:
+            seconds = self.timeout_seconds
+            try:
+                _meet(store, self.rank, self.world_size, seconds, refusal=lambda: self.world.refusal() or ended())
+            except LostRankError as error:
+                with suppress(RuntimeError):  # a store that is gone
+                    self.world.refuse(str(error))  # what one knows all are to hear
+                raise
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,7 @@ of all would give each of them 2,047, and gloo's ring twice as many messages one
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +97,11 @@ def _parts(values: torch.Tensor) -> list[torch.Tensor]:
 class RankTree:
     """One rank's connections. All of it is collective, and raises as torch.distributed does where a rank is lost."""
 
-    def __init__(self, world: World, shape: TreeShape, timeout_seconds: float) -> None:
-        self._rank, self._shape = world.rank, shape
+    def __init__(
+        self, world: World, shape: TreeShape, timeout_seconds: float, ended: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`ended`: which ranks are known to have, in words; no maximum is waited for once there are some."""
+        self._rank, self._shape, self._ended = world.rank, shape, ended
         number = world.next_number()  # first: where a connection fails on one rank alone, all still count the same
         self._meetings: list[tuple[Meeting, RankGroup]] = []
         try:
@@ -114,7 +117,7 @@ class RankTree:
     def maximum(self, values: torch.Tensor) -> None:
         """Let every element be the largest of all ranks', in place."""
         for _, group in self._meetings:
-            group.begin_maximum(values).wait()
+            group.end_maximum(group.begin_maximum(values), self._ended)
         for meeting, group in self._meetings[::-1]:
             if meeting is not self._shape.meetings[-1]:  # where each has heard all others
                 group.tell(values)

@@ -23,6 +23,7 @@ while they are filled, and trainers come back from a rollout without them:
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -38,6 +39,7 @@ from msgspec.structs import replace
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import (
     ConfigError,
+    DifferentCallsError,
     HybridEngineError,
     LostRankError,
     ServerError,
@@ -109,6 +111,7 @@ class WeightPublisher(Switch):
         self._pause: PauseMode = pause
         self._address = address
         self.state, self._is_started, self._all_draw = State.INTERRUPTED, False, False
+        self._may_hold = False  # servers, where they are to have weights only while trainers have no training state
         self._manager: ShardingManager | None = None
         self._name, self._is_new = "", False
         self._ends = ExitStack()
@@ -133,7 +136,7 @@ class WeightPublisher(Switch):
         """Give the servers the present weights, and have them draw tokens; None where they have them already.
 
         Raises ServerError where a server refuses or is not there, and what `ShardingManager.enter` raises; training
-        state is on the device then, and the servers are paused.
+        state is on the device then, and the servers are paused, but for one that refuses to be.
         """
         return self.enter(State.INFER)
 
@@ -198,14 +201,14 @@ class WeightPublisher(Switch):
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; None when it is the present state already. See `publish`."""
         self.start()
-        if not self.job.agreement.is_same([list(State).index(self.state)], f"entering {target.context}"):
-            self.state = State.INTERRUPTED  # for some ranks Ctrl-C came before the end of a switch, for others after
+        self._find_each_other(f"entering {target.context}")
         before, tally, started = self.state, SwitchTally(), time.perf_counter()
         if target is before:
             return None
-        takes_back = before is State.INFER or (before is State.INTERRUPTED and self._manager is not None)
+        is_broken = before is State.INTERRUPTED and (self._manager is not None or self._may_hold)
+        takes_back = before is State.INFER or is_broken
         with_servers = target is State.INFER or (takes_back and self.config.release_weights)
-        if before is State.INTERRUPTED and (with_servers or self._manager is not None):
+        if before is State.INTERRUPTED and (with_servers or is_broken):
             self._disconnect()  # an update may be open, which a new invitation ends
         manager = self._connected() if with_servers else None
         self._call_start_hooks(before, target)
@@ -220,6 +223,17 @@ class WeightPublisher(Switch):
         self.state, self.last_report = target, report
         self._call_end_hooks(report)
         return report
+
+    def _find_each_other(self, phase: str) -> None:
+        """After Ctrl-C ranks may differ in how far they came: then all are INTERRUPTED, and in no job with servers."""
+        said = [list(State).index(self.state), self._manager is None, self._may_hold]
+        if self.job.agreement.is_same([*said, -1 if self.served is None else self.served], phase):
+            return
+        told = self.job.agreement.gather((self.served, self._may_hold), tuple[int | None, bool], phase)
+        # the oldest that a server may draw with
+        self.served = min((served for served, _ in told if served is not None), default=None)
+        self._may_hold, self._all_draw = any(may_hold for _, may_hold in told), False
+        self._leave_servers()
 
     def _switch_alone(self, before: State, target: State, tally: SwitchTally) -> None:
         """A switch in which servers have the same before and after."""
@@ -239,25 +253,33 @@ class WeightPublisher(Switch):
         within: Exception | None = None
         calls, self._all_draw = list[_Call](), False
         try:
-            calls = self._ask_servers(before, update)
+            calls = self._ask_servers(before, update, manager.job.world)
             try:
                 manager.enter(target)
+                self._may_hold = target is State.INFER and self.config.release_weights
             except Exception as error:
                 within = error
+                # what failed in a fill, all have dropped
+                self._may_hold &= isinstance(error, LostRankError)
             # all raise, or none: where a server ends at the end of a switch, some trainers have left it by then
             self.job.agreement.conclude("the switch with the servers", within)
             self._end_update(calls, target, update)
             if not self.config.release_weights:
                 self.served, self._all_draw = self.trainer.version, True
+        except DifferentCallsError:
+            raise  # after Ctrl-C a rank is in its next call, where all find each other
         except Exception as error:
             self._recover(manager, calls, stays=within is not None)
             if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
                 said = "".join(f"\n{why}" for call in calls if (why := call.failure()))
                 raise ServerError(f"a server was lost in a switch; {_WHAT_FOLLOWS}. {error}{said}") from error
             raise
+        except BaseException as interrupt:
+            self._leave_servers(interrupt)
+            raise
         return manager.last_report
 
-    def _ask_servers(self, before: State, update: Update) -> list[_Call]:
+    def _ask_servers(self, before: State, update: Update, world: World) -> list[_Call]:
         """Begin an update in all servers, paused where they draw tokens.
 
         In a job's first one that is not known: they may have weights of trainers that are gone. Where requests wait for
@@ -275,7 +297,7 @@ class WeightPublisher(Switch):
                 server.start_weight_update()
 
         self._ask("asking the servers for a switch", ask)
-        return [_Call(server.update_weights, update) for server in self._servers]
+        return [_Call(server.update_weights, update, refused=world.refuse) for server in self._servers]
 
     def _end_update(self, calls: Sequence[_Call], target: State, update: Update) -> None:
         """End it: servers that were filled draw tokens, once all of them were, and say by which version."""
@@ -320,12 +342,18 @@ class WeightPublisher(Switch):
                 address=LOOPBACK if self._address is None else None,
             )
             world = invitation.signed().world(self.job.rank)
+            undo.push(functools.partial(_refuse, world))
             for server, count in zip(self._servers, counts, strict=False):  # none on other ranks
                 own = replace(invitation, first_rank=first, num_workers=count).signed()
                 calls.append(_Call(server.init_weight_transfer_engine, own, refused=world.refuse))
                 first += count
+            failure: Exception | None = None
             try:
                 undo.enter_context(self._join(world))
+            except Exception as error:
+                failure = error
+            try:
+                self.job.agreement.conclude("joining the servers", failure)
             except LostRankError as error:
                 if self.job.agreement.lost is not None:
                     raise
@@ -409,14 +437,40 @@ class WeightPublisher(Switch):
 
     def _disconnect(self) -> None:
         """End the job with the servers, and bring training state back."""
-        ends, self._ends, self._manager, self._name = self._ends, ExitStack(), None, ""
         try:
-            ends.close()
+            self._leave_servers()
         finally:
-            self.state = State.INTERRUPTED
+            self._ask_for_memory()
             with self.job.agreement.phase("bringing training state back"):
                 self.offloader.onload(KINDS)
             self.state, self._is_started = State.TRAIN, True
+
+    def _ask_for_memory(self) -> None:
+        """Have servers that may have weights where training state belongs give them up, in a job of their own."""
+        if not self._may_hold:
+            return
+        self._may_hold = False
+        try:
+            self._switch(self._connected(), State.INTERRUPTED, State.TRAIN)
+        except HybridEngineError as error:
+            if self.job.agreement.lost is not None:
+                raise
+            logger.warning("[Reshard] servers that may have weights do not give them up: %s", error)
+
+    def _leave_servers(self, why: BaseException | None = None) -> None:
+        """End the job with them; `why` this rank goes alone, where it does."""
+        ends, self._ends, manager, self._manager, self._name = self._ends, ExitStack(), self._manager, None, ""
+        self.state = State.INTERRUPTED
+        if why is not None and manager is not None:
+            _refuse(manager.job.world, type(why), why)
+        ends.close()
+
+
+def _refuse(world: World, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    """Where there is an error, tell those who wait for all to come that this rank does not."""
+    if error is not None:
+        with suppress(RuntimeError):  # the store is gone, and so is the job
+            world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}")
 
 
 def _answer(answer: Future[_T], phase: str, ask: Callable[[], _T]) -> None:

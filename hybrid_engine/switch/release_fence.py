@@ -23,12 +23,9 @@ Those of other hosts hear of it by messages that they wait for, or at the next b
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.memory.offload_items import Part
@@ -39,8 +36,6 @@ from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.tracing import span
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def parts_of(buffers: Mapping[str, torch.Tensor], releases: Releases) -> list[Part]:
@@ -58,7 +53,6 @@ class ReleaseFence:
         offloader: of the parameters, which go.
         buffers: the parameters', by name.
         schedule: what of them goes once a bucket was read, by the index of the buckets that are filled, in order.
-        timeout: seconds to wait for a fence.
         before_release: called before each release, with the bytes released so far.
         is_apart: ranks of the job have one side alone; the same on all.
 
@@ -74,7 +68,6 @@ class ReleaseFence:
         offloader: Offloader,
         buffers: Mapping[str, torch.Tensor],
         schedule: Mapping[int, Releases],
-        timeout: float,
         before_release: Callable[[int], None] = lambda nbytes: None,
         *,
         is_apart: bool = False,
@@ -88,8 +81,7 @@ class ReleaseFence:
         self._before_release = before_release
         self._is_apart, self._takes_only = is_apart, is_apart and not buffers
         self.released_nbytes = 0
-        self._timeout = timeout
-        self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
+        self._fences: list[tuple[int, torch.Tensor]] = []  # the group's numbers of those started, in order of buckets
         self._num_ended = 0
         self._told_by: int | None = None  # the first fence that tells of a failure
 
@@ -141,13 +133,12 @@ class ReleaseFence:
         """Tell the others: 0 for a success, else this rank's number and one."""
         told = torch.tensor([self._rank + 1 if failed else 0], dtype=torch.int64)
         try:
-            work = self._group.begin_maximum(told)
+            self._fences.append((self._group.begin_maximum(told), told))
         except RuntimeError as error:
             raise TransportError(
                 f"bucket {self._buckets[len(self._fences)]}, phase release: the ranks' group is gone "
                 f"({plain_text(error)}); the job cannot go on"
             ) from error
-        self._fences.append((work, told))
 
     def _end_next(self) -> None:
         number = self._num_ended
@@ -163,27 +154,16 @@ class ReleaseFence:
     def _wait(self) -> int:
         """End the oldest fence; returns what it tells."""
         number = self._num_ended
-        work, told = self._fences[number]
+        maximum, told = self._fences[number]
         self._num_ended += 1
-        with span("fence", bucket=self._buckets[number]):
-            self._await(work, f"bucket {self._buckets[number]}, phase release")
+        try:
+            with span("fence", bucket=self._buckets[number]):
+                self._group.end_maximum(maximum, self._pace.ended)
+        except RuntimeError as error:
+            raise TransportError(
+                f"bucket {self._buckets[number]}, phase release: not every rank read it: {plain_text(error)}. If they "
+                "are only slow, raise generate_config.timeout_seconds"
+            ) from error
         if told.item() and self._told_by is None:
             self._told_by = number
         return int(told.item())
-
-    def _await(self, work: dist.Work, what: str) -> None:
-        """Not longer than all ranks live: gloo tells of one that has ended only to its neighbours."""
-        deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline:
-            try:
-                work.wait(timedelta(seconds=_SECONDS_BETWEEN_LOOKS))
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise TransportError(f"{what}: not every rank read it ({plain_text(error)})") from error
-            if ended := self._pace.ended():
-                raise TransportError(f"{what}: {ended}")
-        raise TransportError(
-            f"{what}: not every rank read it within {self._timeout:g} s; raise generate_config.timeout_seconds if they "
-            "are only slow"
-        )

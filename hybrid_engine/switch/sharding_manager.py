@@ -168,6 +168,8 @@ class ShardingManager(Switch):
         StateError where ranks ask for different states.
         """
         self.has_written = False
+        if self._require_open().is_apart:  # one that was asked for it elsewhere, and refuses, is in no collective
+            self.job.meet()
         self.start()
         if not self.job.agreement.is_same([list(State).index(self.state)], f"entering {target.context}"):
             self.state = State.INTERRUPTED  # for some ranks Ctrl-C came before the end of a switch, for others after
@@ -342,7 +344,6 @@ class ShardingManager(Switch):
             self.offloader,
             buffers,
             dict(zip(sent, selection.releases, strict=True)),
-            self.job.timeout_seconds,
             lambda released: self._note_peak(training - released),
             is_apart=self._require_open().is_apart,
         )

@@ -372,7 +372,7 @@ class InferenceEngine:
             return ProcessingBarrier()
         instances = self.settings.sizes.ranks.swapaxes(1, 2)  # instance, stage, replica, shard
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
-        return ProcessingBarrier(self.rank, self.job.new_group(owner, parts), self.job.timeout_seconds)
+        return ProcessingBarrier(self.rank, self.job.new_group(owner, parts))
 
     def _complete(self, asked: Sequence[Request], *, params: Any, lora: str | None) -> list[list[Completion]]:
         prompts, seeds = [prompt for prompt, _ in asked], [seed for _, seed in asked]

@@ -253,7 +253,8 @@ def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, 
 
 @pytest.mark.parametrize("calls", [name for name, *_ in DIFFERENT_CALLS])
 def test_ranks_that_make_different_calls_both_hear_of_both(failures: list[dict[str, object]], calls: str):
-    expected = f"StateError: ranks make different calls: {calls}. Make the same calls in the same order on every rank"
+    remedy = "Make the same calls in the same order on every rank"
+    expected = f"DifferentCallsError: ranks make different calls: {calls}. {remedy}"
     assert [results[calls] for results in failures] == [expected] * 2
 
 

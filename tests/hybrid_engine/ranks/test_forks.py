@@ -81,7 +81,7 @@ def fork() -> tuple[list[int | None], float]:
     found = [status_of(call) for call in calls]
     owner.job.agreement.conclude("the job goes on")
     values = torch.tensor([float(owner.job.rank)])
-    owner.group.begin_maximum(values).wait()
+    owner.group.end_maximum(owner.group.begin_maximum(values))
     owner.shutdown()
     return found, values.item()
 

@@ -35,7 +35,7 @@ def meet_on_two_hosts() -> dict[str, object]:
     values = torch.tensor([rank, -rank])
     mates = [mate for mate, host in enumerate(HOSTS) if host == HOSTS[rank]]
     group = RankGroup(World.of_default_group(), HOSTS[rank], mates, LOST_SECONDS)
-    group.begin_maximum(values).wait()
+    group.end_maximum(group.begin_maximum(values))
     group.close()
     results: dict[str, object] = {"host": values.tolist()}
     agreed = joined(rank).agreement

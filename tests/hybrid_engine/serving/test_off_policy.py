@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -35,7 +35,22 @@ NUM_TRAINERS = 2
 
 
 class Placed(FakeInference):
+    """Leaves a file while its weights are there: `held`."""
+
     keeps_memory = False
+
+    def __init__(self, script: Script, held: Path) -> None:
+        super().__init__(script, 0)
+        self._held = held
+
+    def release(self, keep: Collection[str] = ()) -> None:
+        super().release(keep)
+        if not self.live:
+            self._held.unlink(missing_ok=True)
+
+    def finish_fill(self) -> None:
+        super().finish_fill()
+        self._held.touch()
 
     def take_place(self, rank: int, *, keeps_memory: bool) -> None:
         self.rank, self.keeps_memory = rank, keeps_memory
@@ -44,9 +59,10 @@ class Placed(FakeInference):
 class FakeServer:
     """A server of one worker: pauses, and says its version, as vLLM does behind the gate."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Path) -> None:
+        """`held`: a file that is there while its weights are."""
         self.script = Script()
-        self.weights = Placed(self.script, 0)
+        self.weights = Placed(self.script, held)
         self.receiver = WeightReceiver(self.weights, self.weights, 0, torch.device("cpu"))
         self.is_paused, self.version = True, NO_VERSION
 
@@ -59,6 +75,7 @@ class FakeServer:
     def start_weight_update(self) -> None: ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.script.reach("update")
         assert self.is_paused
         self.receiver.switch(Update.read(update_info))
 
@@ -69,6 +86,7 @@ class FakeServer:
         self.version = new_version
 
     def pause(self, mode: str, clear_cache: bool) -> None:
+        self.script.reach("pause")
         assert clear_cache
         self.is_paused = True
 
@@ -90,9 +108,9 @@ class FakeServer:
         return {"draws": drawn, "holds": self.receiver.holds.name, "found": found, "keeps": self.weights.keeps_memory}
 
 
-def serve(listener: Listener) -> None:
+def serve(listener: Listener, path: str) -> None:
     """Answer calls until there are no more."""
-    server = FakeServer()
+    server = FakeServer(Path(path).with_suffix(".held"))
     with listener, listener.accept() as caller:
         while (called := json.loads(caller.recv_bytes())) is not None:
             try:
@@ -134,13 +152,14 @@ class PartsOffloader(ScriptedOffloader):
 class Trainers:
     """One of the trainers, and what it publishes by."""
 
-    def __init__(self, caller: Caller | None, job: Job) -> None:
+    def __init__(self, caller: Caller | None, job: Job, path: str) -> None:
+        self.path = path
         self.caller, self.job, self.script = caller, job, Script()
         self.training = FakeTraining(self.script, job.rank, NUM_TRAINERS, elastic=True)
         self.offloader = PartsOffloader(self.script, self.training.offload_items)
 
     def publisher(self, **settings: Any) -> WeightPublisher:
-        config = GenerateConfig(bucket_mb=1, timeout_seconds=60, release_weights=False, **settings)
+        config = GenerateConfig(bucket_mb=1, timeout_seconds=60, **{"release_weights": False, **settings})
         servers = [self.caller or object()]
         return WeightPublisher(self.training, servers, config=config, job=self.job, offloader=self.offloader)
 
@@ -182,7 +201,7 @@ def with_a_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
         store.set("listening", "")
-        return serve(listener)
+        return serve(listener, path)
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=rank, world_size=NUM_TRAINERS)
     with ExitStack() as ends:
         caller = None
@@ -192,7 +211,7 @@ def with_a_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
             caller = Caller(connection)
             ends.callback(lambda: connection.send_bytes(b"null"))
         job = ends.enter_context(closing(Job.join(60)))
-        return act(Trainers(caller, job), *args)
+        return act(Trainers(caller, job, path), *args)
 
 
 BEFORE, WITHIN = "before the first byte", "after it"

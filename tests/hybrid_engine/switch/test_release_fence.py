@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from datetime import timedelta
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def fill(group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) 
     state, has_none = State(), is_apart and dist.get_rank() == NUM_RANKS - 1
     schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
     buffers = {} if has_none else BUFFERS
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, buffers, schedule, TIMEOUT, is_apart=is_apart)
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, buffers, schedule, is_apart=is_apart)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -121,12 +121,12 @@ class Alone:
     def __init__(self) -> None:
         self.num_begun = 0
 
-    def begin_maximum(self, values: torch.Tensor) -> Alone:
+    def begin_maximum(self, values: torch.Tensor) -> int:
         self.num_begun += 1
-        return self
+        return self.num_begun
 
-    def wait(self, timeout: object) -> None:
-        pass
+    def end_maximum(self, number: int, ended: Callable[[], str]) -> None:
+        assert number <= self.num_begun
 
 
 class Steps:
@@ -141,10 +141,13 @@ class Steps:
         if step == self.failing:
             raise PeerTransportError("rank 9, fill")
 
+    def ended(self) -> str:
+        return ""
+
 
 def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
     steps, group, released = Steps(), Alone(), []
-    fence = ReleaseFence(0, group, steps, State(), BUFFERS, SCHEDULE, TIMEOUT, released.append)
+    fence = ReleaseFence(0, group, steps, State(), BUFFERS, SCHEDULE, released.append)
     for bucket in BUCKETS:
         fence.sent(bucket)
     fence.finish()
@@ -154,7 +157,7 @@ def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
 
 def test_what_failed_on_another_host_comes_before_the_fence() -> None:
     steps, group, state = Steps(failing=2), Alone(), State()
-    fence = ReleaseFence(0, group, steps, state, BUFFERS, SCHEDULE, TIMEOUT)
+    fence = ReleaseFence(0, group, steps, state, BUFFERS, SCHEDULE)
     fence.sent(BUCKETS[0])
     fence.sent(BUCKETS[1])
     with pytest.raises(PeerTransportError, match="rank 9"):
@@ -167,9 +170,9 @@ def test_what_failed_on_another_host_comes_before_the_fence() -> None:
 
 def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
-    group = RankGroup(World.of_default_group(), "fences", range(2), 60.0)
+    group = RankGroup(World.of_default_group(), "fences", range(2), 0.5)
     schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule, timeout=0.5)
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule)
     if dist.get_rank() == 1:
         dist.barrier()  # lives on, with its connections
         return ""
@@ -191,7 +194,7 @@ def test_a_wait_ends_with_bucket_and_remedy(ranks: Ranks) -> None:
 
 
 class Loss(Steps):
-    """A pace that knows from the second look on that a rank has ended."""
+    """A pace that knows that a rank has ended from the second look on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,22 +204,28 @@ class Loss(Steps):
         return next(self._said)
 
 
-class Endless(Alone):
-    """A group in which one rank never arrives, though its connections stay open."""
-
-    def wait(self, timeout: timedelta) -> None:
-        assert timeout <= timedelta(seconds=1)
-        raise RuntimeError("Operation timed out!")
-
-    def is_completed(self) -> bool:
-        return False
-
-
-def test_no_fence_outlives_a_rank_that_has_ended() -> None:
-    fence = ReleaseFence(0, Endless(), Loss(), State(), BUFFERS, SCHEDULE, TIMEOUT)
+def wait_for_one_that_is_known_to_have_ended() -> tuple[str, float]:
+    """Rank 1 never comes, and keeps its connections; what is said, and seconds until then."""
+    dist.init_process_group("gloo")
+    group = RankGroup(World.of_default_group(), "fences", range(2), TIMEOUT)
+    fence = ReleaseFence(dist.get_rank(), group, Loss(), State(), BUFFERS, SCHEDULE)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return "", 0.0
     fence.sent(BUCKETS[0])
-    with pytest.raises(TransportError, match=rf"bucket {BUCKETS[0]}, phase release: rank 2 has ended$"):
+    started = time.monotonic()
+    with pytest.raises(TransportError) as failure:
         fence.sent(BUCKETS[1])
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return str(failure.value), seconds
+
+
+def test_no_fence_outlives_a_rank_that_has_ended(ranks: Ranks) -> None:
+    (said, seconds), _ = ranks.launch(wait_for_one_that_is_known_to_have_ended, 2, timeout=100)
+    assert said.startswith(f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended.")
+    assert seconds < TIMEOUT / 4
 
 
 # -- sides in processes of their own -----------------------------------------------------------------------------------
@@ -243,7 +252,7 @@ def hand_over(is_apart: bool) -> list[tuple[float, int]]:
     if rank in SERVERS:
         schedule = {bucket: {} for bucket in schedule}
     buffers = {} if rank in SERVERS else {"flat": torch.zeros(num)}
-    fence = ReleaseFence(rank, group, on_one_host(), Going(), buffers, schedule, TIMEOUT, is_apart=is_apart)
+    fence = ReleaseFence(rank, group, on_one_host(), Going(), buffers, schedule, is_apart=is_apart)
     for bucket in range(num):
         if rank in SERVERS:
             events.append((time.monotonic(), len(TRAINERS)))  # it takes all that they hold

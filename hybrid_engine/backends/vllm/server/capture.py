@@ -68,4 +68,4 @@ def _barrier(is_collective: bool) -> ProcessingBarrier:
         return ProcessingBarrier()
     world = World.of_default_group()
     group = RankGroup(world, "processing", range(world.size), _SECONDS_TO_PROCESS)
-    return ProcessingBarrier(world.rank, group, _SECONDS_TO_PROCESS)
+    return ProcessingBarrier(world.rank, group)

@@ -21,11 +21,9 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.errors import RemoteError, ReshardError, StateError, TransportError
@@ -57,14 +55,12 @@ class ProcessingBarrier:
     Args:
         rank: global rank of this process.
         group: of these ranks, on the CPU, used for nothing else.
-        timeout: seconds to wait for them.
     """
 
-    def __init__(self, rank: int = 0, group: RankGroup | None = None, timeout: float = 0.0) -> None:
-        self._rank, self._group, self._timeout = rank, group, timeout
+    def __init__(self, rank: int = 0, group: RankGroup | None = None) -> None:
+        self._rank, self._group = rank, group
         self._is_over = False  # a rank has failed, or all are through
         self._is_through = False  # the latter
-        self._last: dist.Work | None = None  # torch wants somebody to hold what nobody waits for
 
     @property
     def is_collective(self) -> bool:
@@ -89,12 +85,12 @@ class ProcessingBarrier:
             )
         number = zlib.crc32(what.encode())
         try:
-            work, largest = self._post([0, number, -number, int(wish)])
-            work.wait(timedelta(seconds=self._timeout))
+            maximum, largest = self._post([0, number, -number, int(wish)])
+            self._group.end_maximum(maximum)
         except RuntimeError as error:
             self._is_over = True
             raise TransportError(
-                f"{what}: not every rank of the vLLM instance came to it within {self._timeout:g} s "
+                f"{what}: not every rank of the vLLM instance came to it within {self._group.timeout_seconds:g} s "
                 f"({plain_text(error)}); raise generate_config.timeout_seconds if they are only slow"
             ) from error
         failed, highest, lowest, wished = largest.tolist()
@@ -142,9 +138,8 @@ class ProcessingBarrier:
             self.abandon()
             raise
 
-    def _post(self, told: list[int]) -> tuple[dist.Work, torch.Tensor]:
-        """Tell the others; the tensor will hold the largest of what each tells."""
+    def _post(self, told: list[int]) -> tuple[int, torch.Tensor]:
+        """Tell the others, by a maximum of this number; the tensor will hold the largest of what each tells."""
         largest = torch.tensor(told, dtype=torch.int64, device="cpu")  # also inside vLLM's contexts, which choose one
         assert self._group is not None
-        self._last = work = self._group.begin_maximum(largest)
-        return work, largest
+        return self._group.begin_maximum(largest), largest

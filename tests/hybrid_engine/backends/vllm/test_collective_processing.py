@@ -84,7 +84,7 @@ class Rig:
         replace(layer, weight=layer.weight.data / (self.group.world_size + self.group.rank_in_group))
 
     def barrier(self) -> ProcessingBarrier:
-        return ProcessingBarrier(self.rank, self.job.new_group(self.ends), TIMEOUT)
+        return ProcessingBarrier(self.rank, self.job.new_group(self.ends))
 
     def model(self, **processing: Callable[[Any, Any], None]) -> Model:
         layers = {"first": transposed, "second": self.reduced, "third": transposed, **processing}
