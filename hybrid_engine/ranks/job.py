@@ -12,6 +12,7 @@ Nothing below the entry points asks torch.distributed for a rank or looks for it
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -180,9 +181,10 @@ class Job:
                 undo.callback(_end_process_group)
             world = world or World.of_default_group()
             seconds = max(timeout_seconds, SECONDS_TO_BUILD)
-            store = world.part(f"hosts/{world.next_number()}")
+            meeting = world.begin_meeting()
+            store, refusal = world.part(meeting), functools.partial(world.refusal, meeting)
             said = json.dumps([host or host_id(), device_name or _name_of(device, world.rank)])
-            told = map(json.loads, _meet(store, world.rank, world.size, seconds, said, world.refusal))
+            told = map(json.loads, _meet(store, world.rank, world.size, seconds, said, refusal))
             hosts, devices = map(tuple, zip(*told, strict=True))
             agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
@@ -194,14 +196,14 @@ class Job:
 
         Raises LostRankError where one does not come.
         """
-        store = self.world.part(f"meetings/{self.world.next_number()}")
+        world, meeting = self.world, self.world.begin_meeting()
+        store, seconds = world.part(meeting), self.timeout_seconds
         with self.agreement.by_the_store("meeting") as ended:
-            seconds = self.timeout_seconds
             try:
-                _meet(store, self.rank, self.world_size, seconds, refusal=lambda: self.world.refusal() or ended())
-            except LostRankError as error:
+                _meet(store, world.rank, world.size, seconds, refusal=lambda: world.refusal(meeting) or ended())
+            except BaseException as error:  # what one knows, or that it was interrupted, all are to hear
                 with suppress(RuntimeError):  # a store that is gone
-                    self.world.refuse(str(error))  # what one knows all are to hear
+                    world.refuse(str(error) or type(error).__name__, meeting)
                 raise
 
     @property

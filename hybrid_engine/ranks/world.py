@@ -41,7 +41,7 @@ class World:
     ) -> None:
         """`store`: one that all ranks reach, with nothing in it yet: a FileStore, a TCPStore, or better a PrefixStore
         over one, of a name for each job."""
-        self._store, self._numbers = _connected(store), itertools.count()
+        self._store, self._numbers, self._num_meetings = _connected(store), itertools.count(), 0
         self.rank, self.size, self.may_end, self.is_default = rank, size, may_end, is_default
         self.address = address
 
@@ -52,13 +52,24 @@ class World:
         number = store.add(f"hybrid_engine/joined/{rank}", 1)  # of the group's jobs, whatever the process did before
         return cls(dist.PrefixStore(f"hybrid_engine/{number}", store), rank, dist.get_world_size(), is_default=True)
 
-    def refuse(self, why: str) -> None:
-        """Tell those who wait for all to come that one of them does not."""
-        self._store.set("refused", why)
+    @property
+    def meeting(self) -> str:
+        """The name of the next meeting of all ranks; the first is that where they join."""
+        return f"meeting/{self._num_meetings}"
 
-    def refusal(self) -> str:
+    def begin_meeting(self) -> str:
+        """Its name; the one after it is the next."""
+        name, self._num_meetings = self.meeting, self._num_meetings + 1
+        return name
+
+    def refuse(self, why: str, meeting: str) -> None:
+        """Tell those who wait in a meeting for all to come that one of them does not."""
+        self._store.set(f"{meeting}/refused", why)
+
+    def refusal(self, meeting: str) -> str:
         """Why one of them does not come; "" where nobody says so."""
-        return self._store.get("refused").decode() if self._store.check(["refused"]) else ""
+        key = f"{meeting}/refused"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def next_number(self) -> int:
         """One that makes names differ, the same on all ranks."""

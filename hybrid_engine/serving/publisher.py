@@ -297,7 +297,8 @@ class WeightPublisher(Switch):
                 server.start_weight_update()
 
         self._ask("asking the servers for a switch", ask)
-        return [_Call(server.update_weights, update, refused=world.refuse) for server in self._servers]
+        refuse = functools.partial(world.refuse, meeting=world.meeting)
+        return [_Call(server.update_weights, update, refused=refuse) for server in self._servers]
 
     def _end_update(self, calls: Sequence[_Call], target: State, update: Update) -> None:
         """End it: servers that were filled draw tokens, once all of them were, and say by which version."""
@@ -342,10 +343,11 @@ class WeightPublisher(Switch):
                 address=LOOPBACK if self._address is None else None,
             )
             world = invitation.signed().world(self.job.rank)
-            undo.push(functools.partial(_refuse, world))
+            undo.push(functools.partial(_refuse, world, world.meeting))
+            refused = functools.partial(world.refuse, meeting=world.meeting)
             for server, count in zip(self._servers, counts, strict=False):  # none on other ranks
                 own = replace(invitation, first_rank=first, num_workers=count).signed()
-                calls.append(_Call(server.init_weight_transfer_engine, own, refused=world.refuse))
+                calls.append(_Call(server.init_weight_transfer_engine, own, refused=refused))
                 first += count
             failure: Exception | None = None
             try:
@@ -462,15 +464,18 @@ class WeightPublisher(Switch):
         ends, self._ends, manager, self._manager, self._name = self._ends, ExitStack(), self._manager, None, ""
         self.state = State.INTERRUPTED
         if why is not None and manager is not None:
-            _refuse(manager.job.world, type(why), why)
+            world = manager.job.world
+            _refuse(world, world.meeting, type(why), why)
         ends.close()
 
 
-def _refuse(world: World, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-    """Where there is an error, tell those who wait for all to come that this rank does not."""
+def _refuse(
+    world: World, meeting: str, kind: type[BaseException] | None, error: BaseException | None, *_: object
+) -> None:
+    """Where there is an error, tell those who wait in a meeting for all to come that this rank does not."""
     if error is not None:
         with suppress(RuntimeError):  # the store is gone, and so is the job
-            world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}")
+            world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}", meeting)
 
 
 def _answer(answer: Future[_T], phase: str, ask: Callable[[], _T]) -> None:
