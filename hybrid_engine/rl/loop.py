@@ -1,9 +1,12 @@
-"""GRPO as a loop: `train` runs all steps with metrics and checkpoints, `Grpo.step` is one of them for a loop of one's
-own.
+"""GRPO and PPO as one loop: `train` runs all steps with metrics and checkpoints; `Loop` is what it is made of, for a
+loop of one's own.
 
-    grpo = Grpo(worker, prompts, reward, config)
-    for number in range(1, config.steps + 1):
-        row = grpo.step(number)
+    loop = Loop(worker, prompts, reward, config)
+    for row in loop.run(files):                     all steps, on from the newest checkpoint: or by hand
+        ...
+    row = loop.learn(number)                        draw, score, learn
+    loop.save(files, row)                           before vLLM's weights come: they would have to leave for it
+    row = loop.finish(row, evaluate)                draw with the new weights
 
 All functions are collective. Random choices of a step follow from the seed and the step's number alone, so a run that
 goes on from a checkpoint does what it would have done without the interruption.
@@ -12,12 +15,13 @@ goes on from a checkpoint does what it would have done without the interruption.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import json
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +31,9 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
 from hybrid_engine.files.durable import naming
 from hybrid_engine.rl import losses
-from hybrid_engine.rl.grpo_config import GrpoConfig
-from hybrid_engine.rl.run_files import Row, RunFiles
+from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.critic import Critic
+from hybrid_engine.rl.run_files import Events, Progress, Row, RunFiles
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.trainer.batches import build_batch
 from hybrid_engine.trainer.companions import ReferenceModel
@@ -37,82 +42,97 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
 
+Prompts = Sequence[Any] | Callable[[int], Sequence[Any]]
+"""All prompts, or (number of a step) -> the prompts of that step."""
 Reward = Callable[[Any, "Completion"], float]
 """(prompt, completion) -> what the completion is worth; called on rank 0 alone, which tells the others."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 """Figures for the row of a step; called on all ranks, in the worker's rollout context."""
 OnStep = Callable[[Row], None]
+OnPhase = Callable[[str, int], None]
+"""(generate, reward, score, critic, update, checkpoint or evaluate; number of the step): told as a phase begins."""
+ShouldStop = Callable[[], bool]
 
 
 def train(
     model: ActorHybridWorker | HybridConfig | Mapping[str, Any] | str | Path,
-    prompts: Sequence[Any],
+    prompts: Prompts,
     reward: Reward,
-    config: GrpoConfig,
+    config: GrpoConfig | PpoConfig,
     *,
     out: str | Path | None = None,
     evaluate: Evaluate | None = None,
     on_step: OnStep | None = None,
+    should_stop: ShouldStop = lambda: False,
 ) -> list[Row]:
-    """Train a model by GRPO, and print a line per step on rank 0.
+    """Train a model by GRPO or PPO, as the type of `config` says, and print a line per step on rank 0.
 
     Args:
         model: a worker, or what `load_config` makes the configuration of one from, which is built here and shut down.
-        prompts, reward, config: as of `Grpo`.
+        prompts, reward, config: as of `Loop`.
         out: directory, shared by all ranks, for metrics.jsonl, TensorBoard's events where that is installed, a
             checkpoint from which the same call goes on, and in the end `model`, a Hugging Face checkpoint.
-        evaluate: called as `config.evaluate_every` says; what it returns joins the row of the step.
+        evaluate, should_stop: as of `Loop.run`.
         on_step: called with the row of each step, on all ranks.
 
     Returns the rows of the steps that were taken here. Raises, on all ranks, ConfigError for an `out` that is not this
-    run's, and what `Grpo.step` raises.
+    run's, or that another job writes, and what `Loop.learn` raises.
     """
     with ExitStack() as ends:
         if not isinstance(model, ActorHybridWorker):
             engines = model if isinstance(model, HybridConfig) else load_config(model)
             model = ends.enter_context(ActorHybridWorker(engines))
-        grpo = Grpo(model, prompts, reward, config)
-        record = ends.enter_context(closing(_Record(model, config, None if out is None else RunFiles(Path(out)))))
+        loop = Loop(model, prompts, reward, config)
+        files = None if out is None else RunFiles(Path(out))
+        record = _Record(model, config, files, ends)
         rows = []
-        for number in range(record.begin() + 1, config.steps + 1):
-            row = grpo.step(number, evaluate if config.is_due(number, config.evaluate_every) else None)
+        for row in loop.run(files, evaluate=evaluate, should_stop=should_stop):
             record.add(row)
             rows.append(row)
             if on_step is not None:
                 on_step(row)
-            if config.is_due(number, config.save_every):
-                record.save(number)
-        record.end()
+        if files is not None and loop.done == config.steps:
+            with model.train_context():
+                model.save_hf_checkpoint(files.out / "model")
     return rows
 
 
-class Grpo:
-    """Steps of GRPO on one rank.
+class Loop:
+    """Steps of GRPO or PPO on one rank.
 
     Args:
-        worker: both engines, with the weights that a KL is to be measured from; in train or forward state.
+        worker: both engines, with the weights that a KL is to be measured from, and that PPO's critic begins with.
         prompts: texts, chats, or lists of token ids; or mappings that have one of these under "prompt", beside what
-            the reward wants to know of it.
+            the reward wants to know of it. They come in a new order in each pass over all of them. A function is asked
+            for those of each step instead, on every rank: it must give all the same, as often as it is asked.
         reward: given an element of `prompts` and a `Completion`.
-        config: the settings.
+        config: the settings; their type is the algorithm.
+        on_phase: told what begins, on every rank.
 
     Raises ConfigError for settings or prompts that do not go with the worker.
+
+    Attributes:
+        done: number of the last step that was taken or loaded.
     """
 
-    def __init__(self, worker: ActorHybridWorker, prompts: Sequence[Any], reward: Reward, config: GrpoConfig) -> None:
-        self.worker, self.prompts, self.reward, self.config = worker, list(prompts), reward, config
-        limits = worker.train.limits
-        rows = config.minibatches * limits.micro_batch_size * limits.dp_size
-        if config.completions_per_step % rows:
-            problem = (
-                f"prompts_per_step x samples_per_prompt is {config.completions_per_step}, not a multiple of {rows}"
-            )
-            remedy = "minibatches x micro_batch_size x data parallel ranks: change one of them"
-            raise ConfigError([Violation("GrpoConfig.minibatches", problem, remedy)])
-        if not self.prompts:
+    def __init__(
+        self,
+        worker: ActorHybridWorker,
+        prompts: Prompts,
+        reward: Reward,
+        config: GrpoConfig | PpoConfig,
+        *,
+        on_phase: OnPhase = lambda phase, step: None,
+    ) -> None:
+        self.worker, self.reward, self.config, self.done = worker, reward, config, 0
+        self.prompts = prompts if callable(prompts) else list(prompts)
+        if violations := [*_row_violations(worker, config)]:
+            raise ConfigError(violations)
+        if not callable(self.prompts) and not self.prompts:
             raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
         worker.set_learning_rate(self._learning_rate)  # fails now where the trainer has a schedule of its own
+        self.critic = Critic(worker, config) if isinstance(config, PpoConfig) else None
         self.reference: ReferenceModel | None = None
         if config.kl_coefficient:
             with worker.forward_context():
@@ -123,40 +143,142 @@ class Grpo:
             clip_ratio_high=config.clip_ratio_high,
             importance_cap=config.importance_cap,
         )
-        self._tally = _Tally()
+        self._tally = _Tally(on_phase)
         worker.on_reshard_end(self._tally.switches.append)
 
-    def step(self, number: int, evaluate: Evaluate | None = None) -> Row:
-        """Draw, score and learn from the completions of step 1, 2, ...; then evaluate.
+    def run(
+        self,
+        files: RunFiles | None = None,
+        *,
+        evaluate: Evaluate | None = None,
+        should_stop: ShouldStop = lambda: False,
+    ) -> Iterator[Row]:
+        """Take the steps that are left, with checkpoints as `config.save_every` says, and yield the row of each.
+
+        Args:
+            files: the run's, already begun; rank 0 must have written a row to `files.metrics` before it asks for the
+                next. A step whose row was lost after its checkpoint has it yielded again.
+            evaluate: called as `config.evaluate_every` says; what it returns joins the row of the step.
+            should_stop: asked on every rank before a step and after its learning; if any says yes, the run ends with a
+                checkpoint of the last step.
+        """
+        config, is_saved = self.config, True
+
+        def finish(row: Row) -> Row:
+            return self.finish(row, evaluate if config.is_due(row["step"], config.evaluate_every) else None)
+
+        if files is not None and (found := self._newest(files)) is not None:
+            progress, has_row = found
+            self.load(files, progress.step)
+            if not has_row:
+                yield finish(progress.row)
+            elif evaluate is not None and config.is_due(progress.step, config.evaluate_every):
+                with self.worker.rollout_context():  # where that step ended: its switch is none of the next one's
+                    pass
+        while self.done < config.steps and not self._must_stop(should_stop):
+            row = self.learn(self.done + 1)
+            is_saved = files is None or config.is_due(self.done, config.save_every) or self._must_stop(should_stop)
+            if files is not None and is_saved:
+                self.save(files, row)
+            yield finish(row)
+        if files is not None and not is_saved:
+            self.save(files, row)
+
+    def learn(self, number: int) -> Row:
+        """Draw, score and learn from the completions of step 1, 2, ...
 
         Returns a row, the same on all ranks: see docs/rl.md. Raises ArgumentError for a reward that fails or is not a
         finite number, BatchError for completions that do not fit into `actor_config.seq_length`, and what the worker's
         methods raise.
         """
-        worker, tally = self.worker, self._tally
-        tally.begin()
+        worker, tally, config = self.worker, self._tally, self.config
+        tally.begin(number)
         prompts = self._prompts_of(number)
         with worker.rollout_context(), tally.phase("generate"):
             asked = [one["prompt"] if isinstance(one, Mapping) else one for one in prompts]
             groups = worker.generate_sequences(asked, self._sampling(number))
         with tally.phase("reward"):
             rewards = self._rewards(prompts, groups)
-        batch = self._batch(groups, rewards)
+        batch = self._batch(groups)
         if self.reference is not None:
-            with self.reference.forward_context(), tally.phase("reference"):
+            with self.reference.forward_context(), tally.phase("score"):
                 batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
-        with worker.train_context(), tally.phase("update"):
-            batch["old_log_probs"] = worker.compute_log_probs(batch)
-            report = self._update(batch, number)
+        rate = self._learning_rate * config.learning_rate_share(number)
+        worker.set_learning_rate(rate)
+        report: dict[str, float] = {}
+        if self.critic is not None:
+            with tally.phase("critic"):
+                generator = self._generator(number, "critic's minibatches")
+                report |= self.critic.learn(batch, rewards.flatten(), number, generator)
+        elif isinstance(config, GrpoConfig):
+            batch["advantages"] = losses.group_advantages(rewards, scale=config.scale_rewards).flatten()
+        with worker.train_context():
+            with tally.phase("score"):
+                batch["old_log_probs"] = worker.compute_log_probs(batch)
+            with tally.phase("update"):
+                if not isinstance(config, PpoConfig) or number > config.critic_warmup_steps:
+                    report |= self._update(batch, number)
+        self.done = number
         row = {"step": number, **_figures(batch, groups, rewards), **report}
+        row |= {"learning_rate": rate, "weight_version": worker.train.version}
+        return {**row, **tally.take(worker)}
+
+    def finish(self, row: Row, evaluate: Evaluate | None = None) -> Row:
+        """Evaluate the weights of a step, and complete its row. What happened since `learn` counts for this step."""
+        row = dict(row)
         if evaluate is not None:
-            with worker.rollout_context(), tally.phase("evaluate"):
-                row |= {name: float(value) for name, value in evaluate(worker).items()}
-        return {**row, **tally.end(worker)}
+            with self.worker.rollout_context(), self._tally.phase("evaluate"):
+                row |= {name: float(value) for name, value in evaluate(self.worker).items()}
+        for name, value in self._tally.take(self.worker).items():
+            row[name] = max(row.get(name, 0), value) if name in _HIGHEST else row.get(name, 0) + value
+        return row
+
+    def save(self, files: RunFiles, row: Row) -> None:
+        """Write a checkpoint of what is trained, as that of the row's step, from which `run` goes on."""
+        step = row["step"]
+        with self._tally.phase("checkpoint"), self.worker.train_context():
+            self.worker.save_checkpoint(files.weights(step))
+            if self.critic is not None:
+                self.critic.save(files.critic(step))
+            with self.worker.job.agreement.phase("completing the checkpoint"):
+                if self.worker.rank == 0:
+                    files.complete(Progress(step, row))
+
+    def load(self, files: RunFiles, step: int) -> None:
+        """Take up the checkpoint of a step."""
+        self.done = self._tally.step = step
+        with self._tally.phase("checkpoint"):
+            with self.worker.train_context():
+                self.worker.load_checkpoint(files.weights(step))
+            if self.critic is not None:
+                self.critic.load(files.critic(step))
+
+    def _newest(self, files: RunFiles) -> tuple[Progress, bool] | None:
+        """The newest checkpoint, and whether its row was written: as rank 0 sees the files."""
+        agreement, found = self.worker.job.agreement, ""
+        with agreement.phase("reading the run"), naming("reading the run in", files.out):
+            if self.worker.rank == 0 and (progress := files.progress()) is not None:
+                found = json.dumps([progress.step, progress.row, files.metrics.has(progress.step)])
+        found = agreement.gather(found, str, "reading the run")[0]
+        if not found:
+            return None
+        step, row, has_row = json.loads(found)
+        return Progress(step, row), has_row
+
+    def _must_stop(self, should_stop: ShouldStop) -> bool:
+        """Whether any rank says so."""
+        return self.worker.job.agreement.total(int(should_stop())) > 0
 
     def _prompts_of(self, number: int) -> list[Any]:
-        """A step's share of the passes over all prompts."""
-        count, size = self.config.prompts_per_step, len(self.prompts)
+        """A step's share of the passes over all prompts, or what the function gives."""
+        count = self.config.prompts_per_step
+        if callable(self.prompts):
+            prompts = list(self.prompts(number))
+            if len(prompts) != count:
+                remedy = f"Return {count}, which is prompts_per_step"
+                raise ArgumentError([Violation("prompts", f"{len(prompts)} for step {number}", remedy)])
+            return prompts
+        size = len(self.prompts)
         places = [divmod(place, size) for place in range((number - 1) * count, number * count)]
         return [self.prompts[_order(self.config.seed, size, epoch)[index]] for epoch, index in places]
 
@@ -169,7 +291,7 @@ class Grpo:
             max_tokens=self.config.max_tokens,
             stop_token_ids=self.config.stop_token_ids,
             stop=self.config.stop,
-            seed=random.Random(f"{self.config.seed}/{number}/completions").getrandbits(62),
+            seed=self._random(number, "samples").getrandbits(62),
         )
 
     def _rewards(self, prompts: Sequence[Any], groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
@@ -184,28 +306,49 @@ class Grpo:
                 ]
         return torch.tensor(agreement.gather(rewards, list[float], "reward")[0]).view(len(groups), -1)
 
-    def _batch(self, groups: Sequence[Sequence[Completion]], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _batch(self, groups: Sequence[Sequence[Completion]]) -> dict[str, torch.Tensor]:
         completions = [one for group in groups for one in group]
         seq_length = self.worker.config.actor_config.seq_length
         batch = build_batch([one.prompt_token_ids for one in completions], completions, seq_length)
         lengths = torch.tensor([len(one.prompt_token_ids) + len(one.token_ids) - 1 for one in completions])
         batch["attention_mask"] = (torch.arange(seq_length) < lengths[:, None]).long()  # so that rows are cut
-        batch["advantages"] = losses.group_advantages(rewards, scale=self.config.scale_rewards).flatten()
         batch["sampled_log_probs"] = losses.align_log_probs([one.logprobs for one in completions], batch["mask"])
         return batch
 
     def _update(self, batch: dict[str, torch.Tensor], number: int) -> dict[str, float]:
         """All optimizer steps of a step; the mean of their reports."""
-        config, reports = self.config, list[dict[str, float]]()
-        seed = random.Random(f"{config.seed}/{number}/minibatches").getrandbits(62)
-        generator = torch.Generator().manual_seed(seed)
-        rate = self._learning_rate * config.learning_rate_share(number)
-        self.worker.set_learning_rate(rate)
-        for _ in range(config.epochs):
-            parts = losses.minibatches(batch, config.minibatches, generator, config.aggregation, config.max_tokens)
-            reports += [self.worker.update(part, self._loss) for part in parts]
-        means = {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
-        return {**means, "learning_rate": rate}
+        config, generator = self.config, self._generator(number, "minibatches")
+        reports = [
+            self.worker.update(part, self._loss)
+            for _ in range(config.epochs)
+            for part in losses.minibatches(batch, config.minibatches, generator, config.aggregation, config.max_tokens)
+        ]
+        means = losses.mean_of(reports)
+        means.pop("kl", None)  # later steps' is of completions that an older policy drew: see `_figures`
+        return means
+
+    def _random(self, number: int, purpose: str) -> random.Random:
+        """Random choices of one kind in one step."""
+        return random.Random(f"{self.config.seed}/{number}/{purpose}")
+
+    def _generator(self, number: int, purpose: str) -> torch.Generator:
+        """The same of torch."""
+        return torch.Generator().manual_seed(self._random(number, purpose).getrandbits(30))
+
+
+def _row_violations(worker: ActorHybridWorker, config: GrpoConfig | PpoConfig) -> Iterator[Violation]:
+    """Whether completions can be cut into minibatches and micro batches."""
+    limits, critic = worker.train.limits, worker.config.critic_config
+    sizes = {"micro_batch_size": limits.micro_batch_size}
+    if isinstance(config, PpoConfig) and critic is not None and critic.micro_batch_size is not None:
+        sizes["critic_config.micro_batch_size"] = critic.micro_batch_size
+    for name, size in sizes.items():
+        rows = config.minibatches * size * limits.dp_size
+        if config.completions_per_step % rows:
+            count = config.completions_per_step
+            problem = f"prompts_per_step x samples_per_prompt is {count}, not a multiple of {rows}"
+            remedy = f"minibatches x {name} x data parallel ranks: change one of them"
+            yield Violation(f"{config.name}.minibatches", problem, remedy)
 
 
 @functools.lru_cache(maxsize=2)  # a step may begin in one pass and end in the next
@@ -230,109 +373,104 @@ def _reward_of(reward: Reward, prompt: Any, completion: Completion, place: str) 
 def _figures(
     batch: Mapping[str, torch.Tensor], groups: Sequence[Sequence[Completion]], rewards: torch.Tensor
 ) -> dict[str, float]:
-    """Figures of a step's completions."""
+    """Figures of a step's completions, under the policy that drew them."""
     deviations = rewards.std(dim=1, correction=0)
     ends = [one.finish_reason for group in groups for one in group]
     difference = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()[batch["mask"].bool()]
-    return {
+    row = {
         "reward": rewards.mean().item(),
         "reward_std": deviations.mean().item(),
         "groups_agreeing": (deviations == 0).float().mean().item(),
         "response_tokens": batch["mask"].sum(dim=1).mean().item(),
         "truncated": ends.count("length") / len(ends),
-        "sampled_difference": difference.mean().item(),
+        "logprob_diff": difference.max().item(),
+        "logprob_diff_mean": difference.mean().item(),
     }
+    if "ref_log_probs" in batch:
+        kl = losses.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
+        row["kl"] = losses.weighted_mean(kl, batch["weights"]).item()
+    return row
+
+
+_TOTALS = ("bytes_received", "bytes_least")
+_HIGHEST = ("peak_bytes", "rss_bytes")
 
 
 class _Tally:
-    """One rank's seconds and bytes of the step under way."""
+    """One rank's seconds, bytes and memory of the step under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: OnPhase) -> None:
         self.switches: list[ReshardReport] = []
-        self.begin()
+        self._on_phase = on_phase
+        self.begin(0)
 
-    def begin(self) -> None:
-        self._started, self._seconds = time.perf_counter(), dict[str, float]()
+    def begin(self, step: int) -> None:
+        """Forget what was; the time until now is nobody's."""
+        self.step, self._started, self._seconds = step, time.perf_counter(), dict[str, float]()
         self.switches.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        """Add the time inside to the seconds of `name`."""
+        self._on_phase(name, self.step)
+        started, key = time.perf_counter(), f"{name}_seconds"
         yield
-        self._seconds[f"{name}_seconds"] = time.perf_counter() - started
+        self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
 
-    def end(self, worker: ActorHybridWorker) -> dict[str, float]:
-        """Bytes of all ranks together; seconds of the slowest."""
+    def take(self, worker: ActorHybridWorker) -> dict[str, float]:
+        """What came since this was called last: bytes of all ranks together; seconds and memory of the worst."""
+        with open("/proc/self/statm") as file:
+            resident_pages = int(file.read().split()[1])
         own: dict[str, float] = {
             "bytes_received": sum(report.bytes_received for report in self.switches),
+            "bytes_least": sum(report.bytes_least for report in self.switches),
+            "peak_bytes": max((report.peak_bytes for report in self.switches), default=0),
+            "rss_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
             "reshard_seconds": sum(report.seconds for report in self.switches),
             **self._seconds,
             "seconds": time.perf_counter() - self._started,
         }
+        self.begin(self.step)
         shares = worker.job.agreement.gather(own, dict[str, int | float], "metrics")
-        total = max if worker.config.generate_config.servers else sum  # reports with servers are of all ranks
-        return {name: (total if name == "bytes_received" else max)(share[name] for share in shares) for name in own}
+        return combined(shares, are_totals=bool(worker.config.generate_config.servers))
+
+
+def combined(shares: Sequence[Mapping[str, float]], *, are_totals: bool = False) -> dict[str, float]:
+    """All ranks' figures as one: bytes moved are totals; seconds and memory are those of the worst rank.
+
+    `are_totals`: each rank counts the bytes of all, as reports of switches with servers do.
+    """
+    total = max if are_totals else sum
+    return {name: (total if name in _TOTALS else max)(share[name] for share in shares) for name in shares[0]}
 
 
 class _Record:
-    """Printed lines, files and checkpoints of a run: rank 0 writes, all ranks call."""
+    """Printed lines and files of a run: rank 0 writes, all ranks call. Ends with `ends`."""
 
-    def __init__(self, worker: ActorHybridWorker, config: GrpoConfig, files: RunFiles | None) -> None:
-        self._worker, self._config, self._files = worker, config, files
-        self._agreement, self._is_writer = worker.job.agreement, worker.rank == 0
-        self._events: Any = None
-
-    def close(self) -> None:
-        """End TensorBoard's file."""
-        if self._events is not None:
-            self._events.close()
-
-    def begin(self) -> int:
-        """Restore the checkpoint, if there is one; return its step, or 0."""
-        if self._files is None:
-            return 0
-        step = 0
-        with self._agreement.phase("reading the run"), naming("preparing the run in", self._files.out):
+    def __init__(
+        self, worker: ActorHybridWorker, config: GrpoConfig | PpoConfig, files: RunFiles | None, ends: ExitStack
+    ) -> None:
+        self._agreement, self._is_writer, self._files = worker.job.agreement, worker.rank == 0, files
+        self._events: Events | None = None
+        if files is None:
+            return
+        with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):
             if self._is_writer:
-                step = self._files.begin(self._config.shared())
-                if importlib.util.find_spec("tensorboard"):
-                    from torch.utils.tensorboard import SummaryWriter
-
-                    self._events = SummaryWriter(str(self._files.out), purge_step=step + 1)
-        step = self._agreement.gather(step, int, "reading the run")[0]
-        if step:
-            with self._worker.train_context():
-                self._worker.load_checkpoint(self._files.checkpoint(step))
-        return step
+                files.check(config.shared())
+                ends.enter_context(files.lock())
+                files.begin(config.shared())
+                self._events = Events(files.out)
+                ends.callback(self._events.close)
 
     def add(self, row: Row) -> None:
         """Print and write the row of a step."""
         with self._agreement.phase("writing the metrics"):
             if not self._is_writer:
                 return
-            shown = ("reward", "kl", "loss", "grad_norm", "response_tokens")
+            shown = ("reward", "kl", "loss", "value_loss", "grad_norm", "response_tokens")
             figures = ", ".join(f"{name} {row[name]:.4g}" for name in shown if name in row)
             print(f"step {row['step']}: {figures}, {row['seconds']:.1f} s", flush=True)
             if self._files is not None:
-                with naming("writing", self._files.metrics.path):
-                    self._files.metrics.append(row)
+                self._files.metrics.append(row)
             if self._events is not None:
-                for name, value in row.items():
-                    self._events.add_scalar(name, value, row["step"])
-                self._events.flush()
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint in place of the one before."""
-        if self._files is None:
-            return
-        with self._worker.train_context():
-            self._worker.save_checkpoint(self._files.checkpoint(step))
-        with self._agreement.phase("completing the checkpoint"):
-            if self._is_writer:
-                self._files.complete(step, self._config.shared())
-
-    def end(self) -> None:
-        """Write the trained model for others to load."""
-        if self._files is not None:
-            with self._worker.train_context():
-                self._worker.save_hf_checkpoint(self._files.out / "model")
+                self._events.add(row["step"], row)

@@ -1,4 +1,5 @@
-"""Group relative policy optimization: advantages, minibatches and losses, as pure functions of tensors.
+"""GRPO's advantages, and the minibatches and losses of GRPO and PPO, as pure functions of tensors. Advantages and loss
+of PPO's critic are in trainer/companions/advantages.py.
 
 Shapes: P prompts, n samples of each, B = P * n sequences, S tokens per sequence; everything fp32.
 Papers: GRPO, arXiv 2402.03300 section 4.1 (group-normalised advantages, KL in the loss); PPO, arXiv 1707.06347 eq. 7
@@ -8,7 +9,8 @@ Papers: GRPO, arXiv 2402.03300 section 4.1 (group-normalised advantages, KL in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -80,6 +82,11 @@ def minibatches(
     ]
 
 
+def mean_of(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means of the reports of several optimizer steps; they have the same names."""
+    return {name: fmean(report[name] for report in reports) for name in reports[0]}
+
+
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Scalar: values [b, S] summed over tokens with `weights` and averaged over sequences."""
     return (values * weights).sum(dim=1).mean()
@@ -107,7 +114,7 @@ def policy_loss(
     clip_ratio_high: float | None = None,
     importance_cap: float | None = None,
 ) -> Callable[[Batch, torch.Tensor], Loss]:
-    """Make the loss of GRPO: clipped policy gradient plus `kl_coefficient` times the KL to the reference.
+    """Make the loss of the policy: clipped policy gradient plus `kl_coefficient` times the KL to the reference.
 
     The function returned reads `weights`, `old_log_probs`, all [b, S], and `advantages` [b], or [b, S] where a critic
     gave each token its own; `ref_log_probs` [b, S] if the batch has them, which a KL term needs.

@@ -1,4 +1,4 @@
-"""GRPO's loop with both real engines: it learns, and a run that was interrupted goes on to the same rows."""
+"""The loop with both real engines: it learns, and a run that was interrupted goes on to the same rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 
-from hybrid_engine import ActorHybridWorker, Completion, Sampling
-from hybrid_engine.errors import ConfigError, HybridEngineError
-from hybrid_engine.rl import Grpo, GrpoConfig, train
+from hybrid_engine import ActorHybridWorker, Completion, ReshardReport, Sampling
+from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
+from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, train
+from hybrid_engine.rl.loop import _Tally, combined
 from tests.harness.launch import REPO_ROOT, Ranks
 from tests.zoo import workers
 
@@ -24,6 +25,7 @@ CONFIG: dict[str, Any] = {
     **{"epochs": 2, "minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
     **{"kl_coefficient": 0.01, "importance_cap": 2.0, "clip_ratio_high": 0.3, "evaluate_every": 2, "save_every": 2},
 }
+OF_PPO = {**CONFIG, "critic_warmup_steps": 1, "critic_epochs": 2, "critic_learning_rate": 2e-2}
 
 
 def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
@@ -37,31 +39,37 @@ def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
 
 def interrupted(prompt: Mapping[str, Any], completion: Completion) -> float:
     interrupted.calls += 1
-    return reward(prompt, completion) if interrupted.calls <= 2 * 16 else float("nan")
+    return reward(prompt, completion) if interrupted.calls <= 16 else float("nan")
 
 
 interrupted.calls = 0
 
 
-def runs(model: Path, out: Path) -> dict[str, Any]:
-    """Rows of a whole run, of one whose reward fails in step 3, and of the same call again."""
-    config, actor = GrpoConfig(**CONFIG), {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
-    with workers.build_worker(model, actor) as worker:
+def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]) -> dict[str, Any]:
+    """Rows of a whole run, of one that is stopped after step 1 and whose reward fails in step 3, and of the same call
+    again."""
+    actor, critic = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}, {"critic_config": {}}
+    with workers.build_worker(model, actor, **(critic if algorithm is PpoConfig else {})) as worker:
         worker.save_checkpoint(out / "start")
 
-        def run(name: str, reward: Any, config: GrpoConfig = config) -> list[dict[str, Any]]:
+        def run(name: str, reward: Any, stops: bool = False, **changed: Any) -> list[dict[str, Any]]:
             with worker.train_context():
                 worker.load_checkpoint(out / "start")
-            return train(worker, PROMPTS, reward, config, out=out / name, evaluate=evaluate)
+            config, places = algorithm(**{**settings, **changed}), {"out": out / name, "evaluate": evaluate}
+            done: list[dict[str, Any]] = []
+            return train(
+                worker, PROMPTS, reward, config, **places, on_step=done.append, should_stop=lambda: stops and bool(done)
+            )
 
-        found: dict[str, Any] = {"whole": run("whole", reward)}
+        found: dict[str, Any] = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
+        found["model"] = (out / "resumed" / "model").exists()
         for name, failing, changed in (
             ("failed", interrupted, {}),
             ("refused", reward, {"seed": 1}),
             ("rows", reward, {"minibatches": 3}),
         ):
             with pytest.raises(HybridEngineError) as caught:
-                run("resumed", failing, GrpoConfig(**{**CONFIG, **changed}))
+                run("resumed", failing, **changed)
             found[name] = str(caught.value)
         found["resumed"] = run("resumed", reward)
         found["again"] = run("resumed", reward)
@@ -69,24 +77,40 @@ def runs(model: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_rows_of_one_without_interruption(engines: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, CONFIG), (PpoConfig, OF_PPO)])
+def test_a_resumed_run_has_the_rows_of_one_without_interruption(
+    engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
+) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
-    first, second = engines.launch(runs, 2, model, tmp_path)
+    first, second = engines.launch(runs, 2, model, tmp_path, algorithm, settings)
     assert first["whole"] == second["whole"]
+    assert ([row["step"] for row in first["stopped"]], first["model"]) == ([1], False)
     whole, resumed = (rows_of(tmp_path / name) for name in ("whole", "resumed"))
     assert [row["step"] for row in whole] == [1, 2, 3]
     assert whole == resumed
-    assert [row["step"] for row in first["resumed"]] == [3]
+    assert [row["step"] for row in first["resumed"]] == [3], "step 2 had a checkpoint"
     assert first["again"] == []
+    trained = whole
+    if algorithm is PpoConfig:
+        trained = whole[1:]
+        assert "policy_loss" not in whole[0], "only the critic learns at first"
+        assert whole[0]["explained_variance"] == 0, "its head begins with zeros"
+        assert [row["weight_version"] for row in whole] == [whole[0]["weight_version"] + more for more in (0, 4, 8)]
+        assert all(row["value_loss"] > 0 and row["explained_variance"] <= 1 for row in whole)
+        assert whole[2]["value_loss"] < whole[0]["value_loss"]
     for row in whole:
-        assert min(row["grad_norm"], row["bytes_received"]) > 0
-        assert 0 < row["kl"] < 5
+        assert 0 < row["bytes_received"] == row["bytes_least"]
+        assert row["logprob_diff_mean"] <= row["logprob_diff"] < 1e-4
+    for row in trained:
+        assert row["grad_norm"] > 0
         assert row["importance"] == pytest.approx(1, abs=1e-3)
-        assert row["sampled_difference"] < 1e-4
+    kl = [row["kl"] for row in whole]
+    assert kl[: 4 - len(trained)] == pytest.approx([0] * (4 - len(trained)), abs=1e-9)
+    assert all(0 < value < 5 for value in kl[4 - len(trained) :])
     assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
     assert ["first_token" in row for row in whole] == [False, True, True]
     assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
-    assert "GrpoConfig.seed: the run in" in first["refused"]
+    assert f"{algorithm.__name__}.seed: the run in" in first["refused"]
     assert "not a multiple of" in first["rows"]
     assert "reward: is nan for prompt 0, completion 0" in first["failed"]
     assert "reward: is nan for prompt 0, completion 0" in second["failed"]
@@ -95,9 +119,10 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(engines: Ranks, 
 
 
 def rows_of(out: Path) -> list[dict[str, float]]:
-    """The rows written, without what the clock says."""
+    """The rows written, without what the clock and the memory say."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
+    measured = ("seconds", "rss_bytes", "peak_bytes")
+    return [{key: value for key, value in row.items() if not key.endswith(measured)} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -119,10 +144,10 @@ def test_a_configuration_names_everything_that_is_wrong() -> None:
     assert {found.key for found in caught.value.findings} == {"GrpoConfig.samples_per_prompt", "GrpoConfig.clipratio"}
 
 
-def without_engines(**settings: Any) -> Grpo:
+def without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
     worker = mock.MagicMock()
     worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
-    return Grpo(worker, list("abcde"), mock.Mock(), GrpoConfig(**settings))
+    return Loop(worker, prompts, mock.Mock(), GrpoConfig(**settings))
 
 
 @pytest.mark.slow  # imports vLLM
@@ -132,13 +157,46 @@ def test_every_step_of_every_run_samples_with_a_seed_of_its_own() -> None:
 
 
 def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
-    grpo = without_engines(prompts_per_step=2)
-    drawn = [prompt for step in range(1, 11) for prompt in grpo._prompts_of(step)]
+    loop = without_engines(prompts_per_step=2)
+    drawn = [prompt for step in range(1, 11) for prompt in loop._prompts_of(step)]
     passes = {"".join(drawn[start : start + 5]) for start in range(0, 20, 5)}
     assert {"".join(sorted(one)) for one in passes} == {"abcde"}
     assert len(passes) > 1
 
 
+def test_a_function_gives_the_prompts_of_a_step_and_no_more() -> None:
+    loop = without_engines(lambda step: [step] * min(step, 2), prompts_per_step=2)
+    assert loop._prompts_of(7) == [7, 7]
+    with pytest.raises(ArgumentError, match="prompts: 1 for step 1"):
+        loop._prompts_of(1)
+
+
+def test_figures_of_ranks_and_of_parts_of_a_step_are_combined() -> None:
+    loop, started = without_engines(), []
+    worker = loop.worker
+    worker.config.generate_config.servers = None
+    other = {"bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1, "reshard_seconds": 1.0}
+    worker.job.agreement.gather = lambda own, *_: [own, {**dict.fromkeys(own, 0), **other}]
+    loop._tally = tally = _Tally(lambda phase, step: started.append((phase, step)))
+    values: dict[str, Any] = {**dict.fromkeys(ReshardReport.__dataclass_fields__, 0), "direction": "train->infer"}
+    tally.begin(3)
+    for seconds, received, peak in ((0.5, 100, 7), (0.25, 20, 9)):
+        numbers = {"seconds": seconds, "bytes_received": received, "bytes_least": received, "peak_bytes": peak}
+        tally.switches.append(ReshardReport(**{**values, "seconds_by_phase": {}, **numbers}))
+        with tally.phase("update"):
+            pass
+    assert started == [("update", 3)] * 2
+    row = tally.take(worker)
+    assert (row["bytes_received"], row["bytes_least"], row["peak_bytes"]) == (125, 124, 9)
+    assert (row["reshard_seconds"], row["update_seconds"] > 0) == (1.0, True)
+    assert row["rss_bytes"] > 10_000_000
+    more = loop.finish({"step": 3, **row}, lambda worker: {"accuracy": 1})
+    assert (more["accuracy"], more["evaluate_seconds"] > 0, more["seconds"] > row["seconds"]) == (1.0, True, True)
+    assert (more["bytes_received"], more["peak_bytes"], more["update_seconds"]) == (130, 9, row["update_seconds"])
+    assert combined([row, row], are_totals=True)["bytes_received"] == 125
+
+
 def test_the_page_has_every_option() -> None:
     page = (REPO_ROOT / "docs" / "rl.md").read_text()
-    assert [name for name in GrpoConfig.model_fields if f"`{name}`" not in page] == []
+    options = {*GrpoConfig.model_fields, *PpoConfig.model_fields}
+    assert [name for name in options if f"`{name}`" not in page] == []

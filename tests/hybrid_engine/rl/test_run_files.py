@@ -1,48 +1,134 @@
-"""A run goes on from its own directory, and refuses that of another run or program."""
+"""The files of a run: what counts, what is dropped, what is kept, what is refused."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl import GrpoConfig
-from hybrid_engine.rl.run_files import RunFiles
+from hybrid_engine.errors import ConfigError, FileError
+from hybrid_engine.rl import GrpoConfig, PpoConfig
+from hybrid_engine.rl.run_files import Progress, RunFiles
+
+SETTINGS = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
 
-def written(out: Path, *, steps: int, complete: int | None, **settings: Any) -> RunFiles:
-    """A run's files after so many steps."""
-    files, config = RunFiles(out), GrpoConfig(**settings).shared()
-    assert files.begin(config) == 0
-    for step in range(1, steps + 1):
-        files.metrics.append({"step": step})
-        files.checkpoint(step).mkdir(parents=True)
-        if step == complete:
-            files.complete(step, config)
+@pytest.fixture
+def run(tmp_path: Path) -> RunFiles:
+    files = RunFiles(tmp_path / "run", num_kept=2)
+    files.lock().close()
+    files.begin(SETTINGS)
+    for step in (0, 10, 20):
+        complete(files, step)
+        files.metrics.append({"step": step, "reward": 0.5})
     return files
 
 
-@pytest.mark.parametrize(("complete", "kept"), [(None, 0), (2, 2), (3, 3)])
-def test_a_run_goes_on_from_its_complete_checkpoint(tmp_path: Path, complete: int | None, kept: int) -> None:
-    files = written(tmp_path / "out", steps=3, complete=complete)
-    assert files.begin(GrpoConfig(steps=200, save_every=7, evaluate_every=3).shared()) == kept
-    assert [row["step"] for row in files.metrics.rows()] == list(range(1, kept + 1))
-    assert [path.name for path in tmp_path.glob("out/checkpoints/*")] == ([f"step-{kept:06d}"] if kept else [])
+def complete(run: RunFiles, step: int) -> None:
+    run.weights(step).mkdir(parents=True, exist_ok=True)
+    run.complete(Progress(step, {"step": step, "reward": 0.5}))
 
 
-def test_other_settings_are_named(tmp_path: Path) -> None:
-    files = written(tmp_path / "out", steps=1, complete=1, schedule="cosine", seed=1)
+def names(run: RunFiles) -> list[str]:
+    return sorted(path.name.removeprefix("step-") for path in run.checkpoints.iterdir())
+
+
+def test_a_directory_that_is_not_there_yet_is_free(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path / "new" / "run")
+    run.check(SETTINGS)
+    assert (run.progress(), run.metrics.rows()) == (None, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_kept", "kept"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])])
+def test_the_newest_are_kept_and_the_one_that_the_run_began_with(run: RunFiles, num_kept: int, kept: list[str]) -> None:
+    run = RunFiles(run.out, num_kept=num_kept)
+    complete(run, 30)
+    assert names(run) == kept
+    for step in (999_990, 1_000_000, 1_000_010):
+        complete(run, step)
+    numbers = ["1000000", "1000010"][-num_kept:]
+    assert names(run) == ["000000", *numbers], "by number, not by name"
+
+
+def test_a_resumed_run_repeats_what_has_no_complete_checkpoint(run: RunFiles) -> None:
+    run.metrics.append({"step": 21})
+    run.weights(30).mkdir(parents=True)
+    with run.metrics.path.open("a") as file:
+        file.write('{"step": 22, "rew')
+    assert run.progress() == Progress(20, {"step": 20, "reward": 0.5})
+    run.check(SETTINGS)
+    run.begin(SETTINGS)
+    run.metrics.append({"step": 21})
+    assert [row["step"] for row in run.metrics.rows()] == [0, 10, 20, 21]
+    assert names(run) == ["000000", "000010", "000020"]
+
+
+def test_other_settings_are_refused_key_by_key_but_not_for_a_new_run(run: RunFiles) -> None:
+    other = {**SETTINGS, "rl_config": {"seed": 1, "epochs": 1}, "actor_config": {"lr": 0.2}}
     with pytest.raises(ConfigError) as caught:
-        files.begin(GrpoConfig(schedule="cosine", steps=7, temperature=0.5, seed=1).shared())
-    assert [found.key for found in caught.value.findings] == ["GrpoConfig.steps", "GrpoConfig.temperature"]
-    assert len(files.metrics.rows()) == 1
+        run.check(other)
+    assert [finding.key for finding in caught.value.findings] == ["actor_config.lr", "rl_config.seed"]
+    run.check(other, resume=False)
+    run.begin(other, resume=False)
+    assert (run.progress(), run.metrics.rows()) == (None, [])
+    run.check(SETTINGS)  # nothing was trained yet
 
 
-@pytest.mark.parametrize(("name", "text"), [("run.json", '{"rl_config": {}}'), ("mine.txt", "")])
-def test_what_is_not_a_run_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match="is not a run of train"):
-        RunFiles(tmp_path).begin(GrpoConfig().shared())
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, text)]
+def test_what_a_run_may_change_is_not_among_its_settings(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path / "run")
+    run.lock().close()
+    run.begin(GrpoConfig(seed=1).shared())
+    complete(run, 1)
+    run.check(GrpoConfig(seed=1, steps=200, save_every=7, evaluate_every=3).shared())
+    with pytest.raises(ConfigError) as caught:
+        run.check(GrpoConfig(seed=1, temperature=0.5, schedule="cosine").shared())
+    keys = [found.key.removeprefix("GrpoConfig.") for found in caught.value.findings]
+    assert keys == ["schedule", "steps", "temperature"]
+    with pytest.raises(ConfigError, match="so it is not a run"):
+        run.check(PpoConfig(seed=1).shared())
+
+
+def test_starting_over_removes_the_run_and_nothing_else(run: RunFiles) -> None:
+    for place in (run.out, run.checkpoints):
+        (place / "notes.txt").write_text("mine")
+    run.begin(SETTINGS, resume=False)
+    assert names(run) == ["notes.txt"]
+    assert {path.name for path in run.out.iterdir()} == {"checkpoints", "lock", "notes.txt", "run.json"}
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_directory_of_something_else_is_refused(run: RunFiles, resume: bool) -> None:
+    for change in (lambda path: path.write_text('{"seed": 3}'), Path.unlink):
+        change(run.out / "run.json")
+        with pytest.raises(ConfigError, match="it is not a run"):
+            run.check(SETTINGS, resume)
+    assert names(run) == ["000000", "000010", "000020"]
+
+
+def test_rows_without_a_checkpoint_are_not_taken_for_a_new_run(run: RunFiles) -> None:
+    for path in run.checkpoints.glob("*/progress.json"):
+        path.unlink()
+    with pytest.raises(FileError, match="no complete checkpoint"):
+        run.check(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", "{"),
+        ("metrics.jsonl", '{"step": 0}\nno json\n{"step": 1}\n'),
+        ("checkpoints/step-000020/progress.json", '{"step": 2'),
+    ],
+)
+def test_a_damaged_file_is_named(run: RunFiles, name: str, content: str) -> None:
+    (run.out / name).write_text(content)
+    with pytest.raises(FileError, match=name):
+        run.check(SETTINGS)
+
+
+def test_one_job_at_a_time_writes_a_directory(run: RunFiles) -> None:
+    with run.lock(), pytest.raises(ConfigError, match=f"another job is writing .*: process {os.getpid()} "):
+        run.lock()
+    run.lock().close()

@@ -1,4 +1,4 @@
-"""`GrpoConfig`: what a run of GRPO does, beside the configuration of its engines."""
+"""What a run of GRPO or PPO does, beside the configuration of its engines: `GrpoConfig`, `PpoConfig`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hybrid_engine.rl.losses import Aggregation
 from hybrid_engine.trainer.learning_rate import learning_rate
 
 
-class GrpoConfig(Section):
-    """Settings of `train` and `Grpo`. Immutable; raises ConfigError with everything that is wrong."""
+class LoopConfig(Section):
+    """Settings that both algorithms have. Immutable; raises ConfigError with everything that is wrong."""
 
     steps: Count = 100
     """Steps of the run: in each, completions are drawn, scored and learned from."""
     prompts_per_step: Count = 8
     """Prompts of a step. They come in a new order in each pass over all prompts."""
-    samples_per_prompt: Annotated[Count, Field(ge=2, le=2**14)] = 8
-    """Completions of each prompt: the group in which rewards are compared."""
+    samples_per_prompt: Annotated[Count, Field(le=2**14)] = 8
+    """Completions of each prompt."""
     max_tokens: Count = 256
     """Most tokens of a completion."""
     temperature: Annotated[Positive, Field(ge=0.01, le=2)] = 1.0
@@ -50,8 +50,6 @@ class GrpoConfig(Section):
     aggregation: Aggregation = "token"
     """The mean that a loss is: over all tokens of an optimizer step, over sequences of their own means (sequence), or
     over sequences of their sums over max_tokens (constant)."""
-    scale_rewards: bool = True
-    """Divide advantages by the standard deviation of rewards in their group."""
     importance_cap: Positive | None = None
     """Truncated importance sampling: weight tokens by how much more probable the trainer finds them than vLLM did, up
     to this. None: no weights."""
@@ -66,7 +64,12 @@ class GrpoConfig(Section):
         try:
             super().__init__(**given)
         except pydantic.ValidationError as error:
-            raise ConfigError(violations_of(error, GrpoConfig, "GrpoConfig.")) from None
+            raise ConfigError(violations_of(error, type(self), f"{self.name}.")) from None
+
+    @property
+    def name(self) -> str:
+        """Of the class, as messages call it."""
+        return type(self).__name__
 
     @property
     def completions_per_step(self) -> int:
@@ -87,4 +90,33 @@ class GrpoConfig(Section):
     def shared(self) -> dict[str, Any]:
         """All that a resumed run must have in common with the run that it continues."""
         free = {"evaluate_every", "save_every", *(["steps"] if self.schedule == "constant" else [])}
-        return self.model_dump(mode="json", exclude=free)
+        return {self.name: self.model_dump(mode="json", exclude=free)}
+
+
+class GrpoConfig(LoopConfig):
+    """GRPO: an advantage is how much better a completion is than others of the same prompt."""
+
+    samples_per_prompt: Annotated[Count, Field(ge=2, le=2**14)] = 8
+    """Completions of each prompt: the group in which rewards are compared."""
+    scale_rewards: bool = True
+    """Divide advantages by the standard deviation of rewards in their group."""
+
+
+class PpoConfig(LoopConfig):
+    """PPO: advantages of tokens come from a critic, the model of `critic_config`, which learns beside the actor.
+
+    Its optimizer steps are `critic_epochs` x `minibatches` a step.
+    """
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of later rewards, per token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation: 0 trusts the critic, 1 the rewards."""
+    value_clip: Positive | None = 0.2
+    """A value that moved further than this in a step is not pushed further. None: no limit."""
+    critic_learning_rate: Positive | None = None
+    """Learning rate of the critic, by the same schedule; default: `critic_config.optimizer.lr`."""
+    critic_epochs: Count = 1
+    """Times that the critic learns from each completion."""
+    critic_warmup_steps: Steps = 0
+    """First steps, in which only the critic learns."""

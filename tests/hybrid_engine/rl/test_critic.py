@@ -1,0 +1,136 @@
+"""PPO's part of a step against a plain loop over the tokens of each completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine import build_batch
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, critic
+from hybrid_engine.rl.critic import Critic, at_last_tokens
+from hybrid_engine.trainer.batches import mean_weights
+
+NUM_ROWS, LENGTH = 6, 7
+MOVED = 0.3  # of values, from before the step to each optimizer step
+
+
+class Model:
+    """Stands in for the critic's engine: values that are given, and a record of what its optimizer steps were told."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.given, self.parts, self.rates = values, list[Mapping[str, torch.Tensor]](), list[float]()
+        self.engine = mock.Mock(learning_rate=0.5)
+        self.set_learning_rate, self.copy_actor = self.rates.append, mock.Mock()
+
+    def train_context(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.given
+
+    def update(self, part: Mapping[str, torch.Tensor], loss: Any) -> dict[str, float]:
+        self.parts.append(part)
+        return {name: float(value) for name, value in loss(part, part["old_values"] + MOVED)[1].items()}
+
+
+def made(model: Model, config: PpoConfig, *, own_model: str | None = None) -> Critic:
+    worker = mock.MagicMock()
+    worker.config.critic_config.model = own_model
+    with mock.patch.object(critic, "ValueModel", return_value=model) as built:
+        made = Critic(worker, config)
+    assert built.call_args.kwargs == {"load_weights": own_model is not None}
+    return made
+
+
+def drawn(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A batch of completions of 1 to 4 tokens, the critic's values and the rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 5, (NUM_ROWS,), generator=generator).tolist()
+    batch = build_batch([[1, 2, 3]] * NUM_ROWS, [[4] * length for length in lengths], LENGTH)
+    values, rewards = (torch.randn(shape, generator=generator) for shape in ((NUM_ROWS, LENGTH), (NUM_ROWS,)))
+    return batch, values, rewards
+
+
+def by_token(
+    mask: torch.Tensor, values: torch.Tensor, rewards: torch.Tensor, gamma: float, lam: float
+) -> Iterator[tuple[int, int, float]]:
+    """Row, column and advantage of each token: the sum over later ones of (gamma lambda)^k times the error of k."""
+    for row in range(NUM_ROWS):
+        columns = [column for column in range(LENGTH) if mask[row, column]]
+        known = [float(values[row, column]) for column in columns] + [0.0]
+        earned = [0.0] * (len(columns) - 1) + [float(rewards[row])]
+        errors = [earned[at] + gamma * known[at + 1] - known[at] for at in range(len(columns))]
+        for at, column in enumerate(columns):
+            yield row, column, sum((gamma * lam) ** (later - at) * errors[later] for later in range(at, len(columns)))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.95, 1.0]))
+def test_advantages_and_losses_are_those_of_a_loop_over_tokens(seed: int, gamma: float, lam: float) -> None:
+    batch, values, rewards = drawn(seed)
+    mask, model = batch["mask"], Model(values)
+    config = PpoConfig(gamma=gamma, lam=lam, value_clip=0.2, critic_epochs=2, minibatches=3)
+    report = made(model, config).learn(batch, rewards, 1, torch.Generator().manual_seed(0))
+
+    plain = list(by_token(mask, values, rewards, gamma, lam))
+    mean = sum(one for _, _, one in plain) / len(plain)
+    deviation = math.sqrt(sum((one - mean) ** 2 for _, _, one in plain) / len(plain))
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for row, column, one in plain:
+        advantages[row, column], returns[row, column] = (one - mean) / deviation, one + float(values[row, column])
+    torch.testing.assert_close(batch["advantages"], advantages, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(batch["returns"], returns)
+
+    losses = []
+    for part in model.parts:  # each a third of the rows; the mean is over its own tokens
+        told = []
+        for old, wanted in zip(part["old_values"][part["mask"] == 1], part["returns"][part["mask"] == 1], strict=True):
+            squares = [(float(old + moved) - float(wanted)) ** 2 for moved in (MOVED, 0.2)]  # further than the clip
+            told.append(max(squares) / 2)
+        losses.append(sum(told) / len(told))
+    assert len(losses) == 6
+    assert report["value_loss"] == pytest.approx(sum(losses) / 6, rel=1e-4)
+    assert report["value_clip_fraction"] == pytest.approx(1)
+
+
+def test_a_reward_belongs_to_the_last_token() -> None:
+    mask = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
+    rewards = at_last_tokens(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert rewards.tolist() == [[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]]
+
+
+def test_the_critic_has_its_own_learning_rate_by_the_schedule_of_the_run() -> None:
+    batch, values, rewards = drawn(0)
+    for rate, start in ((None, 0.5), (0.1, 0.1)):
+        model = Model(values)
+        config = PpoConfig(critic_learning_rate=rate, schedule="linear", steps=4, warmup_steps=1)
+        made(model, config).learn({**batch, "weights": mean_weights(batch["mask"])}, rewards, 3, torch.Generator())
+        assert model.rates == pytest.approx([start, start * config.learning_rate_share(3)])
+
+
+def test_a_critic_with_a_model_of_its_own_keeps_its_weights() -> None:
+    models = [Model(torch.zeros(1)) for _ in range(2)]
+    made(models[0], PpoConfig())
+    made(models[1], PpoConfig(), own_model="org/critic")
+    assert [model.copy_actor.called for model in models] == [True, False]
+
+
+def test_rows_fit_the_micro_batches_of_the_critic_too() -> None:
+    worker = mock.MagicMock()
+    worker.train.limits = mock.Mock(micro_batch_size=2, dp_size=2)
+    worker.config.critic_config.micro_batch_size = 3
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 2}
+    with pytest.raises(ConfigError) as caught:
+        Loop(worker, ["a"], mock.Mock(), PpoConfig(**sizes))
+    (found,) = caught.value.findings
+    assert found.key == "PpoConfig.minibatches"
+    assert "critic_config.micro_batch_size" in str(found)
+    Loop(worker, ["a"], mock.Mock(), GrpoConfig(**sizes))
