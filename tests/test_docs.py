@@ -120,8 +120,8 @@ def test_the_table_of_abilities_names_what_is_refused() -> None:
         ("index.md", "![a](docs/plots/reward.svg)", "![a](plots/reward.svg)"),
         ("gpu.md", "[a](../CHANGELOG.md)", "[a](changelog.md)"),
         ("gpu.md", "[a](../examples/gpt_rl)", "[a](example.md)"),
-        ("gpu.md", "[a](../examples/gpt_rl/ppo.py)", "a"),
-        ("example.md", "[a](ppo.py), [b](../../docs/trainers.md)", "a, [b](trainers.md)"),
+        ("gpu.md", "[a](../examples/gpt_rl/task.py)", "a"),
+        ("example.md", "[a](task.py), [b](../../docs/trainers.md)", "a, [b](trainers.md)"),
         ("gpu.md", "[a](https://arxiv.org/abs/1), [b](#here)", "[a](https://arxiv.org/abs/1), [b](#here)"),
     ],
 )

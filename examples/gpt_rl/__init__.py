@@ -2,16 +2,16 @@
 
 data/*.jsonl -> task.py (characters, problems, reward)
                      |
-train.py  ->  trainer.py: warm up, then repeat
+train.py  ->  trainer.py: warm up, then the library's loop, hybrid_engine/rl
                 generate   vLLM       groups of completions, reward by code
                 score      Megatron   log-probabilities under the actor and the frozen reference
-                update     Megatron   hybrid_engine/rl/losses.py: minibatches, clipped policy gradient + KL
+                update     Megatron   minibatches, clipped policy gradient + KL
                 evaluate   vLLM       greedy accuracy on held-out problems
                      |
-              run_state.py (checkpoints, resume), report.py (terminal, metrics.jsonl, reward.png, TensorBoard)
+              report.py (terminal, metrics.jsonl, reward.png, TensorBoard)
 
-With PPO (configs/ppo_tp2_to_dp2.yaml) a critic learns between score and update, and gives each token its advantage:
-ppo.py. With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
+With PPO (configs/ppo_tp2_to_dp2.yaml) a critic learns between score and update, and gives each token its advantage.
+With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
 
 settings.py            every key of `rl_config`; configs/ has one file per layout
 make_data.py           writes data/

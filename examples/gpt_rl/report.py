@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.gpt_rl.run_state import RunDirectory
-from hybrid_engine.rl.run_files import Row
+from hybrid_engine.rl.run_files import Events, Row, RunFiles
 
 # Heading, key of the row, format, width; all fit 80 characters.
 _COLUMNS = (
@@ -29,8 +26,6 @@ _COLUMNS = (
 _HEADINGS = " ".join(f"{heading:>{width}}" for heading, _, _, width in _COLUMNS)
 _PHASES = ("generate", "score", "update", "evaluate", "reshard")
 _SECONDS_BETWEEN_LINES = 10.0
-_GROUPS = {"accuracy": "eval", "peak_bytes": "memory", "rss_bytes": "memory", "logprob_diff": "check"}
-"""Column of metrics.jsonl -> group of its tag; others are `reshard`, `time` (seconds) or `train`."""
 
 
 class Report:
@@ -38,12 +33,12 @@ class Report:
 
     Args:
         console: where to show; need not be a terminal (then there is no bar, only lines).
-        directory: of the run.
+        files: the run's.
         title: of the curves.
     """
 
-    def __init__(self, console: Console, directory: RunDirectory, title: str = "") -> None:
-        self._console, self._directory, self._title = console, directory, title
+    def __init__(self, console: Console, files: RunFiles, title: str = "") -> None:
+        self._console, self._files, self._title = console, files, title
         self._bar = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(),
@@ -57,7 +52,7 @@ class Report:
         )
         self._task = self._bar.add_task("starting engines", total=None)
         self._next_line = 0.0
-        self._events: Any = None
+        self._events = Events(files.out, {"accuracy": "eval"})
 
     def __enter__(self) -> Report:
         self._bar.start()
@@ -66,8 +61,7 @@ class Report:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
-        if self._events is not None:
-            self._events.close()
+        self._events.close()
 
     def show_progress(self, what: str, done: int = 0, total: int | None = None) -> None:
         """Move the bar; where there is none, say so now and then, until the first row is there."""
@@ -78,32 +72,23 @@ class Report:
 
     def begin(self) -> None:
         """The engines are ready: show the rows that an earlier start of this run has written."""
-        for number, row in enumerate(self._directory.rows()):
+        for number, row in enumerate(self._files.metrics.rows()):
             self._show(row, headed=number == 0)
 
     def add(self, row: Row) -> None:
         """An iteration has ended: write and show its row."""
-        is_first = not self._directory.rows()
-        self._directory.append_row(row)
+        is_first = not self._files.metrics.rows()
+        self._files.metrics.append(row)
         self._show(row, headed=is_first)
         self._next_line = float("inf")
-        if self._events is None and importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            # what an interrupted run wrote for this iteration and later ones is hidden
-            self._events = SummaryWriter(str(self._directory.path), purge_step=row["iteration"])
-        if self._events is not None:
-            for key, value in row.items():
-                if value is not None and key not in ("iteration", "unix_time"):
-                    self._events.add_scalar(_tag(key), value, row["iteration"])
-            self._events.flush()
+        self._events.add(row["iteration"], row)
 
     def finish(self) -> None:
         """Draw reward.png and print the summary of all rows."""
-        rows = self._directory.rows()
+        rows = self._files.metrics.rows()
         if not rows:
             return
-        plot(rows, self._directory.path / "reward.png", self._title)
+        plot(rows, self._files.out / "reward.png", self._title)
         figures = summary(rows)
         self._say(
             f"\nheld-out accuracy now {_shown(figures['accuracy'], '.3f')}, "
@@ -111,7 +96,7 @@ class Report:
             f"resharding {figures['reshard_seconds']:.2f} s of {figures['seconds']:.0f} s\n"
             f"{figures['bytes_received']:,} bytes received, {figures['bytes_least']:,} the least possible\n"
             f"largest log-prob difference, vLLM against the trainer: {_shown(figures['logprob_diff'], '.1e')}\n"
-            f"written to {self._directory.path}"
+            f"written to {self._files.out}"
         )
 
     def _show(self, row: Row, headed: bool) -> None:
@@ -170,14 +155,6 @@ def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def _tag(key: str) -> str:
-    if key.startswith(("reshard", "bytes")):
-        return f"reshard/{key.removeprefix('reshard_')}"
-    if key.endswith("_seconds"):
-        return f"time/{key.removesuffix('_seconds')}"
-    return f"{_GROUPS.get(key.removesuffix('_mean'), 'train')}/{key}"
 
 
 def _values(rows: Sequence[Row], key: str) -> list[float]:

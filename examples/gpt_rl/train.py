@@ -32,9 +32,9 @@ from typing import TextIO
 
 from rich.console import Console
 
-from examples.gpt_rl.run_state import RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
 from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
+from hybrid_engine.rl.run_files import RunFiles
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_FOR_OTHERS = 20  # to say what went wrong, before a rank that only heard of it does
@@ -55,12 +55,12 @@ def main() -> None:
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
     try:
         settings = load_settings(options.config, _world_size(), options.overrides)
-        directory = RunDirectory(options.out)
-        directory.check(settings.fingerprint(), options.resume)
-        lock = directory.lock() if rank == 0 else None
+        files = run_files(options.out)
+        files.check(settings.fingerprint(), options.resume)
+        lock = files.lock() if rank == 0 else None
         options.out.mkdir(parents=True, exist_ok=True)
         _log_to(options.out / f"log-rank{rank}.txt", terminal)
-        run(settings, directory, options.resume, Console(file=terminal, quiet=rank != 0))
+        run(settings, files, options.resume, Console(file=terminal, quiet=rank != 0))
         if lock is not None:
             lock.close()
     except Exception as error:
@@ -68,46 +68,47 @@ def main() -> None:
         os._exit(1)  # other ranks may wait for this one inside a library; a process that is gone ends their wait
 
 
-def run(settings: Settings, directory: RunDirectory, resume: bool, console: Console) -> None:
+def run_files(out: Path) -> RunFiles:
+    """The files of a run. Checkpoint 0, after the warm-up, is also the reference, so it stays."""
+    return RunFiles(out, "iteration", num_kept=2)
+
+
+def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> None:
     """Build the engines and train until done or asked to stop. Only rank 0's console shows anything."""
     from examples.gpt_rl.report import Report
     from examples.gpt_rl.trainer import Trainer
     from hybrid_engine import ActorHybridWorker
 
-    before = directory.progress() if resume else None
-    reported = {row["iteration"] for row in directory.rows()}
-    if before is not None and before.iteration in reported and before.iteration >= settings.rl.iterations:
-        _say(console, f"The run is finished: {before.iteration} iterations are done. Ask for more, or --no-resume.")
+    before = files.progress() if resume else None
+    if before is not None and before.step >= settings.rl.iterations and files.metrics.has(before.step):
+        _say(console, f"The run is finished: {before.step} iterations are done. Ask for more, or --no-resume.")
         return
     report: AbstractContextManager[Report | None] = nullcontext()
     if not console.quiet:
-        report = Report(console, directory, settings.title())
+        report = Report(console, files, settings.title())
     with report as shown:
         worker = ActorHybridWorker(settings.engine, load_weights=before is None)
         if shown is not None:  # rank 0
-            if before is None:
-                directory.start_over(settings.fingerprint())
-            else:
-                directory.resume(before)
+            files.begin(settings.fingerprint(), resume)
             shown.begin()
         worker.barrier("preparing the run's directory")
         if settings.engine.critic_config is not None:
             _say(console, str(worker.memory_plan()))
         on_progress = [shown.show_progress] if shown is not None else []
-        trainer = Trainer(worker, settings, directory, StopRequest(console).is_made, *on_progress)
+        trainer = Trainer(worker, settings, files, StopRequest(console).is_made, *on_progress)
         for row in trainer.run():
             if shown is not None:
                 shown.add(row)
         if settings.engine.critic_config is not None and worker.rank == 0:
-            (directory.path / "memory.txt").write_text(worker.memory_report() + "\n")
+            (files.out / "memory.txt").write_text(worker.memory_report() + "\n")
         worker.shutdown()
     if shown is not None:
         shown.finish()
-    after = directory.progress()
+    after = files.progress()
     if after is None:
         _say(console, "Stopped in the warm-up, of which nothing is kept.")
-    elif after.iteration < settings.rl.iterations:
-        _say(console, f"Stopped after iteration {after.iteration}; the same command goes on from there.")
+    elif after.step < settings.rl.iterations:
+        _say(console, f"Stopped after iteration {after.step}; the same command goes on from there.")
 
 
 class StopRequest:

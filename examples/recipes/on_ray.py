@@ -45,13 +45,12 @@ class TrainerRank:
         os.environ.update(environment)
         from rich.console import Console
 
-        from examples.gpt_rl.run_state import RunDirectory
         from examples.gpt_rl.settings import load_settings
-        from examples.gpt_rl.train import run
+        from examples.gpt_rl.train import run, run_files
 
         out.mkdir(parents=True, exist_ok=True)
         settings = load_settings(config, int(environment["WORLD_SIZE"]), overrides)
-        run(settings, RunDirectory(out), True, Console(quiet=environment["RANK"] != "0"))
+        run(settings, run_files(out), True, Console(quiet=environment["RANK"] != "0"))
 
 
 def actor_in(group: PlacementGroup, bundle: int, kind: type, **options: Any) -> Any:

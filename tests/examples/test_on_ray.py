@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
 from examples.recipes import on_ray
 from tests.examples.launched import short_config
 from tests.harness.launch import REPO_ROOT
@@ -37,11 +37,11 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.engines
 def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": NUM_ITERATIONS})
-    directory, failures = RunDirectory(tmp_path / "run"), []
+    directory, failures = run_files(tmp_path / "run"), []
 
     def run() -> None:
         try:
-            on_ray.run(str(config), 2, directory.path)
+            on_ray.run(str(config), 2, directory.out)
         except BaseException as error:
             failures.append(error)
 
@@ -49,16 +49,16 @@ def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     running.start()
     killed = []
     for number, name in ((1, b"ray::TrainerRank.train"), (2, b"ray::VllmActor")):
-        wait(lambda number=number: bool(failures) or len(directory.rows()) > number)
+        wait(lambda number=number: bool(failures) or len(directory.metrics.rows()) > number)
         killed.append(processes(name)[0])
         os.kill(killed[-1], signal.SIGKILL)
     running.join(300)
     assert not failures
     assert not running.is_alive()
-    rows = directory.rows()
+    rows = directory.metrics.rows()
     assert [row["iteration"] for row in rows] == list(range(NUM_ITERATIONS + 1))
     assert all(row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4 for row in rows[1:])
-    assert directory.progress().iteration == NUM_ITERATIONS
+    assert directory.progress().step == NUM_ITERATIONS
 
 
 def wait(is_done: Callable[[], bool]) -> None:

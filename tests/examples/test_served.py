@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
 from tests.examples.launched import short_config
 from tests.harness.launch import REPO_ROOT
 
@@ -32,7 +32,7 @@ def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
         f"{done.stdout}\n{done.stderr}\n{(tmp_path / 'runs' / 'server.txt').read_text()[-3000:]}"
     )
     assert "is paused: True, version: none" in done.stdout
-    before, after = RunDirectory(tmp_path / "run").rows()
+    before, after = run_files(tmp_path / "run").metrics.rows()
     assert before["weight_version"] < after["weight_version"]
     assert after["bytes_received"] == after["bytes_least"] == WHOLE_MODEL
     assert after["logprob_diff"] < 1e-4

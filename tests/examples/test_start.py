@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from examples.gpt_rl import settings
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.harness.processes import is_running, wait_until
@@ -52,7 +52,7 @@ def refusal(out: Path, *options: str, environment: dict[str, str] | None = None)
 
 
 def test_the_second_job_leaves_the_first_alone(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path).lock():
+    with run_files(tmp_path).lock():
         for options in ((), ("--no-resume",)):
             output = refusal(tmp_path, *options)
             assert f"another job is writing {tmp_path}: process {os.getpid()} on {os.uname().nodename}" in output
@@ -61,7 +61,7 @@ def test_the_second_job_leaves_the_first_alone(tmp_path: Path) -> None:
 
 def test_what_is_not_a_run_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    assert "--out: " in refusal(tmp_path, "--no-resume")
+    assert "so it is not a run" in refusal(tmp_path, "--no-resume")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     assert "NotADirectoryError" in refusal(tmp_path / "thesis.tex")
 
@@ -86,7 +86,7 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.communicate()
-    RunDirectory(tmp_path).lock().close()
+    run_files(tmp_path).lock().close()
 
 
 def test_signals_ask_for_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
+from hybrid_engine.rl.run_files import RunFiles
 from tests.examples.launched import Terminal, finish, short_config, start
 
 # of a row, what must not depend on the clock or on having been interrupted
@@ -28,7 +29,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.engines
 @pytest.mark.slow
 def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
-    out, directory = tmp_path / "run", RunDirectory(tmp_path / "run")
+    out, directory = tmp_path / "run", run_files(tmp_path / "run")
     process = start(config, out)
     wait_for_rows(directory, 2, process)
     process.send_signal(signal.SIGINT)
@@ -37,10 +38,10 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert "Traceback" not in output
     assert process.returncode == 128 + signal.SIGINT
     check_progress(output)
-    rows = directory.rows()
+    rows = directory.metrics.rows()
     last = rows[-1]["iteration"]
     assert [row["iteration"] for row in rows] == list(range(last + 1))
-    assert directory.progress().iteration == last
+    assert directory.progress().step == last
     assert (out / "reward.png").is_file()
     check_rows(rows)
 
@@ -56,7 +57,7 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert again.returncode == 0, output
     assert [line for line in shown if len(line) > 80 and str(copy) not in line] == []
     assert [line.split()[0] for line in shown if line.split()[1:2]][: last + 2] == ["iter", *map(str, range(last + 1))]
-    resumed = RunDirectory(copy).rows()
+    resumed = run_files(copy).metrics.rows()
     assert [row["iteration"] for row in resumed] == list(range(last + 1))
     assert resumed[:-1] == rows[:-1]
     assert {key: resumed[-1][key] for key in RESULTS} == {key: rows[-1][key] for key in RESULTS}
@@ -83,7 +84,7 @@ def test_fsdp_needs_no_megatron_and_goes_on_with_other_ranks(tmp_path: Path) -> 
         output = finish(process)
         assert process.returncode == 0, output
         check_terminal(output)
-    rows = RunDirectory(out).rows()
+    rows = run_files(out).metrics.rows()
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     check_rows(rows, num_ranks=[2, 2, 1])
 
@@ -102,9 +103,9 @@ def test_bad_configuration_ends_at_once(config: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def wait_for_rows(directory: RunDirectory, count: int, process: subprocess.Popen[str], timeout: float = 200) -> None:
+def wait_for_rows(directory: RunFiles, count: int, process: subprocess.Popen[str], timeout: float = 200) -> None:
     started = time.monotonic()
-    while len(directory.rows()) < count:
+    while len(directory.metrics.rows()) < count:
         if process.poll() is not None or time.monotonic() - started > timeout:
             pytest.fail(f"no {count} rows after {timeout} s or an early end:\n{finish(process, timeout=1)}")
         time.sleep(0.1)

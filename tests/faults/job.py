@@ -1,7 +1,7 @@
 """The example as a job under torchrun, with a fault in one function of one rank, and what came of it.
 
 job = Job(directory)                                      # its configuration and OUT
-outcome = job.run(Fault("kill", "examples.gpt_rl.trainer:Trainer._update", rank=1))
+outcome = job.run(Fault("kill", "hybrid_engine.rl.loop:Loop._update", rank=1))
 assert outcome.seconds < 30 and "rank 1" in outcome.terminal and outcome.leftovers == []
 assert job.run().status == 0                              # taken up and finished
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
 from tests.examples.launched import short_config
 from tests.faults.running import Outcome, Running
 
@@ -33,7 +33,7 @@ class Fault:
 
     Attributes:
         kind: "raise" a FaultError, "kill" the process itself by SIGKILL, or "stop" it by SIGSTOP.
-        where: module:function, e.g. "examples.gpt_rl.trainer:Trainer._update"; it happens as the function is entered.
+        where: module:function, e.g. "hybrid_engine.rl.loop:Loop._update"; it happens as the function is entered.
         rank: on which it happens.
         call: at which call, counted from 1.
     """
@@ -120,8 +120,8 @@ class Job:
     @property
     def iteration(self) -> int:
         """The last that is complete, with its checkpoint; -1 before the warm-up is."""
-        progress = RunDirectory(self.out).progress()
-        return -1 if progress is None else progress.iteration
+        progress = run_files(self.out).progress()
+        return -1 if progress is None else progress.step
 
     def rows(self) -> list[dict[str, Any]]:
-        return RunDirectory(self.out).rows()
+        return run_files(self.out).metrics.rows()

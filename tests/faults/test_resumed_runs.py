@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
 from tests.examples.launched import finish, short_config, start
 from tests.harness.launch import REPO_ROOT, Ranks
 
@@ -23,7 +23,7 @@ def rows_of(config: Path, out: Path, *iterations: int) -> list[dict[str, Any]]:
         output = finish(process)
         assert process.returncode == 0, output
         assert "critic train" in output, "the memory plan"
-    return RunDirectory(out).rows()
+    return run_files(out).metrics.rows()
 
 
 def test_a_critic_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.train import run_files
 from tests.faults.job import Fault, Job
 from tests.faults.running import can_mount
 from tests.harness.processes import wait_until
@@ -27,7 +27,7 @@ SECONDS_TO_START = 200
 SECONDS_OF_TORCHRUN = 30
 """torchrun's own patience after Ctrl-C, where it is not told another."""
 
-UPDATE = Fault("stop", "examples.gpt_rl.trainer:Trainer._update", call=2)
+UPDATE = Fault("stop", "hybrid_engine.rl.loop:Loop._update", call=2)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[..., None]) -> None:
-    run = RunDirectory(job.out)
+    run = run_files(job.out)
     with job.started() as first:
-        wait_until(lambda: len(run.rows()) > 1, SECONDS_TO_START)
+        wait_until(lambda: len(run.metrics.rows()) > 1, SECONDS_TO_START)
         logs = {path: path.read_text() for path in job.out.glob("log-rank*.txt")}
         second = job.run(None, "--no-resume")
         record(fault="a second job in the same directory", **second.row(), seconds_in_all=round(second.total_seconds))
-        rows = len(run.rows())
-        wait_until(lambda: len(run.rows()) > rows, SECONDS_TO_START)
+        rows = len(run.metrics.rows())
+        wait_until(lambda: len(run.metrics.rows()) > rows, SECONDS_TO_START)
         first.launcher.send_signal(signal.SIGINT)
         first.wait(SECONDS_TO_START)
     assert second.status == 1
@@ -51,22 +51,22 @@ def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[...,
     assert second.terminal.count(f"another job is writing {job.out}: process ") == 1
     assert len(logs) == 2
     assert all(path.read_text().startswith(text) for path, text in logs.items())
-    iterations = [row["iteration"] for row in run.rows()]
+    iterations = [row["iteration"] for row in run.metrics.rows()]
     assert iterations == list(range(len(iterations)))
     assert "Stopped after iteration" in first.outcome().terminal
 
 
 def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None]) -> None:
-    run = RunDirectory(job.out)
-    before = len(run.rows())
+    run = run_files(job.out)
+    before = len(run.metrics.rows())
     with job.started() as running:
-        wait_until(lambda: len(run.rows()) > before, SECONDS_TO_START)
+        wait_until(lambda: len(run.metrics.rows()) > before, SECONDS_TO_START)
         running.launcher.kill()
         started = time.monotonic()
         running.wait(60)
         seconds = time.monotonic() - started
     outcome = running.outcome()
-    again = job.run(None, f"rl_config.iterations={len(run.rows())}")
+    again = job.run(None, f"rl_config.iterations={len(run.metrics.rows())}")
     record(fault="SIGKILL of torchrun", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=again.status == 0)
     assert seconds < 10
     assert outcome.leftovers == []
@@ -75,8 +75,8 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
 
 def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]) -> None:
     """Long for torchrun's default patience: one rank is stopped for that time, in the middle of an iteration."""
-    run = RunDirectory(job.out)
-    before = run.progress().iteration
+    run = run_files(job.out)
+    before = run.progress().step
     with job.started(UPDATE, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
         wait_until(lambda: job.fault_time is not None, SECONDS_TO_START)
         running.launcher.send_signal(signal.SIGINT)
@@ -84,8 +84,8 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
         os.kill(stopped_one(running.processes()), signal.SIGCONT)
         running.wait(SECONDS_TO_START)
     outcome = running.outcome()
-    record(fault="Ctrl-C in an iteration of 35 s", **outcome.row(), resumed=run.progress().iteration == before + 2)
-    assert run.progress().iteration == before + 2
+    record(fault="Ctrl-C in an iteration of 35 s", **outcome.row(), resumed=run.progress().step == before + 2)
+    assert run.progress().step == before + 2
     assert f"Stopped after iteration {before + 2}; the same command goes on" in outcome.terminal
     assert outcome.leftovers == []
 
@@ -93,7 +93,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
 def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Callable[..., None]) -> None:
     """While a checkpoint is written; then there is room again."""
     job = Job(tmp_path, out=checkpoints_disk / "run")
-    run = RunDirectory(job.out)
+    run = run_files(job.out)
     outcome = job.run()
     record(fault="the disk fills up while a checkpoint is written", **outcome.row())
     assert outcome.status == 1
@@ -101,12 +101,12 @@ def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Calla
     assert "no space left on device" in outcome.terminal
     assert f"MB free on {checkpoints_disk}" in outcome.terminal
     assert f"{run.checkpoints}/iteration-" in outcome.terminal
-    reached = run.progress().iteration
+    reached = run.progress().step
 
     subprocess.run(["mount", "-o", "remount,size=200m", str(checkpoints_disk)], check=True)
     again = job.run(None, f"rl_config.iterations={reached + 2}")
     assert again.status == 0, again.terminal
-    assert [row["iteration"] for row in run.rows()] == list(range(reached + 3))
+    assert [row["iteration"] for row in run.metrics.rows()] == list(range(reached + 3))
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_damaged_directory_is_refused_and_left_as_it_is(
         assert trained.run(None, "rl_config.iterations=1").status == 0
     copy = Job(tmp_path)
     shutil.copytree(trained.out, copy.out)
-    (path,) = RunDirectory(copy.out).checkpoint(copy.iteration).rglob(damage)
+    (path,) = run_files(copy.out).checkpoint(copy.iteration).rglob(damage)
     if damage == "progress.json":
         path.write_text(path.read_text()[:20])
     else:
