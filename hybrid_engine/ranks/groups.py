@@ -255,8 +255,23 @@ def _connected(world: World, name: str, ranks: Sequence[int], timeout_seconds: f
     gloo = dist.ProcessGroupGloo
     store, options = world.part(f"groups/{name}"), gloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
-    device = gloo.create_device(hostname=world.address) if world.address else gloo.create_default_device()
-    options._devices = [device]
+    options._devices = [_listening(world)]
     group = gloo(store, ranks.index(world.rank), len(ranks), options)
     own_groups.add(group)
     return group
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names the interface on which gloo listens, or several; torch reads it in its own groups
+alone."""
+
+
+def _listening(world: World) -> object:
+    """Where this process listens: at the world's address, on the interface that the user names, or where torch does, at
+    the address of the host's name."""
+    gloo = dist.ProcessGroupGloo
+    if world.address:
+        return gloo.create_device(hostname=world.address)
+    if interface := os.environ.get(_INTERFACE, "").partition(",")[0]:
+        return gloo.create_device(interface=interface)
+    return gloo.create_default_device()

@@ -73,7 +73,7 @@ class Invitation(Told, frozen=True, kw_only=True):
         num_workers: of this server.
         size: of the job.
         settings: see `SWITCH_KEYS`.
-        address: of the interface on which the job's groups listen.
+        address: of the interface on which the job's groups listen; None: each rank's own towards the store.
     """
 
     place: str
@@ -121,13 +121,30 @@ class Invitation(Told, frozen=True, kw_only=True):
 
     def world(self, rank: int, *, may_end: bool = True) -> World:
         """The job's, for one of its ranks; raises as `store`."""
-        return World(self.store(), rank, self.size, may_end=may_end, address=self.address)
+        store = self.store()
+        address = self.address or _address_towards(self.place)
+        return World(store, rank, self.size, may_end=may_end, address=address)
 
 
 _NAME = re.compile(r"hybrid_engine/[0-9a-f]{32}")
 _DIRECTORY, _FILE = "hybrid-engine-", "store"
 _SECONDS_FOR_A_FILE = timedelta(seconds=10)
 """To open the store's file: one that is gone, with those who invited, does not come back."""
+
+
+def _address_towards(place: str) -> str | None:
+    """This process's address on the way to a store; None where that is a file.
+
+    By itself, gloo listens at the address of the host's name, often the loopback's, where no other host reaches it.
+    """
+    kind, _, where = place.partition(":")
+    if kind != "tcp":
+        return None
+    host, _, port = where.rpartition(":")
+    ((family, _, _, _, there), *_) = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect(there)
+        return str(probe.getsockname()[0])
 
 
 class Update(Told, frozen=True, kw_only=True):

@@ -227,3 +227,13 @@ def test_a_device_that_has_failed_is_not_waited_for(calls: list[str], monkeypatc
     monkeypatch.setattr(torch.cuda.Event, "query", failed)
     end_groups("cuda:nccl", "cpu:gloo")
     assert calls == ["record", "end", "end"]
+
+
+def test_groups_listen_on_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own do."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    RankGroup(World(dist.HashStore(), 0, 1), "named", [0], LOST_SECONDS).close()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        RankGroup(World(dist.HashStore(), 0, 1), "unknown", [0], LOST_SECONDS)
+    RankGroup(World(dist.HashStore(), 0, 1, address="127.0.0.1"), "at an address", [0], LOST_SECONDS).close()

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from hybrid_engine.errors import ConfigError, MessageError, ServerError
 from hybrid_engine.serving.clients import HttpServer
-from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace
+from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace
 
 
 @pytest.fixture
@@ -103,6 +103,18 @@ def test_across_hosts_both_sides_have_the_token(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(TOKEN)
     with pytest.raises(ConfigError, match=TOKEN):
         signed.store()
+
+
+def test_across_hosts_each_rank_listens_where_it_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the address of its host's name, which is the loopback's on many hosts."""
+    monkeypatch.setenv(TOKEN, "secret")
+    place = MeetingPlace("127.0.0.5")
+    assert invitation_to(place).signed().world(0).address == "127.0.0.1"  # whence Linux speaks to its own loopback
+    monkeypatch.delenv(TOKEN)
+
+
+def test_on_one_host_the_invitation_says_where_ranks_listen(place: MeetingPlace) -> None:
+    assert invitation_to(place, address=LOOPBACK).world(0).address == LOOPBACK
 
 
 @pytest.mark.parametrize(
