@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +55,11 @@ _SERVER.set_forkserver_preload(
         "tests.harness.frozen",
     ]
 )
+
+
+def start_fork_server() -> None:
+    """Start the server from which ranks are forked, where the first launch is not to: it has this thread's network."""
+    forkserver.ensure_running()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.hosts import Host
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PLAIN = (
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
@@ -75,28 +77,39 @@ def serving(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
+    host: Host | None = None,
 ) -> Iterator[Server]:
     """A server of the model, on a port of the loopback (default: a free one); afterwards none of its processes is left.
 
-    `directory`: for its log.
+    Args:
+        model: its directory.
+        directory: for its log.
+        host: it runs there, at the address of the link; default: here. `model` is then a path there, and `directory`
+            one here.
     """
     directory.mkdir(parents=True, exist_ok=True)
     log, port_file = directory / "server.log", directory / "port"
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", __name__, str(port_file), str(port or 0), str(model), *arguments]
+    address = host.address if host else "127.0.0.1"
+    command = [sys.executable, "-m", __name__, str(port_file), address, str(port or 0), str(model), *arguments]
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # what an engine in this process has set there, or a launcher, is not meant for a server
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
     settings = {**inherited, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
+    place = host.command() if host else []  # which become the server
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=settings, start_new_session=True)
+        process = subprocess.Popen([*place, *command], stdout=out, stderr=out, env=settings, start_new_session=True)
     try:
-        yield _once_up(process, port_file, log)
+        with host.network() if host else contextlib.nullcontext():
+            server = _once_up(process, port_file, address, log)
+        yield server
     finally:
         _end(process)
 
 
-def _once_up(process: subprocess.Popen[bytes], port_file: Path, log: Path, seconds: float = 300) -> Server:
+def _once_up(
+    process: subprocess.Popen[bytes], port_file: Path, address: str, log: Path, seconds: float = 300
+) -> Server:
     import requests
 
     deadline = time.monotonic() + seconds
@@ -105,8 +118,8 @@ def _once_up(process: subprocess.Popen[bytes], port_file: Path, log: Path, secon
             break
         if port_file.is_file() and (port := port_file.read_text()):
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
-                    return Server(f"http://127.0.0.1:{port}", process.pid, log)
+                if requests.get(f"http://{address}:{port}/health", timeout=5).ok:
+                    return Server(f"http://{address}:{port}", process.pid, log)
         time.sleep(0.1)
     raise AssertionError(f"the server is not up:\n{log.read_text()[-5000:]}")
 
@@ -132,7 +145,7 @@ def main() -> None:
 
     from hybrid_engine.backends.vllm.isolation import register_model_class
 
-    port_file, wanted, model, *arguments = sys.argv[1:]
+    port_file, address, wanted, model, *arguments = sys.argv[1:]
     is_spawning = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
     if not (is_spawning or torch.cuda.is_available()):  # of which a fork has nothing
         fork_processes()
@@ -140,9 +153,9 @@ def main() -> None:
     register_model_class(model)  # else vLLM starts a process of its own to look at the class
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", int(wanted)))
+        probe.bind((address, int(wanted)))
         port = str(probe.getsockname()[1])
-    sys.argv = ["server", "--model", model, "--host", "127.0.0.1", "--port", port, *arguments]
+    sys.argv = ["server", "--model", model, "--host", address, "--port", port, *arguments]
     Path(port_file).write_text(port)
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 

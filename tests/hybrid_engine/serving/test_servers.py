@@ -111,8 +111,8 @@ def checksums(server: HttpServer) -> dict[str, str]:
     return sums
 
 
-def complete(server: HttpServer, max_tokens: int) -> list[Any]:
-    body = {"prompt": PROMPTS, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+def complete(server: HttpServer, max_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
     choices = server.post("v1/completions", {**body, "return_tokens_as_token_ids": True})["choices"]
     return [(tuple(each["token_ids"]), tuple(each["logprobs"]["token_logprobs"])) for each in choices]
 
