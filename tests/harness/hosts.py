@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -79,6 +80,10 @@ class Host:
         (line,) = [each for each in self._net("dev") if each.strip().startswith(f"{LINK}:")]
         counts = line.partition(":")[2].split()
         return {"received": int(counts[0]), "sent": int(counts[8])}
+
+    def set_link(self, state: Literal["up", "down"]) -> None:
+        """Where it is down, the other host sends and nothing answers."""
+        _run(f"ip link set {LINK} {state}", self)
 
     def listeners(self) -> set[str]:
         """ADDRESS:PORT of all that listens for TCP there."""

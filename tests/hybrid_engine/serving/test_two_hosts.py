@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from hybrid_engine import ActorHybridWorker
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
 from hybrid_engine.switch.report import ReshardReport
@@ -22,7 +24,15 @@ from tests.harness.hosts import Host, two_hosts
 from tests.harness.launch import Ranks, start_fork_server
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint, write_config
-from tests.hybrid_engine.serving.test_servers import PROMPTS, TP2, checksums, complete, config_of, train_step
+from tests.hybrid_engine.serving.test_servers import (
+    PROMPTS,
+    TP2,
+    checksums,
+    complete,
+    config_of,
+    train_step,
+    write_model,
+)
 from tests.zoo.families import served_config
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -30,6 +40,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 SERVERS = {"tp1": (), "tp2": TP2}
 NUM_TRAINERS, NUM_VERSIONS, MAX_TOKENS = 2, 3, 8
+LOST_SECONDS = 15
 SECRET = "of these two hosts"
 ANYWHERE = ("0.0.0.0:", ":::")
 BESIDE, BESIDE_WITH_A_JOIN = 0.01, 0.02
@@ -165,3 +176,79 @@ def assert_cold(away: Host, checkpoint: Path, published: Published) -> None:
         cold = [HttpServer(url, 60) for url in urls]
         assert [checksums(server) for server in cold] == published.sums
         assert [answers_of(server) for server in cold] == published.answers
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A publish during which the link was cut, and one after it was mended.
+
+    Attributes:
+        error: which the first one raised. seconds: until then.
+        is_as_before: the training weights were, bit for bit.
+        version: on the server, after the second one.
+    """
+
+    error: str
+    seconds: float
+    is_as_before: bool
+    version: str
+
+
+def publish_over_a_cut_link(host: Host, away: Host, url: str) -> dict[str, Cut]:
+    os.environ[TOKEN] = SECRET
+    with host.entered():
+        keys = {"server_address": host.address, "timeout_seconds": LOST_SECONDS}
+        config = config_of("/tmp/model", [url], {"tensor_model_parallel_size": 2}, **keys)
+        with ActorHybridWorker(config) as worker:
+            worker.sharding.publish()
+            worker.sharding.withdraw()
+            return {when: _cut(worker, away, HttpServer(url, 60), when) for when in ("before it", "within it")}
+
+
+def _cut(worker: ActorHybridWorker, away: Host, server: HttpServer, when: str) -> Cut:
+    flats = worker.sharding.trainer.weights.buffers()
+    before = {name: flat.clone() for name, flat in flats.items()}
+
+    def cut() -> None:
+        if worker.rank == 0:
+            away.set_link("down")
+        worker.barrier("cut")
+
+    manager = worker.sharding._connected()
+    with pytest.MonkeyPatch.context() as patch:
+        if when == "before it":
+            cut()
+        else:  # the server has begun
+            enter = manager.enter
+            patch.setattr(manager, "enter", lambda target: (cut(), enter(target)))
+        started = time.monotonic()
+        with pytest.raises(HybridEngineError) as caught:
+            worker.sharding.publish()
+        seconds = time.monotonic() - started
+    is_as_before = all(torch.equal(flat, before[name]) for name, flat in flats.items())
+    if worker.rank == 0:
+        away.set_link("up")
+    worker.barrier("mended")
+    worker.sharding.publish()
+    version = server.get("weight_info")["weight_version"] if worker.rank == 0 else ""
+    worker.sharding.withdraw()
+    return Cut(str(caught.value), seconds, is_as_before, version)
+
+
+def test_trainers_outlive_a_link_that_is_cut(engines: Ranks, hosts: tuple[Host, Host]) -> None:
+    trainers, away = hosts
+    model = write_model(trainers.path("/tmp/model"), "qwen2")
+    shutil.copytree(model, away.path("/tmp/model"))
+    start_fork_server()
+    arguments = "/tmp/model", away.path("/tmp/server"), *FILLED, *PLAIN
+    with serving(*arguments, environment={TOKEN: SECRET}, host=away) as server, trainers.network():
+        found = engines.launch(publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300)
+    for by_rank in found:
+        for cut in by_rank.values():
+            assert cut.seconds < LOST_SECONDS + 20
+            assert cut.is_as_before
+        assert (
+            "asking the servers for a switch" in by_rank["before it"].error or server.url in by_rank["before it"].error
+        )
+        assert "a server was lost in a switch" in by_rank["within it"].error
+    assert [cut.version for cut in found[0].values()] == ["0", "0"]
