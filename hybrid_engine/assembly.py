@@ -233,11 +233,12 @@ def build_parts(
     *,
     rollout_config: Mapping[str, Any] | None = None,
     train_config: Mapping[str, Any] | None = None,
+    shard: bool = True,
     enable_reshard: bool = True,
     compress_reshard: bool = False,
     compression_dtype: torch.dtype | str = torch.bfloat16,
 ) -> EngineParts[ShardedModel]:
-    """Shard the model, unless it is, and build vLLM for it. Collective.
+    """Shard the model, unless it is or stays whole, and build vLLM for it. Collective.
 
     `owner` ends what is made here; the other arguments are `HybridEngine`'s. Raises, on all ranks: ConfigError,
     UnknownModelError, ModelError, each with everything that is wrong.
@@ -254,17 +255,26 @@ def build_parts(
     job = owner.enter_context(closing(Job.join(values.get("timeout_seconds", GenerateConfig().timeout_seconds))))
     with job.agreement.building():
         with job.agreement.phase("checking the configuration"):
-            fsdp = read_train_config(train_config or {}, job.world_size)
+            if not shard and train_config is not None:
+                raise ConfigError([Violation("train_config", "says how to shard, and shard is False", "Leave one out")])
+            is_whole = not (shard or is_sharded(model))
+            fsdp = _copies(job.world_size) if is_whole else read_train_config(train_config or {}, job.world_size)
             config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
             check_inference(config, job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
-            if train_config is not None or not is_sharded(model):
+            if shard and (train_config is not None or not is_sharded(model)):
                 shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
-            train = ShardedModel(model, table, job.rank, lora_delivery=config.generate_config.lora_delivery)
+            delivery = config.generate_config.lora_delivery
+            train = ShardedModel(model, table, job.rank, lora_delivery=delivery, is_whole=is_whole)
             owner.callback(train.close)  # once all of it is back on the device
         lora = train.weights.lora
         return put_beside(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
+
+
+def _copies(num_ranks: int) -> FsdpConfig:
+    """What a model is that every rank has whole."""
+    return FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=num_ranks) if num_ranks > 1 else FsdpConfig()
 
 
 def _checked_config(

@@ -58,6 +58,8 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             his own loop. LoRA is added to the weights on their way, or delivered apart (`lora_delivery: adapter`).
         rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.loading`.
         train_config: `fsdp_config`, see `config.FsdpConfig`; None: the model is sharded already.
+        shard: False leaves the model as it is. One that is not sharded is whole on every rank then, and the caller's
+            loop keeps the copies alike, as DDP does.
         enable_reshard: False is refused: there is no other way to bring the weights to vLLM.
         compress_reshard: send weights in `compression_dtype`, which vLLM then computes in.
         compression_dtype: a torch dtype or its name.
@@ -89,6 +91,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         model: torch.nn.Module,
         rollout_config: Mapping[str, Any] | None = None,
         train_config: Mapping[str, Any] | None = None,
+        shard: bool = True,
         enable_reshard: bool = True,
         compress_reshard: bool = False,
         compression_dtype: torch.dtype | str = torch.bfloat16,

@@ -24,6 +24,7 @@ from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
 from hybrid_engine.assembly import _model_directory, _tokenizer_directory
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.switch.states import State
 from tests.harness.absent import left_out
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
@@ -155,6 +156,33 @@ def forms(directory: str) -> dict[str, Any]:
     return found
 
 
+def copies(directory: str, with_engine: bool) -> dict[str, Any]:
+    """A model in DDP, whole on each of two ranks, of which vLLM has a half on each; training, with switches or not."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = sharded_models.from_config(Path(directory))
+    wrapped, found = DistributedDataParallel(model), dict[str, Any]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ExitStack() as ends:
+        if with_engine:
+            rollout = {**SEED_ROLLOUT, "verify": "full"}
+            engine = ends.enter_context(HybridEngine(model=model, rollout_config=rollout, shard=False))
+        for step in range(2):
+            if with_engine:
+                with engine.rollout_context():
+                    found[f"answer {step}"] = engine.generate(torch.arange(2, 10)[None], GREEDY)
+                    found[f"misuse {step}"] = _error(lambda: model(torch.ones(1, 2, dtype=torch.int64)))
+                report = engine.sharding.last_report
+                found[f"report {step}"] = (report.tensors_verified, report.bytes_received)
+                engine.sharding.enter(State.TRAIN)
+            rows = torch.arange(2, 18).reshape(2, 8) + dist.get_rank() + step
+            optimizer.zero_grad()
+            wrapped(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+    found["weights"] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
 def told_otherwise(path: Path) -> torch.nn.Module:
     """Another model than that of the directory's config.json, with the same tensors."""
     rope = {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}
@@ -236,6 +264,7 @@ REFUSED: Mapping[str, dict[str, Any]] = {
     "no such files": {"rollout_config": {"model": "/nowhere"}},
     "no adapters": {"rollout_config": {"lora_delivery": "adapter"}},
     "nothing narrower": {"compress_reshard": True, "compression_dtype": torch.float32},
+    "sharded or not": {"train_config": SEED_TRAIN, "shard": False},
 }
 MESSAGES = {
     "not resharded": ["enable_reshard: False"],
@@ -246,6 +275,7 @@ MESSAGES = {
     "a wrong strategy": ["train_config.fsdp_config.sharding_strategy", "Did you mean mixed_precision"],
     "replicas without HYBRID_SHARD": ["train_config.fsdp_config.replicas: 2 with sharding_strategy FULL_SHARD"],
     "nothing narrower": ["float32 is not narrower than the training dtype float32"],
+    "sharded or not": ["ConfigError", "train_config: says how to shard, and shard is False"],
     "no adapters": ["ConfigError", "generate_config.lora_delivery: adapter, but the model has no active LoRA"],
     "several dtypes": [
         "ModelError",
@@ -299,6 +329,19 @@ def test_the_seed_learns_what_it_generated(of_the_seed: list[dict[str, Any]]) ->
         assert found["responses"][0].shape == (2, 12)
         assert torch.equal(found["responses"][0][:, :8], torch.arange(2, 18).reshape(2, 8))
         assert torch.equal(found["responses"][0], of_the_seed[0]["responses"][0])
+
+
+def test_copies_of_a_model_train_as_without_an_engine(engines: Ranks, directory: str) -> None:
+    calls = {"with": (copies, (directory, True)), "without": (copies, (directory, False))}
+    outcomes = engines.launch_in_turn(2, calls)
+    for rank, (found, plain) in enumerate(zip(outcomes["with"], outcomes["without"], strict=True)):
+        assert all(map(torch.equal, found["weights"], plain["weights"]))
+        for step in range(2):
+            verified, received = found[f"report {step}"]
+            assert verified > 0
+            assert received == 0, "each rank has all of it"
+            assert "StateError" in found[f"misuse {step}"]
+            assert torch.equal(found[f"answer {step}"], outcomes["with"][1 - rank][f"answer {step}"])
 
 
 def test_prefetch_changes_nothing_but_the_time(seeds: Outcomes) -> None:

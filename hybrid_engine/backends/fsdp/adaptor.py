@@ -210,6 +210,7 @@ class FsdpAdaptor:
     Args:
         model: sharded by `fully_shard`.
         delivery: of its LoRA; "merge" takes memory for the sums.
+        is_whole: it is not sharded; see `ShardedTensors`.
 
     Attributes:
         packed: canonical name -> where it lies in the whole parameters.
@@ -222,9 +223,16 @@ class FsdpAdaptor:
         ConfigError: for LoRA that cannot be delivered by itself.
     """
 
-    def __init__(self, model: torch.nn.Module, table: ModelTable, rank: int, delivery: LoraDelivery = "merge") -> None:
-        self.model, self.table, self.rank = model, table, rank
-        self.tensors = ShardedTensors(model)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        table: ModelTable,
+        rank: int,
+        delivery: LoraDelivery = "merge",
+        is_whole: bool = False,
+    ) -> None:
+        self.model, self.table, self.rank, self._is_whole = model, table, rank, is_whole
+        self.tensors = ShardedTensors(model, is_whole)
         reading = read_model_weights(model, self.tensors.tensors, table, delivery)
         self.packed, self.lora, self._names = reading.packed, reading.lora, reading.names
         merged = reading.names.loras if delivery == "merge" else ()
@@ -295,7 +303,7 @@ class FsdpAdaptor:
     @property
     def merged(self) -> FsdpAdaptor:
         """The same model with LoRA added: what a checkpoint is written from."""
-        return self if self.lora is None else FsdpAdaptor(self.model, self.table, self.rank)
+        return self if self.lora is None else FsdpAdaptor(self.model, self.table, self.rank, is_whole=self._is_whole)
 
     def zero_padding(self) -> None:
         """Nothing: FSDP pads in memory that no parameter shows."""

@@ -81,6 +81,11 @@ def require_sharded(model: torch.nn.Module) -> None:
     _raise_for("the sharded model cannot be read", found)
 
 
+def require_whole(model: torch.nn.Module) -> None:
+    """Raise ModelError naming everything about a model that is not sharded that cannot be read."""
+    _raise_for("the model cannot be read", [*_of_other_wrappers(model), *_of_dtypes(model), *_of_meta(model)])
+
+
 def _require_all_ranks(model: torch.nn.Module, num_ranks: int) -> None:
     """Raise ModelError for a model that is sharded over some of the job's ranks: the others' weights are others."""
     meshes = [each.device_mesh.mesh for each in model.parameters() if isinstance(each, DTensor)]

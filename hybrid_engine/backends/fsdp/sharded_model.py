@@ -41,6 +41,7 @@ class ShardedModel(GuardedState):
         optimizers: over its parameters; made after `fully_shard`, as FSDP2 asks. One that is made later is noticed at
             its first step.
         lora_delivery: what a switch gets of PEFT's LoRA: "merge" adds it to the weights, "adapter" leaves it apart.
+        is_whole: the model is not sharded: every rank has a copy, and whoever trains keeps them alike, as DDP does.
 
     Attributes:
         weights: what is resharded.
@@ -57,6 +58,7 @@ class ShardedModel(GuardedState):
         rank: int,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         lora_delivery: LoraDelivery = "merge",
+        is_whole: bool = False,
     ) -> None:
         require_torch()
         _require_free(model)
@@ -64,7 +66,7 @@ class ShardedModel(GuardedState):
         self.model = model
         self.optimizers = list(optimizers)
         self.table = table
-        self.weights = FsdpAdaptor(model, table, rank, lora_delivery)
+        self.weights = FsdpAdaptor(model, table, rank, lora_delivery, is_whole)
         super().__init__()
         self._parameter_names: dict[torch.Tensor, str] = {
             tensor: name

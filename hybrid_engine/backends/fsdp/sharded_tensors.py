@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_engine.backends.fsdp.internals import StridedShard, checkpoint_wrapper
-from hybrid_engine.backends.fsdp.model_checks import require_sharded
+from hybrid_engine.backends.fsdp.model_checks import require_sharded, require_whole
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.training_side import dtype_name, flat_storage_of, parts_in_elastic_buffers
 from hybrid_engine.config import FsdpConfig
@@ -26,6 +26,7 @@ class ShardedTensors:
 
     Args:
         model: with `fully_shard` applied to it, after which no parameter may be added or replaced.
+        is_whole: no part of it is sharded: every rank has a copy, and whoever trains keeps them alike.
 
     Attributes:
         tensors: name -> the model's own tensor, as its state dict has it: parameters (DTensors) and persistent buffers.
@@ -40,9 +41,12 @@ class ShardedTensors:
     Raises ModelError with a line for everything about the model that cannot be read.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, is_whole: bool = False) -> None:
         self._model = model
-        require_sharded(model)
+        if is_whole:
+            require_whole(model)
+        else:
+            require_sharded(model)
         reshard(model)
         _move_into_elastic_buffers(model)
         self.tensors = dict(model.state_dict(keep_vars=True))
@@ -98,20 +102,24 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
-    even = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor) and _is_even(parameter)]
+    even = [parameter for parameter in model.parameters() if _is_even(parameter)]
     parts = parts_in_elastic_buffers([local_of(parameter) for parameter in even])
-    moved = {
-        id(each): DTensor.from_local(
-            part, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
-        )
-        for each, part in zip(even, parts, strict=True)
-    }
+    moved = {id(each): _in_place_of(each, part) for each, part in zip(even, parts, strict=True)}
     # a module's parameters keep their identity: optimizers refer to them
     model._apply(lambda tensor: moved.get(id(tensor), tensor))
 
 
-def _is_even(parameter: DTensor) -> bool:
+def _in_place_of(parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return part
+    placed = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, *placed, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _is_even(parameter: torch.nn.Parameter) -> bool:
     """Whether all ranks hold as much of it, all of it contiguous: FSDP then uses the memory that it is given."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel() > 0 and parameter.is_contiguous()
     ranks_by_dim: dict[int, int] = {}
     for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         if isinstance(placement, (Shard, StridedShard)):
