@@ -28,7 +28,7 @@ FLOORS = (
     ("backends",),
     ("assembly", "hybrid_engine", "attaching", "megatron_script"),
     ("trainer",),
-    ("rl",),
+    ("integrations", "rl"),
     ("advisor", "verification", "cli", "__main__", ""),
 )
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
@@ -66,6 +66,7 @@ OUTSIDE = {
     "megatron_script": {"megatron_patches", "torch"},
     "trainer": {"megatron", "megatron_patches", "torch", "transformers"},
     "rl": {"pydantic", "torch"},
+    "integrations": set(),  # frameworks by name, where one is used
     "verification": {"numpy", "safetensors", "torch", "transformers"},
     "verification.cases": set(),
     "cli": {"rich", "typer"},

@@ -1,0 +1,250 @@
+"""TRL: its trainers stay as they are, and vLLM's weights come by a switch of this engine.
+
+    with colocated():                                       GRPOTrainer, and whoever else uses TRL's VLLMGeneration
+        trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True))
+        trainer.train()
+
+    with WeightTransfer() as transfer:                      AsyncGRPOTrainer, and a server with our load format
+        trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
+        transfer.attach(trainer)
+        trainer.train()
+
+What each replaces of TRL, which names the tests compare with the installed one:
+
+    VLLMGeneration._init_vllm         builds no vLLM; `llm` and `sync_weights` are an engine's, which is built at the
+                                      first sync, when accelerate has prepared the model
+    AsyncGRPOTrainer._streaming_iter  yields nothing: every rank takes part in a publish in its place
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module, metadata
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from hybrid_engine.config.keys import FromProgram
+from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
+from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.switch.states import State
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion
+
+NAME = "hybrid_engine"
+"""Of the load format and the weight transfer backend that a server must have."""
+TESTED_VERSION = "1.16"
+"""Of TRL, with any number behind it: what is replaced here is not among the names that TRL keeps."""
+
+
+def require_trl() -> None:
+    """Raise DependencyError where TRL is not installed, or not the one that was tested."""
+    try:
+        found = metadata.version("trl")
+    except metadata.PackageNotFoundError as error:
+        raise DependencyError("TRL is not installed: pip install 'hybrid-engine[trl]'") from error
+    if not f"{found}.".startswith(f"{TESTED_VERSION}."):
+        raise DependencyError(
+            f"trl {found} is installed, and {TESTED_VERSION} was tested: pip install 'trl=={TESTED_VERSION}.*'"
+        )
+
+
+@contextmanager
+def colocated(**rollout_config: Any) -> Iterator[None]:
+    """TRL's trainers that are made inside, with a colocated vLLM, generate by an engine of ours.
+
+    Train inside, too: at the end their engines are shut down, and their models are on the device. `vllm_mode`,
+    `vllm_tensor_parallel_size`, `vllm_gpu_memory_utilization` and `vllm_max_model_length` are TRL's.
+
+    Args:
+        rollout_config: further keys, as `HybridEngine` takes them.
+
+    Raises DependencyError here, ConfigError where a trainer is made that this cannot serve, and at its first
+    generation what `HybridEngine` raises.
+    """
+    require_trl()
+    generation_class = import_module("trl.generation.vllm_generation").VLLMGeneration
+    original = generation_class._init_vllm
+    with ExitStack() as ends:
+
+        def init(generation: Any) -> None:
+            generation.llm = llm = _ColocatedLlm(generation, rollout_config, ends)
+            generation.sync_weights = llm.sync_weights
+            # of stock vLLM: the engine gathers the prompts of a replica, and its weights always leave the device
+            generation.tensor_parallel_size, generation.enable_sleep_mode = 1, False
+
+        generation_class._init_vllm = init
+        ends.callback(setattr, generation_class, "_init_vllm", original)
+        yield
+
+
+class _ColocatedLlm:
+    """What takes the place of `vllm.LLM` in a VLLMGeneration.
+
+    Attributes:
+        engine: None until the first sync.
+    """
+
+    def __init__(self, generation: Any, rollout_config: Mapping[str, Any], ends: ExitStack) -> None:
+        _check(generation.accelerator, _findings(generation))
+        own = {
+            "infer_tensor_parallel_size": generation.tensor_parallel_size,
+            "gpu_memory_utilization": generation.gpu_memory_utilization,
+            "max_num_seqs": generation.max_num_seqs,
+            "max_model_len": generation.max_model_length,
+        }
+        own |= {"vllm": FromProgram(trust_remote_code=True)} if generation.trust_remote_code else {}
+        self._generation, self._config, self._ends = generation, {**own, **rollout_config}, ends
+        self.engine: HybridEngine[Any] | None = None
+
+    @property
+    def llm_engine(self) -> Any:
+        return self._built().inference.llm.llm_engine
+
+    def sync_weights(self) -> None:
+        """Reshard the weights into vLLM. Collective."""
+        self._built().sharding.enter(State.INFER)
+
+    def generate(self, prompts: Sequence[Mapping[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        """Complete this rank's prompts, and bring training state back. Collective."""
+        if any("multi_modal_data" in prompt for prompt in prompts):
+            raise ConfigError([Violation("dataset", "has images", "Use texts: models of text alone are resharded")])
+        engine = self._built()
+        with engine.rollout_context():
+            token_ids = [list(prompt["prompt_token_ids"]) for prompt in prompts]
+            completed = engine.generate_sequences(token_ids, sampling_params, data="local")
+        engine.sharding.enter(State.TRAIN)
+        return [
+            SimpleNamespace(
+                prompt_token_ids=prompt,
+                outputs=[_output(one, sampling_params.logprobs is not None) for one in each],
+            )
+            for prompt, each in zip(token_ids, completed, strict=True)
+        ]
+
+    def _built(self) -> HybridEngine[Any]:
+        if self.engine is None:
+            self.engine = self._ends.enter_context(_engine(self._generation, self._config))
+        return self.engine
+
+
+def _output(completion: Completion, has_logprobs: bool) -> SimpleNamespace:
+    """What TRL reads of vLLM's `CompletionOutput`; of each token's log-probabilities its own alone."""
+    drawn = zip(completion.token_ids, completion.logprobs, strict=has_logprobs)
+    rows = [{token: SimpleNamespace(logprob=logprob, rank=1)} for token, logprob in drawn]
+    return SimpleNamespace(token_ids=list(completion.token_ids), logprobs=rows if has_logprobs else None)
+
+
+class WeightTransfer:
+    """What an AsyncGRPOTrainer takes as `weight_transfer`; its server has `--load-format hybrid_engine`.
+
+    A context manager: at its end the server is left paused or with the weights that it has, as it was. All ranks make
+    one, and `attach` it.
+
+    Args:
+        rollout_config: keys as `HybridEngine` takes them. Servers keep their weights, and nothing leaves the trainers'
+            device, unless these say otherwise.
+
+    Attributes:
+        engine: whose switch publishes; None until the first sync.
+    """
+
+    def __init__(self, **rollout_config: Any) -> None:
+        require_trl()
+        offload = {f"offload_train_{kind}": False for kind in ("param", "grad", "optimizer")}
+        self._config = {"release_weights": False, **offload, **rollout_config}
+        self._ends = ExitStack()
+        self._trainer: Any = None
+        self.engine: HybridEngine[Any] | None = None
+
+    def attach(self, trainer: Any) -> None:
+        """Publish this trainer's weights to the server that it draws from. Raises ConfigError."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        adapters = getattr(model, "peft_config", None)
+        merged = Violation("peft_config", "TRL adds LoRA to the weights while it sends them", "Leave it out")
+        _check(trainer.accelerator, [merged] if adapters else [])
+        self._config = {
+            "servers": [trainer.args.vllm_server_base_url],
+            "server_max_lag": trainer.args.weight_sync_steps,
+            **self._config,
+        }
+        self._trainer, trainer._streaming_iter = trainer, self._publish
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ends.__exit__(kind, error, traceback)
+
+    def _publish(self) -> Iterator[tuple[str, Any]]:
+        if self.engine is None:
+            model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+            source = SimpleNamespace(model=model, accelerator=self._trainer.accelerator)
+            self.engine = self._ends.enter_context(_engine(source, self._config))
+        self.engine.sharding.enter(State.INFER)
+        self.engine.sharding.enter(State.TRAIN)
+        yield from ()
+
+    # -- what TRL calls, on its main process --------------------------------------------------------------------------
+
+    def init_weight_transfer(self) -> None:
+        if self._trainer is None:
+            raise StateError("WeightTransfer has no trainer: call attach(trainer) on all ranks before trainer.train()")
+        client = self._trainer.vllm_client
+        client.wait_for_server_ready()
+        found = client.get_server_info().get("load_config", {}).get("load_format")
+        if found != NAME:
+            remedy = f"""Start it with --load-format {NAME} --weight-transfer-config '{{"backend": "{NAME}"}}'"""
+            raise ConfigError([Violation("vllm_server_base_url", f"its server has load format {found}", remedy)])
+
+    def pause(self) -> None:
+        """A publish pauses the server."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        for _ in iterator:
+            pass
+
+    def resume(self) -> None:
+        """A publish resumes the server, once all of its weights are there."""
+
+    def destroy(self) -> None:
+        """Other ranks hear nothing of it: all leave at the end of the block."""
+
+
+def _engine(of: Any, rollout_config: Mapping[str, Any]) -> HybridEngine[Any]:
+    """An engine around the model as accelerate has prepared it. Collective."""
+    accelerator = of.accelerator
+    places = ("RANK", accelerator.process_index), ("LOCAL_RANK", accelerator.local_process_index)
+    for name, value in (*places, ("WORLD_SIZE", accelerator.num_processes)):
+        os.environ.setdefault(name, str(value))
+    import_module("trl.trainer.utils").ensure_master_addr_port()
+    return HybridEngine(model=of.model, rollout_config=rollout_config, shard=False)
+
+
+def _check(accelerator: Any, findings: Sequence[Violation]) -> None:
+    """Raise ConfigError with these, and with what accelerate does to a model that no engine reads."""
+    found, how = list(findings), str(accelerator.distributed_type).rpartition(".")[2]
+    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if how == "DEEPSPEED":
+        found.append(Violation("accelerate", "DeepSpeed has the parameters", "Use FSDP2, DDP or one process"))
+    elif how == "FSDP" and fsdp.fsdp_version != 2:
+        found.append(Violation("accelerate", f"fsdp_version {fsdp.fsdp_version}", "Set fsdp_version: 2"))
+    if found:
+        raise ConfigError(found)
+
+
+def _findings(generation: Any) -> list[Violation]:
+    """Settings of a VLLMGeneration that are not ours."""
+    found = []
+    if generation.mode != "colocate":
+        remedy = "Set vllm_mode='colocate'; for a server use AsyncGRPOTrainer with WeightTransfer"
+        found.append(Violation("vllm_mode", generation.mode, remedy))
+    if generation.model_impl not in ("vllm", "auto"):
+        found.append(Violation("vllm_model_impl", generation.model_impl, "Set it to 'vllm'"))
+    if generation.logprobs:
+        found.append(Violation("logprobs", f"{generation.logprobs} others at each token", "Only drawn tokens have one"))
+    return found

@@ -1,0 +1,379 @@
+"""TRL's own trainers, with our engine in the places that they have for one. Where TRL is not installed, what says so.
+
+AsyncGRPOTrainer computes attention by FlashAttention 3, which has no CPU build: here a stand-in of the same arguments
+does, one segment after the other. All else is TRL's, also its process that draws and scores.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.errors import ConfigError, DependencyError, StateError
+from hybrid_engine.integrations import trl as ours
+from hybrid_engine.serving.clients import HttpServer
+from tests.harness.launch import Ranks
+from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.zoo.tiny_models import save_model
+from tests.zoo.tokenizers import save_characters
+
+NUM_STEPS = 3
+WITH_TOKENIZER = [argument for argument in PLAIN if argument != "--skip-tokenizer-init"]
+ASKED = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+CLOSE = 1e-5
+"""Most that a log-probability of vLLM may be from the trainer's, float32: in the runs so far it was 2e-6."""
+
+
+def installed() -> str | None:
+    try:
+        return metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+with_trl = pytest.mark.skipif(installed() is None, reason="TRL is not installed: pip install 'hybrid-engine[trl]'")
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def write_model(directory: Path) -> str:
+    """A Qwen3 of random weights that vLLM's kernels compute, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    save_model(directory, "qwen3", head_dim=32, max_position_embeddings=128)
+    save_characters(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.pad_token, tokenizer.eos_token = "\0", "\n"
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def share_of_letters(completions: Sequence[Any], **_: Any) -> list[float]:
+    """A reward that differs between the completions of a prompt."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [sum(map(str.isalpha, text)) / 8 for text in texts]
+
+
+def settings(out: str, **more: Any) -> dict[str, Any]:
+    same = {"output_dir": out, "max_steps": NUM_STEPS, "max_completion_length": 8, "num_generations": 4}
+    same |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none"}
+    return {**same, "use_cpu": True, "bf16": False, "logging_steps": 1, **more}
+
+
+def rows(trainer: Any, *names: str) -> list[list[float]]:
+    """What was logged at each step."""
+    return [[log[name] for name in names] for log in trainer.state.log_history if "loss" in log]
+
+
+def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> dict[str, Any]:
+    """By step, what TRL says of log-probabilities; and which parameters it has trained."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    data = Dataset.from_list([{"prompt": text} for text in ("abc", "hello", "1+1=", "xyz")] * 8)
+    config = GRPOConfig(
+        **settings(out, use_vllm=True, vllm_max_model_length=64, vllm_tensor_parallel_size=tensor_parallel_size)
+    )
+    reports, states = [], []
+    with ours.colocated(verify="full"):
+        trainer = GRPOTrainer(model=model, reward_funcs=share_of_letters, args=config, train_dataset=data)
+        before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+        if is_sharded:
+            shard_by_fsdp2(trainer)
+        llm = trainer.vllm_generation.llm
+        sync = trainer.vllm_generation.sync_weights
+
+        def watched() -> None:
+            sync()
+            reports.append(llm.engine.sharding.last_report)
+            states.append(str(llm.engine.sharding.state))
+
+        trainer.vllm_generation.sync_weights = watched
+        trainer.train()
+        states.append(str(llm.engine.sharding.state))
+        kinds = {type(each).__name__ for each in trainer.model.parameters()}
+    left = trainer.accelerator.unwrap_model(trainer.model)
+    whole = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in left.named_parameters()}
+    return {
+        "differences": rows(trainer, "sampling/sampling_logp_difference/max"),
+        "losses": rows(trainer, "loss", "grad_norm"),
+        "versions": [report.version for report in reports],
+        "verified": [report.tensors_verified for report in reports],
+        "surplus": [report.bytes_received - report.bytes_least for report in reports],
+        "seconds": [report.seconds for report in reports],
+        "states": states,
+        "kinds": kinds,
+        "trained": sum(not torch.equal(before[name], each) for name, each in whole.items()),
+        "parameters": len(before),
+    }
+
+
+def shard_by_fsdp2(trainer: Any) -> None:
+    """Have accelerate shard the model when it prepares it. On a CPU it would not, whatever it is told."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    state = trainer.accelerator.state
+    state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    trainer.is_fsdp_enabled = True
+
+
+def tree_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    tree_kv_index: torch.Tensor,
+    tree_cu_seqlens_q: torch.Tensor,
+    tree_cu_seqlens_k: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """TRL's, [1, heads, tokens, head_dim] each, without FlashAttention: queries are the last of each segment's keys."""
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    bounds_q, bounds_k = tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
+    for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k), strict=True):
+        of = tree_kv_index[k0:k1]
+        keys, values = (each[of].repeat_interleave(groups, 1).transpose(0, 1) for each in (key, value))
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
+        answer = torch.nn.functional.scaled_dot_product_attention(
+            query[q0:q1].transpose(0, 1), keys, values, mask, scale=scaling
+        )
+        out[q0:q1] = answer.transpose(0, 1)
+    return out.unsqueeze(0), None
+
+
+def async_grpo(model: str, out: str, url: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+    from trl.chat_template_utils import qwen3_chat_template
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+    from trl.experimental.async_grpo.packing import TREE_ATTENTION
+
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("abc", "xyz")] * 8)
+    config = AsyncGRPOConfig(**settings(out, vllm_server_base_url=url, dtype="float32"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = qwen3_chat_template  # TRL parses answers by its templates
+    versions, seconds = [], []
+    torch.cuda.get_device_name = lambda device=None: "no GPU"  # TRL looks up how fast it could be
+    with ours.WeightTransfer(verify="full") as transfer:
+        trainer = AsyncGRPOTrainer(
+            model=model,
+            reward_funcs=share_of_letters,
+            args=config,
+            train_dataset=data,
+            processing_class=tokenizer,
+            weight_transfer=transfer,
+        )
+        AttentionInterface.register(TREE_ATTENTION, tree_attention)
+        transfer.attach(trainer)
+        resume = transfer.resume
+
+        def watched() -> None:
+            resume()
+            versions.append(transfer.engine.sharding.served)
+
+        transfer.resume = watched  # type: ignore[method-assign]
+        trainer.train()
+        answer = HttpServer(url, 60).complete(ASKED)
+    seconds = [each[0] for each in rows(trainer, "perf/weight_sync_s")]
+    (choice,) = answer["choices"]
+    tokens = [*ASKED["prompt"], *choice["token_ids"]]
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trained.load_state_dict(trainer.accelerator.unwrap_model(trainer.model).state_dict())
+    with torch.no_grad():
+        log_probs = trained(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    start = len(ASKED["prompt"])
+    own = [log_probs[at - 1, tokens[at]].item() for at in range(start, len(tokens))]
+    drawn = choice["logprobs"]["token_logprobs"]
+    return {
+        "versions": versions,
+        "seconds": seconds,
+        "first ratio": rows(trainer, "ratio")[0][0],
+        "difference": max(abs(one - other) for one, other in zip(own, drawn, strict=True)),
+        "grad norms": rows(trainer, "grad_norm"),
+        "stale": rows(trainer, "sample/staleness_max"),
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def assert_trained(found: dict[str, Any]) -> None:
+    assert [each for (each,) in found["differences"]] == pytest.approx([0.0] * NUM_STEPS, abs=CLOSE)
+    assert found["versions"] == list(range(NUM_STEPS))
+    assert found["verified"] == [found["parameters"]] * NUM_STEPS, "bit by bit"
+    assert found["surplus"] == [0] * NUM_STEPS, "bytes beyond the fewest possible"
+    assert found["states"] == ["infer"] * NUM_STEPS + ["train"]
+    assert found["trained"] == found["parameters"]
+
+
+@with_trl
+def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: Path) -> None:
+    assert_trained(engines.run_alone(colocated_grpo, model, str(tmp_path)))
+
+
+@with_trl
+def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, tmp_path: Path) -> None:
+    """DDP and accelerate's FSDP2; they train alike."""
+    found = {
+        kind: engines.launch(colocated_grpo, 2, model, str(tmp_path / kind), 2, kind == "shards")[0]
+        for kind in ("copies", "shards")
+    }
+    for kind, each in found.items():
+        assert_trained(each)
+        assert each["kinds"] == {"DTensor" if kind == "shards" else "Parameter"}
+    for copies, shards in zip(found["copies"]["losses"], found["shards"]["losses"], strict=True):
+        assert shards == pytest.approx(copies, abs=1e-4)
+
+
+@with_trl
+@pytest.mark.long
+def test_async_grpo_publishes_to_a_server(engines: Ranks, model: str, tmp_path: Path) -> None:
+    with serving(model, tmp_path, *WITH_TOKENIZER, *FILLED) as server:
+        found = engines.run_alone(async_grpo, model, str(tmp_path / "out"), server.url, timeout=400)
+    assert found["versions"] == list(range(NUM_STEPS + 1))
+    assert found["first ratio"] == pytest.approx(1.0, abs=CLOSE)
+    assert found["difference"] < CLOSE
+    assert all(norm > 0 for (norm,) in found["grad norms"])
+
+
+@with_trl
+@pytest.mark.long
+def test_async_grpo_wants_a_server_of_ours(engines: Ranks, model: str, tmp_path: Path) -> None:
+    with serving(model, tmp_path, *WITH_TOKENIZER) as server:
+        said = engines.run_alone(refusal_of, model, str(tmp_path / "out"), server.url, timeout=400)
+    assert "vllm_server_base_url: its server has load format auto. Start it with --load-format hybrid_engine" in said
+
+
+def refusal_of(model: str, out: str, url: str) -> str:
+    try:
+        async_grpo(model, out, url)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+
+@with_trl
+def test_trl_has_the_names_that_are_replaced() -> None:
+    ours.require_trl()
+    from trl.experimental.async_grpo import async_grpo_trainer as theirs
+    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.trainer.utils import ensure_master_addr_port
+
+    assert [*inspect.signature(VLLMGeneration._init_vllm).parameters] == ["self"]
+    assert [*inspect.signature(VLLMGeneration.sync_weights).parameters] == ["self"]
+    read = {"mode", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "model"}
+    read |= {"accelerator", "enable_sleep_mode", "model_impl", "trust_remote_code", "logprobs"}
+    assert read <= inspect.signature(VLLMGeneration.__init__).parameters.keys()
+    assert "self.llm.generate(vllm_prompts, sampling_params=sampling_params, use_tqdm=False)" in inspect.getsource(
+        VLLMGeneration.generate
+    )
+    assert all(not parameter.default for parameter in inspect.signature(ensure_master_addr_port).parameters.values())
+    assert {"weight_transfer"} <= inspect.signature(theirs.AsyncGRPOTrainer.__init__).parameters.keys()
+    assert "self._streaming_iter()" in inspect.getsource(theirs.AsyncGRPOTrainer._sync_weight_merged)
+    for name, method in vars(theirs.WeightTransferProtocol).items():
+        if not name.startswith("_"):
+            asked = inspect.signature(method).parameters.keys()
+            assert inspect.signature(getattr(ours.WeightTransfer, name)).parameters.keys() == asked
+
+
+# -- without TRL -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [lambda: ours.colocated().__enter__(), ours.WeightTransfer])
+def test_what_is_missing_is_said(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(DependencyError, match=r"pip install 'hybrid-engine\[trl\]'"):
+        call()
+    monkeypatch.setattr(metadata, "version", lambda name: "1.160.0")
+    with pytest.raises(DependencyError, match=r"trl 1\.160\.0 is installed, and 1\.16 was tested"):
+        call()
+
+
+def missing(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+def accelerator(how: str = "NO", fsdp_version: int | None = None) -> Any:
+    plugin = None if fsdp_version is None else SimpleNamespace(fsdp_version=fsdp_version)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    return SimpleNamespace(
+        distributed_type=f"DistributedType.{how}", state=state, unwrap_model=lambda model: model, process_index=0
+    )
+
+
+def generation(**changes: Any) -> Any:
+    plain = {"accelerator": accelerator(), "mode": "colocate", "model_impl": "vllm", "logprobs": 0, "model": None}
+    plain |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3, "max_num_seqs": 8, "max_model_length": None}
+    return SimpleNamespace(**{**plain, "trust_remote_code": False, **changes})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "several at once": (
+        {"mode": "server", "model_impl": "transformers", "logprobs": 5},
+        ["vllm_mode: server", "vllm_model_impl: transformers", "logprobs: 5 others at each token"],
+    ),
+    "DeepSpeed": ({"accelerator": accelerator("DEEPSPEED")}, ["accelerate: DeepSpeed has the parameters. Use FSDP2"]),
+    "FSDP1": ({"accelerator": accelerator("FSDP", 1)}, ["accelerate: fsdp_version 1. Set fsdp_version: 2"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_an_engine_cannot_honour(name: str) -> None:
+    changes, messages = REFUSED[name]
+    with pytest.raises(ConfigError) as raised, ExitStack() as ends:
+        ours._ColocatedLlm(generation(**changes), {}, ends)
+    assert all(message in str(raised.value) for message in messages), str(raised.value)
+
+
+def test_fsdp2_and_trls_own_settings_are_taken() -> None:
+    with ExitStack() as ends:
+        llm = ours._ColocatedLlm(generation(accelerator=accelerator("FSDP", 2)), {"max_num_seqs": 4}, ends)
+        assert llm._config["infer_tensor_parallel_size"] == 2
+        assert llm._config["max_num_seqs"] == 4, "the caller's come last"
+        with pytest.raises(ConfigError, match="images"):
+            llm.generate([{"prompt_token_ids": [1], "multi_modal_data": {}}], None, False)
+
+
+def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: f"{ours.TESTED_VERSION}.0")
+    transfer = ours.WeightTransfer(server_max_lag=4)
+    with pytest.raises(StateError, match="call attach"):
+        transfer.init_weight_transfer()
+    arguments = SimpleNamespace(vllm_server_base_url="http://127.0.0.1:8000", weight_sync_steps=2)
+    info = {"load_config": {"load_format": "auto"}}
+    client = SimpleNamespace(wait_for_server_ready=lambda: None, get_server_info=lambda: info)
+    trainer = SimpleNamespace(accelerator=accelerator(), args=arguments, model=SimpleNamespace(), vllm_client=client)
+    transfer.attach(trainer)
+    assert transfer._config["servers"] == ["http://127.0.0.1:8000"]
+    assert transfer._config["server_max_lag"] == 4, "the caller's come last"
+    with pytest.raises(ConfigError, match=r"load format auto\. Start it with --load-format hybrid_engine"):
+        transfer.init_weight_transfer()
+    trainer.model.peft_config = {"default": object()}
+    with pytest.raises(ConfigError, match="TRL adds LoRA to the weights while it sends them"):
+        transfer.attach(trainer)
