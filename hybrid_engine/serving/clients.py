@@ -6,6 +6,7 @@ names of its HTTP routes. Whoever has another way to reach a server writes a cla
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from abc import ABC, abstractmethod
@@ -121,6 +122,10 @@ class Server(ABC):
         self._call("resume")
 
 
+class _NoRouteError(ServerError):
+    """The server is there, and has no such route."""
+
+
 class HttpServer(Server):
     """`vllm serve`, with VLLM_SERVER_DEV_MODE=1 in its environment: without it vLLM has no routes for weights."""
 
@@ -147,6 +152,11 @@ class HttpServer(Server):
         answer: Mapping[str, Any] = self.post("v1/completions", body)
         return answer
 
+    def update_weight_version(self, new_version: str) -> None:
+        """vLLM 0.26 has no route for it, and no version to be asked for."""
+        with contextlib.suppress(_NoRouteError):
+            super().update_weight_version(new_version)
+
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
         seconds = self._timeout if ends else None
         if name == "pause":
@@ -167,7 +177,7 @@ class HttpServer(Server):
                 session.trust_env = False  # a proxy is not to see this
                 response = session.request(method, where, **said)
                 if response.status_code == requests.codes.not_found:
-                    raise ServerError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
+                    raise _NoRouteError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
                 if not response.ok or response.is_redirect:
                     raise ServerError(f"{where}: {response.status_code}: {clipped(response.text, 2000)}")
                 return response.json() if response.content else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,7 +20,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_engine.serving.clients import HttpServer
 
 from tests.harness.hosts import Host
 
@@ -124,6 +128,11 @@ def _once_up(
     raise AssertionError(f"the server is not up:\n{log.read_text()[-5000:]}")
 
 
+def has_route(server: HttpServer, route: str) -> bool:
+    """Whether this vLLM has it."""
+    return f"/{route}" in server.get("openapi.json")["paths"]
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
         for pid in _session(process.pid):
@@ -157,16 +166,14 @@ def main() -> None:
         port = str(probe.getsockname()[1])
     sys.argv = ["server", "--model", model, "--host", address, "--port", port, *arguments]
     Path(port_file).write_text(port)
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
-    serve()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
 def fork_processes() -> None:
     """Have vLLM fork the processes that it starts, with what is imported by now."""
     import multiprocessing
 
-    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core
     import vllm.v1.engine.utils
     import vllm.v1.executor.multiproc_executor

@@ -101,7 +101,7 @@ class InferenceEngine:
                 isolation.require_no_groups()
                 self._device_type = arguments.check_settings(settings, job)
                 with random_state_kept():  # it imports vLLM's modules
-                    internals.require_names(self._device_type)
+                    internals.require_names(self._device_type, with_lora=settings.max_loras > 0)
                 self._place = settings.sizes.place_of(job.rank)
             memory = WeightMemory()
             sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -120,7 +120,8 @@ class InferenceEngine:
             with sharing, random_state_kept():
                 self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
-                self._llm.llm_engine.engine_core._finalizer.detach()
+                if (finalizer := getattr(self._llm.llm_engine.engine_core, "_finalizer", None)) is not None:
+                    finalizer.detach()
                 own_seed = text_digest(str(settings.generate.seed), str(self.dp_rank))
                 self._generator_state = process_state.seeded_state(own_seed)
                 self._process_settings = ProcessSettings.now()

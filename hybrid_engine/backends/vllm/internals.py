@@ -2,6 +2,7 @@
 
     LOADERS.load()                      `Internal`: a name to import, at its first use
     READ                                attributes of their objects, which other files read by name
+    ASKED_FOR                           those that older versions lack: other files look whether they are there
     with NEW_GROUP.replaced(build):     `Replacement`: a name that is replaced, for a while
 
 This is the list to go through when vLLM is upgraded; `require_names` looks each name up before an engine is built. What
@@ -15,14 +16,14 @@ import dis
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.version import TESTED_VERSION, installed
+from hybrid_engine.backends.vllm.version import ACCEPTED_VERSIONS, TESTED_VERSION, installed
 from hybrid_engine.errors import DependencyError, StateError
 from hybrid_engine.ranks.torch_internals import PrivateName
 
@@ -35,13 +36,20 @@ class Internal(PrivateName):
 
     Attributes:
         keywords: parameters that are passed to it by name.
+        otherwise: the target that serves in a vLLM without it.
     """
 
     keywords: tuple[str, ...] = ()
+    otherwise: str = ""
 
     def load(self) -> Any:
         module, _, path = self.target.partition(":")
-        return _find(module, path.split("."))
+        try:
+            return _find(module, path.split("."))
+        except (ImportError, AttributeError):
+            if not self.otherwise:
+                raise
+            return Internal(self.otherwise, self.reason).load()
 
     @property
     def is_for_cpu(self) -> bool:
@@ -123,9 +131,6 @@ UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",
     "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",
 )
-TRANSFER_ENGINES = Internal(
-    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry", "tells whether ours is registered"
-)
 TRANSFER_ENGINE = Internal(
     "vllm.distributed.weight_transfer.base:WeightTransferEngine", "is the base of what a worker is told of weights by"
 )
@@ -157,6 +162,11 @@ KERNELS = Internal(
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
 LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built")
+INITIALIZE_MODEL = Internal(
+    f"{_LOADING}.utils:initialize_model",
+    "constructs a model without its weights",
+    keywords=("vllm_config", "model_config"),
+)
 DEFAULT_DTYPE = Internal("vllm.utils.torch_utils:set_default_torch_dtype", "is what vLLM constructs a model in")
 QUANTIZE_METHOD = Internal(
     f"{_LAYERS}.quantization.base_config:QuantizeMethodBase",
@@ -175,7 +185,11 @@ ORIGINAL_LOADER = Internal(
     f"{_LOADING}.reload.layerwise:_get_original_loader", "loads such a layer's weights without processing them"
 )
 MATERIALIZE_LAYER = Internal(f"{_LOADING}.reload.meta:materialize_layer", "takes its weights off the meta device")
-CLIENT_ERROR = Internal("vllm.exceptions:VLLMClientError", "is raised of requests that cannot be, in adding them")
+CLIENT_ERROR = Internal(
+    "vllm.exceptions:VLLMClientError",
+    "is raised of requests that cannot be, in adding them",
+    otherwise="builtins:ValueError",
+)
 CACHED_TOKENIZER = Internal(
     "vllm.tokenizers.hf:get_cached_tokenizer", "gives a tokenizer of transformers what vLLM reads of its own"
 )
@@ -198,6 +212,7 @@ MODULE_RANKS = Internal(
 
 # -- how weights are processed after loading (weights/postload.py) ------------------------------------
 
+ATTENTION_LAYERS = Internal(f"{_LAYERS}.attention", "tells which layers are processed after all others")
 EXPERTS_METHOD = Internal(
     f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase", "takes another kernel by moe_backend"
 )
@@ -220,6 +235,10 @@ PACKED_PRODUCT = Internal("vllm._custom_ops:onednn_mm", "reads such a copy: `cer
 
 # -- attributes that are read by name ----------------------------------------------------------------------------------
 
+_IN_SLEEP = "let weights and KV cache sleep on a device, and wake segment by segment"
+_OF_SERVERS = "let a server's requests wait, and its workers get weights"
+_OF_LORAS = "hold the LoRAs of a worker, and say which modules can have one"
+
 READ: dict[str, dict[str, tuple[str, ...]]] = {
     "lead from an LLM to its core, its worker and that one's model runner": {
         "vllm:LLM": ("llm_engine",),
@@ -230,7 +249,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.worker_base:WorkerWrapperBase": ("worker",),
         f"{_V1}.worker.cpu_worker:CPUWorker": ("distributed_init_method", "init_device", "load_model", "model_runner"),
         f"{_V1}.worker.gpu_worker:Worker": ("model_runner",),
-        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("model", "lora_manager", "reset_lora_state"),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("model",),
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("model",),
     },
     "hold what a call that failed half-way left, which vLLM's own abort may refuse to clear": {
@@ -251,43 +270,37 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.structured_output:StructuredOutputManager": ("tokenizer",),
     },
     "end an engine part by part, for vLLM's own way ends the caller's default process group too": {
-        f"{_V1}.engine.core_client:InprocClient": ("_finalizer",),
         f"{_V1}.engine.core:EngineCore": ("structured_output_manager",),
         f"{_V1}.structured_output:StructuredOutputManager": ("clear_backend",),
         f"{_V1}.core.sched.scheduler:Scheduler": ("shutdown",),
         PARALLEL_STATE.target: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
     },
-    "put back to sleep what a failed wake-up left awake": {
-        f"{_V1}.worker.gpu_worker:Worker": ("sleep_mode_backend",),
-        "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
-    },
-    "give the KV cache's memory back where weights stay": {
-        f"{_V1}.executor.abstract:Executor": ("discard",),
-    },
-    "let a server's workers sleep, and its requests wait": {
+    _IN_SLEEP: {
         f"{_V1}.worker.gpu_worker:Worker": (
-            *("sleep", "wake_up", "discard", "weight_transfer_engine", "_weight_update_active"),
+            *("sleep", "wake_up", "discard", "sleep_mode_backend", "_sleep_saved_parameters", "get_draft_model"),
         ),
-        f"{_V1}.engine.core:EngineCore": (
-            *("collective_rpc", "resume_scheduler", "sleep", "release_kv_cache_memory", "add_lora"),
-            *("is_scheduler_paused", "model_executor", "_initialize_effective_attention_block_size"),
-            *("batch_queue", "set_weight_version", "_weight_version", "_reset_caches"),
-        ),
-        f"{_V1}.core.sched.scheduler:Scheduler": ("running", "set_pause_state"),
-    },
-    "wake weights segment by segment, where nothing else lies in one": {
+        f"{_V1}.executor.abstract:Executor": ("discard",),
+        "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
         "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools", "get_current_usage"),
-        f"{_V1}.worker.gpu_worker:Worker": ("_sleep_saved_parameters", "get_draft_model"),
+        ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
+    },
+    _OF_SERVERS: {
+        TRANSFER_ENGINE.target: ("start_weight_update", "finish_weight_update", "update_weights"),
+        f"{_V1}.engine.core:EngineCore": (
+            *("collective_rpc", "resume_scheduler", "sleep", "add_lora", "is_scheduler_paused"),
+            *("model_executor", "_initialize_kv_caches", "batch_queue", "_reset_caches"),
+        ),
+        f"{_V1}.core.sched.scheduler:Scheduler": ("running", "set_pause_state"),
+        "vllm.config:SchedulerConfig": ("get_scheduler_cls",),
+    },
+    "lead from a server's worker to its receiver": {
+        f"{_V1}.worker.gpu_worker:Worker": ("weight_transfer_engine", "_weight_update_active"),
     },
     "hold the KV cache, whatever its kind": {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),
         "vllm.config:CompilationConfig": ("static_forward_context",),
-        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": ("kv_cache",),
-    },
-    "read how torch's allocator is configured": {
-        ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
     },
     "exchange the addresses of buffers in captured graphs": {
         CUSTOM_OPS.target: ("get_graph_buffer_ipc_meta", "register_graph_buffers"),
@@ -300,7 +313,8 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         PARALLEL_STATE.target: ("GroupCoordinator", "initialize_model_parallel"),
     },
     "let ranks communicate": {f"{PARALLEL_STATE.target}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)},
-    "hold the LoRAs of a worker, and say which modules can have one": {
+    _OF_LORAS: {
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager", "reset_lora_state"),
         "vllm.lora.worker_manager:WorkerLoRAManager": (
             *("lora_config", "vocab_size", "_adapter_manager", "remove_adapter", "remove_all_adapters"),
         ),
@@ -324,6 +338,22 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     "tell which operations change their arguments": {"torch:_ops.OpOverload": ("_schema",)},
 }
 """What they are read for -> owner, a class or a module -> its attributes; some exist in instances only."""
+
+ASKED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
+    "would end the caller's default process group at collection": {
+        f"{_V1}.engine.core_client:InprocClient": ("_finalizer",),
+    },
+    "would change what only trainers change, or says of which version it is": {
+        f"{_V1}.engine.core:EngineCore": ("release_kv_cache_memory", "set_weight_version"),
+    },
+    "tells which attention is processed after all others; else three classes are": {
+        ATTENTION_LAYERS.target: ("is_deferred_attention_layer",),
+    },
+    "hold the KV cache of layers whose class has one": {
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": ("kv_cache",),
+    },
+}
+"""The same of attributes that a version which works may lack."""
 
 # -- names that are replaced -------------------------------------------------------------------------------------------
 
@@ -373,45 +403,69 @@ LOAD_LORA = Replacement(
 # -- whether they are there -------------------------------------------------------------------------------------------
 
 
-def require_names(device_type: str) -> None:
+def require_names(device_type: str, *, with_lora: bool = True) -> None:
     """Look for every private name of vLLM and torch that is used, before an engine is built; imports their modules.
 
     Args:
-        device_type: vLLM's name for the platform: where it is not "cpu", modules for the CPU alone are left out.
+        device_type: vLLM's name for the platform: on "cpu" nothing sleeps, elsewhere modules for the CPU are left out.
+        with_lora: also those without which there is no LoRA.
 
     Raises DependencyError naming all that are missing, each with what it is for.
     """
-    if lacking := [*missing_names(device_type)]:
+    refuse_lacking([*missing_names(device_type, with_lora=with_lora)])
+
+
+def refuse_lacking(lacking: Sequence[str]) -> None:
+    """Raise DependencyError, unless nothing is lacking."""
+    if lacking:
         versions = ", ".join(
             f"{name} {version}" for name, version in {**installed(), "torch": torch.__version__}.items()
         )
         lines = "\n".join(f"  - {line}" for line in lacking)
         raise DependencyError(
             f"{versions} lack {len(lacking)} of the private names that are used of them:\n{lines}\n"
-            f"Install vLLM {TESTED_VERSION}"
+            f"Install vLLM {' or '.join(ACCEPTED_VERSIONS)}"
         )
 
 
-def missing_names(device_type: str) -> Iterator[str]:
+def missing_names(device_type: str, *, with_lora: bool = True) -> Iterator[str]:
     """Describe each record of this module that does not load or takes other keywords, and each missing attribute of
     `READ`."""
-    attributes = [(Internal(owner, why), names) for why, each in READ.items() for owner, names in each.items()]
-    for record, names in [*((each, ()) for each in internal_names()), *attributes]:
-        if record.is_for_cpu and device_type != "cpu":
+    for record, names in [*((each, ()) for each in internal_names()), *_attributes(READ)]:
+        if device_type == "cpu" and (record.reason == _IN_SLEEP or record.target.startswith("vllm.device_allocator")):
             continue
-        try:
-            loaded = record.load()
-        except (ImportError, AttributeError) as error:
-            if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("vllm", "torch")):
-                logger.warning("%s was not looked up: %s", record.target, error)  # it may not be needed here
-                continue
-            yield f"{record.target}: {error} ({record.reason})"
+        if device_type != "cpu" and record.is_for_cpu:
             continue
-        lacking = [f".{name} is missing" for name in names if not _has(loaded, name)]
-        for keyword in record.keywords:
-            if keyword not in inspect.signature(loaded).parameters:
-                lacking.append(f" takes no {keyword}")
-        yield from (f"{record.target}{problem} ({record.reason})" for problem in lacking)
+        if not with_lora and (record.reason == _OF_LORAS or record.target.startswith("vllm.lora.")):
+            continue
+        yield from _problems(record, names)
+
+
+def missing_for_servers() -> list[str]:
+    """The same of what vLLM's calls go through in a server's processes; imports little beside its core."""
+    return [
+        each for record, names in _attributes({_OF_SERVERS: READ[_OF_SERVERS]}) for each in _problems(record, names)
+    ]
+
+
+def _attributes(read: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[tuple[Internal, tuple[str, ...]]]:
+    return [(Internal(owner, why), names) for why, each in read.items() for owner, names in each.items()]
+
+
+def _problems(record: Internal, names: Sequence[str]) -> Iterator[str]:
+    try:
+        loaded = record.load()
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("vllm", "torch")):
+            logger.warning("%s was not looked up: %s", record.target, error)  # it may not be needed here
+            return
+        yield f"{record.target}: {error} ({record.reason})"
+        return
+    lacking = [f".{name} is missing" for name in names if not _has(loaded, name)]
+    for keyword in record.keywords:
+        if keyword not in inspect.signature(loaded).parameters:
+            lacking.append(f" takes no {keyword}")
+    yield from (f"{record.target}{problem} ({record.reason})" for problem in lacking)
 
 
 def internal_names() -> Iterator[Internal]:

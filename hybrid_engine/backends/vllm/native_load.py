@@ -60,7 +60,6 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
     `model_dir` may be another model's than the engine's; `changes`: arguments in place of those from the settings.
     """
     from vllm import EngineArgs
-    from vllm.model_executor.model_loader import DefaultModelLoader
     from vllm.platforms import current_platform
 
     register_model_class(model_dir)
@@ -70,7 +69,7 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
     with rank_in_instance(settings, rank):
         config = EngineArgs(**arguments).create_engine_config()
     with _building(config), torch.device(config.device_config.device):
-        model = DefaultModelLoader(config.load_config).create_model(config, config.model_config)
+        model = internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
     forget_models()
     return model, config
 

@@ -100,10 +100,8 @@ def _config(settings: InferenceSettings, rank: int, device_type: str) -> Any:
 
 
 def _model(config: Any) -> torch.nn.Module:
-    from vllm.model_executor.model_loader import DummyModelLoader
-
     with internals.DEFAULT_DTYPE.load()(config.model_config.dtype), torch.device("cpu"), _WithoutWeights():
-        return DummyModelLoader(config.load_config).create_model(config, config.model_config)
+        return internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
 
 
 class _WithoutWeights(_DispatchMode):

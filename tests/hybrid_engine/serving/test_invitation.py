@@ -167,6 +167,13 @@ class Impatient(Elsewhere):
             self.end_headers()
 
 
+class Older(Elsewhere):
+    """Has no such route."""
+
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+
 @contextmanager
 def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[HttpServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -178,6 +185,13 @@ def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[HttpServer]:
 def test_a_redirect_takes_nothing_elsewhere() -> None:
     with answering(Elsewhere) as server, pytest.raises(ServerError, match="307"):
         server.start_weight_update()
+
+
+def test_a_version_is_not_said_to_a_server_that_has_no_route_for_it() -> None:
+    with answering(Older) as server:
+        server.update_weight_version("none")
+        with pytest.raises(ServerError, match="no such route"):
+            server.start_weight_update()
 
 
 def test_no_call_goes_over_a_connection_that_a_server_may_close() -> None:

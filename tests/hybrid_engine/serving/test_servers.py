@@ -17,7 +17,7 @@ from hybrid_engine import ActorHybridWorker, Sampling, load_config
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import NO_VERSION
 from tests.harness.launch import Ranks
-from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.harness.vllm_server import FILLED, PLAIN, has_route, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.zoo.families import served_config
 
@@ -91,7 +91,7 @@ def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[
                     found.append(
                         {
                             "answers": [(each[0].token_ids, each[0].logprobs) for each in answers],
-                            "version": [server.get("weight_info")["weight_version"] for server in servers],
+                            "version": [version_of(server) for server in servers],
                             "sums": [checksums(server) for server in servers],
                             "report": report,
                         }
@@ -99,7 +99,7 @@ def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[
                 worker.barrier("looked at")
             with worker.train_context():
                 if worker.rank == 0:
-                    found[-1]["away"] = [server.get("weight_info")["weight_version"] for server in servers]
+                    found[-1]["away"] = [version_of(server) for server in servers]
                     found[-1]["paused"] = [server.get("is_paused")["is_paused"] for server in servers]
                 worker.save_hf_checkpoint(f"{out}/v{version}")
                 train_step(worker, version)
@@ -107,8 +107,16 @@ def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[
 
 
 def checksums(server: HttpServer) -> dict[str, str]:
+    """vLLM's own; nothing of a vLLM before 0.32, which has none: there the switch's verification has to do."""
+    if not has_route(server, "weight_checker"):
+        return {}
     sums: dict[str, str] = server.post("weight_checker", {"action": "checksum"})["checksums"]
     return sums
+
+
+def version_of(server: HttpServer) -> str | None:
+    """Of its weights; None of vLLM 0.26, which says none."""
+    return str(server.get("weight_info")["weight_version"]) if has_route(server, "weight_info") else None
 
 
 def complete(server: HttpServer, max_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[Any]:
@@ -145,8 +153,9 @@ def assert_as_a_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> None:
         versions = engines.launch(publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400)[0]
     assert len({str(each["answers"]) for each in versions}) == NUM_VERSIONS
     for number, each in enumerate(versions):
-        assert each["version"] == [str(number)] * len(urls)
-        assert (each["away"], each["paused"]) == ([NO_VERSION] * len(urls), [True] * len(urls))
+        if None not in each["version"]:
+            assert (each["version"], each["away"]) == ([str(number)] * len(urls), [NO_VERSION] * len(urls))
+        assert each["paused"] == [True] * len(urls)
         assert each["report"].bytes_received == each["report"].bytes_least > 0
         assert each["report"].tensors_verified > 0
     for number, arguments in enumerate(case.servers):

@@ -14,7 +14,7 @@ there: vLLM would stop reading at the first, and take what other workers answere
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
@@ -47,7 +47,7 @@ def close_gate(load_format: str) -> None:
     EngineArgs.create_engine_config = _configured(EngineArgs.create_engine_config, load_format)
     core = internals.ENGINE_CORE.load()
     wrappers: dict[str, Callable[..., Any]] = {
-        "_initialize_effective_attention_block_size": _begin,  # called by the constructor, once there is a scheduler
+        "_initialize_kv_caches": _begin,  # called by the constructor, once there are workers, before a scheduler
         "collective_rpc": _call_workers,
         "resume_scheduler": _resume,
         "set_weight_version": _label,
@@ -56,7 +56,24 @@ def close_gate(load_format: str) -> None:
         "add_lora": _with_weights,
     }
     for name, wrapper in wrappers.items():
-        setattr(core, name, _wrapped(getattr(core, name), wrapper, load_format))
+        if (original := getattr(core, name, None)) is not None:  # see internals.ASKED_FOR
+            setattr(core, name, _wrapped(original, wrapper, load_format))
+
+
+def refuse_servers(load_format: str, lacking: Sequence[str]) -> None:
+    """Have every engine that would get its weights by `load_format` end before it is built, for this vLLM lacks what
+    its servers need; other engines are as ever."""
+    from vllm import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.load_format == load_format:
+            internals.refuse_lacking(lacking)
+        return create(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], load_format: str) -> Callable[..., Any]:
@@ -82,15 +99,23 @@ def _configured(create: Callable[..., Any], load_format: str) -> Callable[..., A
     return create_engine_config
 
 
-def _begin(go_on: Callable[[], None], core: Any) -> None:
+def _begin(go_on: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any:
     from hybrid_engine.backends.vllm.server import receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
-    go_on()
-    core.scheduler.set_pause_state(internals.PAUSED.load())
+    found = go_on(vllm_config)
     core._weight_version = NO_VERSION
     core.model_executor.collective_rpc(receiver.begin)
     core._begins_without_weights = True
+    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
+    vllm_config.scheduler_config.get_scheduler_cls = lambda: functools.partial(_paused, scheduler_class)
+    return found
+
+
+def _paused(scheduler_class: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    scheduler = scheduler_class(*args, **kwargs)
+    scheduler.set_pause_state(internals.PAUSED.load())
+    return scheduler
 
 
 def _call_workers(

@@ -62,6 +62,7 @@ class HybridEngineReceiver(_TransferEngine):
 
             memory = CpuWeightMemory()
         elif vllm_config.model_config.enable_sleep_mode:
+            internals.require_names(device.type, with_lora=False)
             memory = self._caches.sleep_mode = SleepMode(self._caches.sleeper)
         self._weights = VllmAdaptor(captured, memory)
         self.receiver = WeightReceiver(self._weights, self._caches, index, device)
@@ -92,6 +93,11 @@ class HybridEngineReceiver(_TransferEngine):
 
     def shutdown(self) -> None:
         self.receiver.leave()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 demands a class's own; ours is a `WeightPublisher`."""
+        raise StateError("weights come from a hybrid_engine.serving.publisher.WeightPublisher")
 
 
 class WorkerCaches:

@@ -102,9 +102,11 @@ def modules_processed(modules: Mapping[str, torch.nn.Module], name: str) -> tupl
 
 
 def _is_deferred_attention(module: torch.nn.Module) -> bool:
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
-    return bool(is_deferred_attention_layer(module))
+    attention = internals.ATTENTION_LAYERS.load()
+    if (is_deferred := getattr(attention, "is_deferred_attention_layer", None)) is not None:
+        return bool(is_deferred(module))
+    kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)  # those that older vLLMs name
+    return isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
 
 
 # -- what modules hold -------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.server.gate import close_gate
-from hybrid_engine.errors import StateError
+from hybrid_engine.backends.vllm.server.gate import close_gate, refuse_servers
+from hybrid_engine.errors import DependencyError, StateError
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -97,20 +97,27 @@ class Arguments:
         return SimpleNamespace(load_config=SimpleNamespace(load_format=self.load_format), model_config=model)
 
 
+class Scheduler:
+    def __init__(self, running: list[str]) -> None:
+        self.state, self.running = "drawing", running
+
+    def set_pause_state(self, state: Any) -> None:
+        self.state = state
+
+
 class Core:
     def __init__(self, vllm_config: Any) -> None:
         self.load_plugins()
         self.vllm_config, self.model_executor = vllm_config, Executor()
-        self.scheduler, self.batch_queue = SimpleNamespace(state="drawing", running=[]), None
-        self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "state", state)
         self.collective_rpc("update_max_model_len")
-        self._initialize_effective_attention_block_size()
+        assert self._initialize_kv_caches(vllm_config) == "blocks"
+        self.scheduler, self.batch_queue = vllm_config.scheduler_config.get_scheduler_cls()(running=[]), None
 
     def load_plugins(self) -> None:
         """The gate may be closed here."""
 
-    def _initialize_effective_attention_block_size(self) -> None:
-        """There is no attention."""
+    def _initialize_kv_caches(self, vllm_config: object) -> str:
+        return "blocks"
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         return self.model_executor.collective_rpc(method, timeout, args, kwargs)
@@ -151,7 +158,12 @@ def core_of(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         close_gate(OURS)
     else:
         kind.load_plugins = lambda self: close_gate(OURS)
-    return lambda load_format: kind(SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)))
+    return lambda load_format: kind(
+        SimpleNamespace(
+            load_config=SimpleNamespace(load_format=load_format),
+            scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
+        )
+    )
 
 
 def engines_of(core: Any) -> list[Engine]:
@@ -247,6 +259,15 @@ def test_nothing_reads_weights_that_are_not_there(core_of: Callable[[str], Any])
     fill(core, 0, 0)
     assert core.collective_rpc("compute_weight_checksums") == ["compute_weight_checksums"] * 2
     assert core.add_lora("request") == "added"
+
+
+def test_a_vllm_that_lacks_what_servers_need_refuses_them_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.EngineArgs", Arguments)
+    monkeypatch.setattr(Arguments, "create_engine_config", Arguments.create_engine_config)
+    refuse_servers(OURS, ["EngineCore.thing is missing (is needed)"])
+    with pytest.raises(DependencyError, match=r"EngineCore\.thing is missing (?s:.*)Install vLLM 0"):
+        Arguments(OURS).create_engine_config()
+    assert Arguments("dummy").create_engine_config().load_config.load_format == "dummy"
 
 
 def test_other_engines_of_the_process_are_as_they_were(core_of: Callable[[str], Any]) -> None:
