@@ -228,8 +228,7 @@ class Agreement:
         self._connections()
         with self._watch.inside(name):
             try:
-                # the first asks for all, who would each ask the store for as many answers
-                yield lambda: self._watch.ended() or (self._watch.left() if self._rank == 0 else "")
+                yield lambda: self._watch.ended() or self._watch.left()
             except LostRankError as error:
                 self._part(name, error)
                 raise

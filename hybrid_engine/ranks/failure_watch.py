@@ -151,6 +151,7 @@ class FailureWatch:
         atexit.unregister(self.close)
         self._thread.join(_SECONDS_OF_THE_STORE)
         self._ask(lambda: self._store.set(_beat(self._rank), _GONE), None)
+        self._ask(lambda: _append(self._store, "left", str(self._rank)), None)
         self._store_is_gone = True
         self._questions.put(None)
 
@@ -198,11 +199,10 @@ class FailureWatch:
         return ", ".join(str(failure) for failure in self.heard() if not failure.phase)
 
     def left(self) -> str:
-        """Which ranks have ended their part in the job, in words; a question for each rank."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        none: list[int] = []
-        gone = self._ask(lambda: [rank for rank in others if _beat_of(self._store, rank) == _GONE], none)
-        return ", ".join(f"rank {rank} has left the job" for rank in gone)
+        """Which ranks have ended their part in the job, in words."""
+        none: list[str] = []
+        gone = self._ask(lambda: _lines(self._store, "left"), none)
+        return ", ".join(f"rank {rank} has left the job" for rank in gone if rank != str(self._rank))
 
     def num_at(self, mark: str, *, arriving: bool = False) -> int | None:
         """How many ranks are at a mark of the present step, with this one if it is `arriving`; None without a store."""
@@ -317,7 +317,7 @@ class FailureWatch:
             silence = f"did not respond for {now - self._neighbours_time:.0f} s"
             text = silence if pid is None else state_of(pid) or silence
             failure = self._seen(self._neighbour, text, place, None if has_left else beat)
-            if not any(known.rank == failure.rank for known in self._heard.failures):
+            if not any(told.rank == failure.rank for told in self._read(store, place)):
                 self._say(store, failure, place.step)
 
     def _failures_of_this_host(self) -> list[Failure]:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -147,6 +148,7 @@ class RankGroup:
         self.ranks, self.timeout_seconds = ranks, timeout_seconds
         self._gloo: dist.ProcessGroupGloo | None = _connected(world, name, ranks, timeout_seconds)
         self._maxima: dict[int, dist.Work] = {}
+        self._is_left = False  # something under way that nobody waits for any more
         self._numbers = itertools.count()
 
     # what is waited for is in no variable: an error's traceback would keep its connections open
@@ -172,8 +174,10 @@ class RankGroup:
                     return
                 except RuntimeError:
                     if self._maxima[number].is_completed():
-                        raise
+                        self._maxima[number].wait()  # its own error, or none: it may have ended since the look
+                        return
                 if said := ended() or (f"not within {self.timeout_seconds:g} s" if left <= 0 else ""):
+                    self._is_left = True
                     raise dist.DistError(said)
         finally:
             self._maxima.pop(number, None)
@@ -211,9 +215,11 @@ class RankGroup:
         return self._gloo
 
     def close(self) -> None:
-        """End the connections; idempotent. Waits for what is under way, at most the timeout."""
+        """End the connections; idempotent. Waits for what is under way, unless a wait for it was given up."""
+        held, self._gloo = [self._gloo], None
         self._maxima.clear()
-        self._gloo = None
+        if self._is_left:  # its destructor waits for gloo, at most the timeout
+            threading.Thread(target=held.clear, name="end of a group", daemon=True).start()
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:

@@ -175,9 +175,11 @@ class Loop:
             elif evaluate is not None and config.is_due(progress.step, config.evaluate_every):
                 with self.worker.rollout_context():  # where that step ended: its switch is none of the next one's
                     pass
-        while self.done < config.steps and not self._must_stop(should_stop):
+        stops = False
+        while self.done < config.steps and not (stops or self._must_stop(should_stop)):
             row = self.learn(self.done + 1)
-            is_saved = files is None or config.is_due(self.done, config.save_every) or self._must_stop(should_stop)
+            stops = self._must_stop(should_stop)
+            is_saved = files is None or config.is_due(self.done, config.save_every) or stops
             if files is not None and is_saved:
                 self.save(files, row)
             yield finish(row)

@@ -193,6 +193,11 @@ class WeightPublisher(Switch):
         self.served, self._all_draw = None, False
         try:
             self._disconnect()
+            if self._manager is not None:  # joined once more, to have servers give up their weights
+                self._leave_servers()
+                self.state = State.TRAIN
+                # torch's FileStore ends the process where its file goes while it is being destroyed
+                self.job.agreement.conclude("leaving the servers")
         finally:
             self._close_places(but=0)
 
@@ -254,21 +259,23 @@ class WeightPublisher(Switch):
         calls, self._all_draw = list[_Call](), False
         try:
             calls = self._ask_servers(before, update, manager.job.world)
+            held, fills = self._may_hold, target is State.INFER and self.config.release_weights
+            self._may_hold = held or fills  # an interrupt may come once the servers are filled
             try:
                 manager.enter(target)
-                self._may_hold = target is State.INFER and self.config.release_weights
+                self._may_hold = fills
             except Exception as error:
                 within = error
-                # what failed in a fill, all have dropped
-                self._may_hold &= isinstance(error, LostRankError)
+                # what failed once it had begun to write or to release, all have dropped
+                self._may_hold = held and (isinstance(error, LostRankError) or not manager.has_written)
             # all raise, or none: where a server ends at the end of a switch, some trainers have left it by then
             self.job.agreement.conclude("the switch with the servers", within)
             self._end_update(calls, target, update)
             if not self.config.release_weights:
                 self.served, self._all_draw = self.trainer.version, True
-        except DifferentCallsError:
-            raise  # after Ctrl-C a rank is in its next call, where all find each other
         except Exception as error:
+            if within is None and isinstance(error, DifferentCallsError):
+                raise  # after Ctrl-C a rank is in its next call, where all find each other
             self._recover(manager, calls, stays=within is not None)
             if isinstance(error, LostRankError):  # of a server: had a trainer been lost, no recovery would have come
                 said = "".join(f"\n{why}" for call in calls if (why := call.failure()))
@@ -455,9 +462,13 @@ class WeightPublisher(Switch):
         try:
             self._switch(self._connected(), State.INTERRUPTED, State.TRAIN)
         except HybridEngineError as error:
-            if self.job.agreement.lost is not None:
+            if self.job.agreement.lost is not None or isinstance(error, DifferentCallsError):
+                self._may_hold = True
                 raise
             logger.warning("[Reshard] servers that may have weights do not give them up: %s", error)
+        except BaseException:
+            self._may_hold = True
+            raise
 
     def _leave_servers(self, why: BaseException | None = None) -> None:
         """End the job with them; `why` this rank goes alone, where it does."""
@@ -510,7 +521,8 @@ class _Call:
             call(told.said())
         except BaseException as error:  # handed to whoever waits
             self._future.set_exception(error)
-            self._refused(str(error))
+            with suppress(RuntimeError):  # a store that is gone, with the job
+                self._refused(str(error))
         else:
             self._future.set_result(None)
 

@@ -237,3 +237,25 @@ def test_groups_listen_on_the_interface_that_the_user_names(monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="nowhere0"):
         RankGroup(World(dist.HashStore(), 0, 1), "unknown", [0], LOST_SECONDS)
     RankGroup(World(dist.HashStore(), 0, 1, address="127.0.0.1"), "at an address", [0], LOST_SECONDS).close()
+
+
+class Late:
+    """A maximum that is there once the wait for it has timed out, before anybody looks again."""
+
+    def __init__(self) -> None:
+        self.seconds: list[object] = []
+
+    def wait(self, *seconds: object) -> None:
+        self.seconds.append(seconds)
+        if seconds:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_maximum_that_comes_late_has_come() -> None:
+    group, late = object.__new__(RankGroup), Late()
+    group.timeout_seconds, group._maxima = LOST_SECONDS, {0: late}
+    group.end_maximum(0)
+    assert (len(late.seconds), group._maxima) == (2, {})

@@ -24,6 +24,8 @@ SOON = 20.0
 """Seconds, of the 60 for which a rank is waited for."""
 MOST_TRIES = 3
 """Of a call, until the ranks have found each other."""
+ALL = -1
+"""In the place of a trainer's rank: Ctrl-C in a terminal comes to each."""
 
 
 def interrupt(owner: object, name: str, before: bool) -> None:
@@ -65,17 +67,18 @@ MOMENTS: dict[str, Callable[[Trainers, WeightPublisher], None]] = {
 
 def interrupt_each(trainers: Trainers, releases: bool, who: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    is_interrupted = who in (ALL, trainers.job.rank)
     with closing(trainers.publisher(release_weights=releases)) as publisher:
         enter(publisher, State.INFER)
         for name, arm in MOMENTS.items():
             enter(publisher, State.TRAIN)
             assert trainers.step(publisher) == ""
-            if trainers.job.rank == who:
+            if is_interrupted:
                 arm(trainers, publisher)
             trainers.job.agreement.conclude("armed")
             started = time.monotonic()
             # the others may have come to the end
-            with pytest.raises(KeyboardInterrupt) if trainers.job.rank == who else suppress(HybridEngineError):
+            with pytest.raises(KeyboardInterrupt) if is_interrupted else suppress(HybridEngineError):
                 publisher.enter(State.INFER)
             enter(publisher, State.TRAIN)
             trainers.training.assert_unchanged()
@@ -96,7 +99,12 @@ def _refusal(publisher: WeightPublisher) -> str:
 
 @pytest.mark.parametrize(
     ("releases", "who"),
-    [(True, 0), (False, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, 1), (False, 0)))],
+    [
+        (True, 0),
+        (False, 1),
+        (True, ALL),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, 1), (False, 0))),
+    ],
 )
 def test_after_an_interrupt_ranks_find_each_other(ranks: Ranks, tmp_path: Path, releases: bool, who: int) -> None:
     """Soon, with the same bound on the server's lag on all; and the server is filled again."""
@@ -143,15 +151,22 @@ def share_a_device(trainers: Trainers) -> list[Any]:
     holding = Path(trainers.path).with_suffix(".held")
     seen = []
     with closing(trainers.publisher(release_weights=True)) as publisher:
-        for fault in ("refused", "interrupted"):
+        for fault in ("refused", "interrupted", "all interrupted"):
             assert enter(publisher, State.INFER) == 1
+            if fault == "all interrupted":  # once servers were filled, before the publish has ended
+                enter(publisher, State.TRAIN)
+                interrupt(publisher, "_end_update", before=True)
+                with pytest.raises(KeyboardInterrupt):
+                    publisher.enter(State.INFER)
             trainers.arm("server" if fault == "refused" else "nobody", "pause")
             if fault == "interrupted" and trainers.job.rank == 1:
                 publisher.state = State.INTERRUPTED  # as by Ctrl-C once the publish has ended
             tries = enter(publisher, State.TRAIN)
             trainers.training.assert_unchanged()
             seen.append((tries, trainers.look()))
-    return seen
+        publisher.publish()
+    assert (publisher.state, publisher._manager) == (State.TRAIN, None)
+    return [*seen, (1, trainers.look())]
 
 
 def test_training_state_does_not_come_back_before_servers_give_way(ranks: Ranks, tmp_path: Path) -> None:

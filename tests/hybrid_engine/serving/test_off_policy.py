@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Client, Connection, Listener
@@ -125,14 +126,15 @@ class Caller(Server):
     """Calls it."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._lock = connection, threading.Lock()  # an update that was left may still be open
 
     def num_workers(self) -> int:
         return int(self._call("num_workers"))
 
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
-        self._connection.send_bytes(json.dumps([name, fields]).encode())
-        answer = json.loads(self._connection.recv_bytes())
+        with self._lock:
+            self._connection.send_bytes(json.dumps([name, fields]).encode())
+            answer = json.loads(self._connection.recv_bytes())
         if "error" in answer:
             raise ServerError(answer["error"])
         return answer["answer"]

@@ -217,6 +217,7 @@ def wait_for_one_that_is_known_to_have_ended() -> tuple[str, float]:
     started = time.monotonic()
     with pytest.raises(TransportError) as failure:
         fence.sent(BUCKETS[1])
+    group.close()
     seconds = time.monotonic() - started
     dist.barrier()
     return str(failure.value), seconds
