@@ -1,6 +1,7 @@
 """The command line: `hybrid-engine plan …`, `verify …`, `certify …` and `env`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
+    from_verl.py          `plan --from verl`: a configuration of verl, read as one of this project
     search_output.py      `plan --search`: what it prints
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
     certify_command.py    `certify`: likewise

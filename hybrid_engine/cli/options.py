@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
@@ -48,19 +48,32 @@ def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = Fals
     """
     files = [word for word in words if not _OVERRIDE.match(word)]
     found = [Violation("CONFIG", f"more than one file: {shortened(each)}", "Name one") for each in files[1:]]
-    if not 1 <= ranks <= MOST_RANKS:
-        found.append(Violation("--ranks", f"{ranks} ranks", f"Use 1 to {MOST_RANKS}"))
+    found += _rank_violations(ranks)
     values = (collect(found, read_yaml, files[0], "CONFIG") if files else None) or {}
     found += apply_overrides(values, [word for word in words if _OVERRIDE.match(word)])
     if found:
         raise ConfigError(found)
     directory = Path(files[0]).absolute().parent if files else None
+    return check_config(values, ranks, directory, sizes_are_open=sizes_are_open)
+
+
+def check_config(
+    values: Mapping[str, Any], ranks: int, directory: Path | None, *, sizes_are_open: bool = False
+) -> HybridConfig:
+    """Return the configuration of a mapping, checked; arguments are `load_config`'s. Raises ConfigError."""
+    if found := list(_rank_violations(ranks)):
+        raise ConfigError(found)
     try:
         if sizes_are_open:
             return parsed_config(values, directory)[0]
         return load_config(values, ranks, weights_only=True, own_weights=True, directory=directory)
     except DependencyError as error:  # a model on the Hub, without huggingface_hub
         raise ConfigError([Violation("model", str(error), "Or name a directory")]) from error
+
+
+def _rank_violations(ranks: int) -> Iterator[Violation]:
+    if not 1 <= ranks <= MOST_RANKS:
+        yield Violation("--ranks", f"{ranks} ranks", f"Use 1 to {MOST_RANKS}")
 
 
 def heading(words: Sequence[str], ranks: int) -> str:

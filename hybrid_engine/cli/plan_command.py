@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -24,6 +24,7 @@ from hybrid_engine.advisor.answer import (
     sections_of,
 )
 from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
+from hybrid_engine.cli.from_verl import read_verl
 from hybrid_engine.cli.options import collect, config_argument, integer_option, read_config, refuse
 from hybrid_engine.cli.output import Console, new_table, progress, writing
 from hybrid_engine.cli.search_output import search_and_print
@@ -39,8 +40,16 @@ _RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
 
 def plan(
     words: Annotated[list[str], config_argument()],
-    ranks: Annotated[int, integer_option("Number of ranks: one for each device.")],
-    hosts_of: Annotated[int, integer_option("Ranks of one host.")] = 8,
+    ranks: Annotated[int | None, integer_option("Number of ranks: one for each device. Needed without --from.")] = None,
+    hosts_of: Annotated[int | None, integer_option("Ranks of one host; default: 8, or what --from reads.")] = None,
+    source: Annotated[
+        Literal["verl"] | None,
+        typer.Option(
+            "--from",
+            help="Whose configuration CONFIG.yaml is, if not this project's; its keys can be set too. --ranks is "
+            "read from it.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help=f"Memory by name: {', '.join(DEVICE_GIB)}.")] = None,
     device_gib: Annotated[
         float | None, typer.Option(help=f"Memory of one device, GiB; default: {Cluster().device_gib:g}.")
@@ -80,19 +89,28 @@ def plan(
     found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib))
     size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
-    config = collect(found, read_config, words, ranks, sizes_are_open=search)
-    if rank is not None and not 0 <= rank < ranks:
+    told: Sequence[str] = ()
+    config = None
+    if source is not None:
+        if (job := collect(found, read_verl, words, ranks, hosts_of)) is not None:
+            config, ranks, hosts_of, told = job.config, job.ranks, job.hosts_of, job.remarks
+    elif ranks is None:
+        found.append(Violation("--ranks", "is missing", "Give the number of ranks: one for each device"))
+    else:
+        config = collect(found, read_config, words, ranks, sizes_are_open=search)
+    if rank is not None and ranks is not None and not 0 <= rank < ranks:
         found.append(Violation("--rank", f"{rank} of {ranks} ranks, counted from 0", "Name one of them"))
-    for name, value in (("--rank", rank), ("--frozen", frozen)):
+    for name, value in (("--rank", rank), ("--frozen", frozen), ("--from", source)):
         if search and value is not None:
             found.append(Violation(name, "set beside --search", "Plan one of the pairs that it finds"))
-    if found or config is None or rates is None or size is None:
+    if found or config is None or rates is None or size is None or ranks is None:
         refuse(found)
+    hosts_of = 8 if hosts_of is None else hosts_of
     cluster = Cluster(hosts_of, size, host_gib, rates, _has_elastic_buffers() if elastic is None else elastic)
     if search:
         raise typer.Exit(search_and_print(config, ranks, cluster, list(_of_checkpoint(config)), as_json=as_json))
     with progress() as doing:
-        answer = _answer(config, ranks, cluster, rank, frozen, doing)
+        answer = _answer(config, ranks, cluster, rank, frozen, told, doing)
     with writing():
         if as_json:
             typer.echo(json.dumps(answer.as_dict(), indent=2))
@@ -107,6 +125,7 @@ def _answer(
     cluster: Cluster,
     rank: int | None,
     frozen: str | None,
+    told: Sequence[str],
     doing: Callable[[str], None],
 ) -> Answer:
     """Plan the job, and what is asked for beside it. Ends the command where that cannot be."""
@@ -126,7 +145,7 @@ def _answer(
         started = time.perf_counter()
         own_plan = job.plan_of(rank)
         of_rank = facts_of_rank(own_plan, rank, time.perf_counter() - started)
-    return Answer(job, cost, of_rank, later, list(_remarks(config, ranks)))
+    return Answer(job, cost, of_rank, later, [*told, *_remarks(config, ranks)])
 
 
 def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
@@ -164,7 +183,7 @@ def _has_elastic_buffers() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
-def _option_violations(hosts_of: int, device_gib: float | None, host_gib: float | None) -> Iterator[Violation]:
+def _option_violations(hosts_of: int | None, device_gib: float | None, host_gib: float | None) -> Iterator[Violation]:
     numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:

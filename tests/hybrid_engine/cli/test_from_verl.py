@@ -1,0 +1,129 @@
+"""`plan --from verl`: the plan of the same job in keys of this project; what is refused, and what is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.hybrid_engine.cli.test_plan_command import facts, run, saved
+from tests.zoo.published_configs import LLAMA_3_8B
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def written(directory: Path, strategy: str, **actor: Any) -> str:
+    """A file as `--cfg job` writes it, as far as it is read; its lengths are interpolated as in verl's own."""
+    prompt, response = (f"${{oc.select:data.max_{each}_length,512}}" for each in ("prompt", "response"))
+    rollout = {"name": "vllm", "tensor_model_parallel_size": 4, "gpu_memory_utilization": 0.6, "max_model_len": 4096}
+    values = {
+        "actor_rollout_ref": {
+            "model": {"path": saved(directory, LLAMA_3_8B), "enable_gradient_checkpointing": True},
+            "actor": {"strategy": strategy, "ppo_micro_batch_size_per_gpu": 2, **actor},
+            "rollout": {**rollout, "prompt_length": prompt, "response_length": response},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"max_prompt_length": 1024, "max_response_length": 3072},
+        "trainer": {"nnodes": 2, "n_gpus_per_node": 4},
+    }
+    (directory / "verl.yaml").write_text(yaml.safe_dump(values))
+    return str(directory / "verl.yaml")
+
+
+BY_HAND = (
+    "actor_config.micro_batch_size=2",
+    "actor_config.seq_length=4096",
+    "generate_config.infer_tensor_parallel_size=4",
+    "generate_config.gpu_memory_utilization=0.6",
+    "generate_config.max_model_len=4096",
+    "generate_config.vllm.max_num_batched_tokens=8192",
+    "generate_config.offload_train_optimizer=false",
+)
+
+
+def same_plan(verl: dict[str, Any], ours: dict[str, Any]) -> bool:
+    return {**verl, "planning": 0, "remarks": 0} == {**ours, "planning": 0, "remarks": 0}
+
+
+def test_megatron_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Path) -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "param_offload": True}
+    file = written(tmp_path, "megatron", megatron=sizes)
+    by_hand = (
+        f"model={tmp_path}",
+        "actor_config.tensor_model_parallel_size=2",
+        "actor_config.pipeline_model_parallel_size=2",
+        "actor_config.sequence_parallel=true",
+        *BY_HAND,
+    )
+    found = facts(file, "--from", "verl")
+    assert (found["world_size"], found["train"]["data"], found["infer"]["data"]) == (8, 2, 2)
+    assert same_plan(found, facts(*by_hand, "--ranks", "8", "--hosts-of", "4"))
+    (told,) = found["remarks"]
+    (tmp_path / "ours.yaml").write_text(told.partition(":\n")[2])
+    assert same_plan(found, facts(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")), "can be pasted"
+
+
+def test_fsdp_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = written(tmp_path, "fsdp2", fsdp_config={"fsdp_size": 4, "param_offload": True})
+    fsdp = "{sharding_strategy: HYBRID_SHARD, replicas: 2, mixed_precision: bf16, activation_checkpointing: true}"
+    wide = ("actor_config.params_dtype=float32", "generate_config.compress_reshard=true")
+    by_hand = (f"model={tmp_path}", f"actor_config.fsdp={fsdp}", *wide, *BY_HAND)
+    assert same_plan(facts(file, "--from", "verl"), facts(*by_hand, "--ranks", "8", "--hosts-of", "4"))
+
+
+def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
+    """verl's as on its command line, without a file too; --ranks in place of the file's."""
+    model = saved(tmp_path, LLAMA_3_8B)
+    of_verl = (f"actor_rollout_ref.model.path={model}", "model_engine=megatron", f"+{ROLLOUT}.name=vllm")
+    found = facts("--from", "verl", *of_verl, f"{ROLLOUT}.tensor_model_parallel_size=8", "--ranks", "16")
+    assert (found["world_size"], found["infer"]["tensor"]) == (16, 8)
+    found = facts("--from", "verl", *of_verl, "generate_config.infer_tensor_parallel_size=4")
+    assert (found["world_size"], found["infer"]["tensor"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([f"{ACTOR}.strategy=veomni"], f"{ACTOR}.strategy: 'veomni'. Use megatron, fsdp2 or fsdp"),
+        ([f"{ACTOR}.megatron.tensor_parallel_size=2"], "is not a size that verl has there. Correct its name"),
+        ([f"{ACTOR}.megatron.tensor_model_parallel_size=3"], f"{ACTOR}.megatron.tensor_model_parallel_size"),
+        ([f"{ROLLOUT}.gpu_memory_utilization=lots"], f"{ROLLOUT}.gpu_memory_utilization (generate_config.gpu"),
+        ([f"{ROLLOUT}.dtype=int4"], f"{ROLLOUT}.dtype (generate_config.compression_dtype)"),
+        (["trainer.nnodes=two"], "trainer.nnodes: 'two' is not a number. Use a whole number"),
+        (["trainer.nnodes=${oc.env:NODES}"], "`--cfg job --resolve`"),
+        (["actor_rollout_ref.hybrid_engine=false"], "Here they share them"),
+        (["actor_confg.seed=1"], "actor_confg.seed: is a key of neither. Did you mean actor_config?"),
+        (["--search"], "--from: set beside --search"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_key(words: list[str], message: str, tmp_path: Path) -> None:
+    refused = run(written(tmp_path, "megatron"), "--from", "verl", *words)
+    assert refused.exit_code == 2, refused.output
+    assert message in refused.stderr
+
+
+def test_ranks_are_needed_without_a_file_that_has_them(tmp_path: Path) -> None:
+    refused = run(f"model={saved(tmp_path, LLAMA_3_8B)}")
+    assert (refused.exit_code, "--ranks: is missing" in refused.stderr) == (2, True)
+
+
+def test_what_has_no_counterpart_is_said(tmp_path: Path) -> None:
+    words = (
+        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.free_cache_engine=false",
+        f"{ACTOR}.use_kl_loss=true",
+        "actor_rollout_ref.model.lora_rank=8",
+        "algorithm.adv_estimator=gae",
+        f"+{ACTOR}.megatron.override_transformer_config.moe_shared_expert_overlap=true",
+        f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8",
+    )
+    plain = facts(written(tmp_path, "megatron"), "--from", "verl")
+    assert len(plain["remarks"]) == 1
+    result = run(written(tmp_path, "megatron"), "--from", "verl", *words, "--json")
+    remarks = json.loads(result.stdout)["remarks"][1:]
+    for part in ("sglang", "KV cache", "reference", "all weights", "critic", "moe_shared_expert_overlap", "kv_cache_d"):
+        assert sum(part in remark for remark in remarks) == 1, part
