@@ -150,6 +150,24 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     )
 
 
+def test_the_loop_beside_verls_has_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code is run up to `train`; of TRL's part, whose names are TRL's, only the syntax is looked at."""
+    page = (REPO_ROOT / "docs" / "rl.md").read_text()
+    of_trl, of_verl = page.partition("## From TRL")[2].split("## From verl")
+    for block in re.findall(r"^```python\n(.*?)^```", of_trl, re.MULTILINE | re.DOTALL):
+        ast.parse(block)
+    given: list[Any] = []
+    monkeypatch.setattr("hybrid_engine.rl.train", lambda *arguments, **named: given.extend(arguments))
+    (block,) = re.findall(r"^```python\n(.*?)^```", of_verl, re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    model, prompts, reward, config = given
+    sections = hybrid_engine.HybridConfig.model_validate(model)
+    assert sections.generate_config.infer_tensor_parallel_size == 2
+    assert config.prompts_per_step <= len(prompts)
+    completion = type("Completion", (), {"text": " 9"})
+    assert [reward({"prompt": "", "answer": answer}, completion) for answer in ("9", "8")] == [1.0, 0.0]
+
+
 # Said by others: pydantic, vLLM, torch, the driver, the operating system.
 BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")
 BY_OTHERS += ("Torch not compiled with CUDA enabled",)
