@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
-from hybrid_engine.assembly import _model_directory, _tokenizer_directory
+from hybrid_engine.assembly import _model_directory
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.states import State
@@ -392,9 +392,9 @@ def test_a_model_of_the_hub_brings_its_tokenizer(
     config.name_or_path, config.vocab_size = "org/tiny", 256
     model = SimpleNamespace(config=config)
     with ExitStack() as owner:
-        made = _model_directory(model, owner)
+        made = _model_directory(model, None, owner)
         assert json.loads((made / "config.json").read_text())["vocab_size"] == 256
-    assert ModelTokenizer(_tokenizer_directory(model, None)).encode(["5 6"]) == [[5, 6]]
+        assert ModelTokenizer(str(made)).encode(["5 6"]) == [[5, 6]]
 
 
 def test_vllm_computes_what_the_live_model_does(errors: list[dict[str, str]]) -> None:
