@@ -10,7 +10,7 @@ train.py  ->  trainer.py: warm up, then the library's loop, hybrid_engine/rl
                      |
               report.py (terminal, metrics.jsonl, reward.png, TensorBoard)
 
-With PPO (configs/ppo_tp2_to_dp2.yaml) a critic learns between score and update, and gives each token its advantage.
+With PPO (configs/ppo_tp2_to_dp2.yaml) a critic learns before the actor is scored, and gives each token its advantage.
 With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
 
 settings.py            every key of `rl_config`; configs/ has one file per layout
