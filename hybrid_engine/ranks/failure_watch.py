@@ -345,7 +345,9 @@ class FailureWatch:
             is_awaited = failure.waiting is None or self._rank in failure.waiting
             deadline = max(seen[failure], place.since) + failure.patience + _SECONDS_TO_SPARE
             if is_awaited and now > deadline and self._is_stuck(place) and not self._is_forgiven(failure):
-                self._end(failure, place, now - seen[failure])
+                # what follows from the first, as the end of those who waited for it, is no cause
+                cause = min((each for each in failures if not self._is_forgiven(each)), key=seen.__getitem__)
+                self._end(cause, place, now - seen[cause])
 
     def _report_arrival(self, step: int) -> None:
         if self._arrived_at != step:

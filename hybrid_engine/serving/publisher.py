@@ -189,10 +189,20 @@ class WeightPublisher(Switch):
         """Servers do not tell when they are nearly done."""
 
     def close(self) -> None:
-        """Bring training state back, and leave the servers paused where they have nothing. Idempotent."""
+        """Bring training state back, and leave the servers paused where they have nothing. Idempotent.
+
+        Servers with weights keep them, unless training state finds no room beside them.
+        """
         self.served, self._all_draw = None, False
+        may_hold, self._may_hold = self._may_hold, False
         try:
-            self._disconnect()
+            try:
+                self._disconnect()  # servers go on with what they have, where there is room for both
+            except HybridEngineError:
+                if self.job.agreement.lost is not None or not may_hold:
+                    raise
+                self._may_hold = True
+                self._disconnect()
             if self._manager is not None:  # joined once more, to have servers give up their weights
                 self._leave_servers()
                 self.state = State.TRAIN

@@ -69,7 +69,7 @@ OUTSIDE = {
     "integrations": set(),  # frameworks by name, where one is used
     "verification": {"numpy", "safetensors", "torch", "transformers"},
     "verification.cases": set(),
-    "cli": {"rich", "typer"},
+    "cli": {"rich", "typer", "yaml"},
 }
 # Who may import it: the one backend, and the top floor, which applies the patches.
 ENGINES = {

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteError, ReshardError, StateError
+from hybrid_engine.errors import ConfigError, DifferentCallsError, OffloadError, PlanError, RemoteError, ReshardError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -294,7 +294,11 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
     "layout_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: disk on fire"], {}),
     "other_device_on_rank_1": ((REMOTE, ConfigError), ["meta, but training weights of rank 1 are on cpu"], {}),
     "shared_memory_without_exported_buffers": ((ConfigError, ConfigError), ["generate_config.transport"], {}),
-    "interrupted_on_rank_0": ((StateError, StateError), ["entering rollout_context (1 numbers) on rank 1"], {}),
+    "interrupted_on_rank_0": (
+        (DifferentCallsError, DifferentCallsError),
+        ["entering rollout_context (1 numbers) on rank 1"],
+        {},
+    ),
     "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
     "way_back_fails_on_rank_1": (
         (ReshardError, ReshardError),
