@@ -70,6 +70,7 @@ def put_beside(
     owner: ExitStack,
     *,
     lora: ActorLora | None = None,
+    tokenizer_dir: str | None = None,
     gives_back: bool = True,
 ) -> EngineParts[TrainerT]:
     """Build vLLM for this trainer, whose state leaves the device, or find the servers.
@@ -83,6 +84,7 @@ def put_beside(
         job: of all ranks.
         owner: ends what is built here.
         lora: what is delivered by itself.
+        tokenizer_dir: where it is not the model's.
         gives_back: at the end, and if anything fails on any rank, training state is back on the device.
     """
     with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
@@ -94,10 +96,10 @@ def put_beside(
     if config.generate_config.servers:
         from hybrid_engine.backends.vllm.server.inference import ServedInference
 
-        served = ServedInference(config, job)
+        served = ServedInference(config, job, tokenizer_dir)
         return EngineParts(train, served, config, offloader, None, served.adaptor)
     side = gather_side(job, train.weights)
-    inference = build_inference_engine(config, table, side, job, lora)
+    inference = build_inference_engine(config, table, side, job, lora, tokenizer_dir)
     owner.callback(inference.shutdown)
     with job.agreement.phase("delivering adapters"):
         weights = served_weights(inference, config, lora)
@@ -111,19 +113,20 @@ def build_inference_engine(
     training_side: Side,
     job: Job,
     lora: ActorLora | None = None,
+    tokenizer_dir: str | None = None,
 ) -> InferenceEngine:
     """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
     `training_side`: of all ranks (`rendezvous.gather_side`). Which rank takes which shard follows from them and
-    from what vLLM's loader writes at each position, traced first. `lora`: what is delivered by itself. A failure on any
-    rank is raised on all, and leaves no engine.
+    from what vLLM's loader writes at each position, traced first. `lora`: what is delivered by itself.
+    `tokenizer_dir`: where it is not the model's. A failure on any rank is raised on all, and leaves no engine.
     """
     generate, positions = config.generate_config, None
     with job.agreement.phase("checking the inference settings"):
         if generate.trace is not None and job.rank == 0:
             check_path(generate.trace)
-        settings = inference_settings(config, job.world_size, lora)
+        settings = inference_settings(config, job.world_size, lora, tokenizer_dir)
     # Where each position has the whole model, no order is better than another.
     if generate.infer_rank_order != "sequential" and settings.sizes.ranks_per_instance > 1:
         positions = gather_positions(settings, table, job)
@@ -178,8 +181,12 @@ def inference_settings(
     config: HybridConfig,
     world_size: int,
     lora: ActorLora | None = None,
+    tokenizer_dir: str | None = None,
 ) -> InferenceSettings:
-    """vLLM's settings from a checked configuration, in sequential order; `lora`: what is delivered by itself."""
+    """vLLM's settings from a checked configuration, in sequential order.
+
+    `lora`: what is delivered by itself. `tokenizer_dir`: where it is not the model's.
+    """
     from hybrid_engine.backends.vllm import InferenceSettings
 
     return InferenceSettings(
@@ -187,6 +194,7 @@ def inference_settings(
         config.generate_config.sizes(world_size),
         config.generate_config,
         config.served_dtype,
+        tokenizer_dir=tokenizer_dir,
         **({} if lora is None else _lora_settings(lora)),
     )
 
@@ -252,7 +260,7 @@ def build_parts(
                 raise ConfigError([Violation("train_config", "says how to shard, and shard is False", "Leave one out")])
             is_whole = not (shard or is_sharded(model))
             fsdp = _copies(job.world_size) if is_whole else read_train_config(train_config or {}, job.world_size)
-            config = _checked_config(model, fsdp, values, job, owner)
+            config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
             check_inference(config, job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
@@ -262,7 +270,7 @@ def build_parts(
             train = ShardedModel(model, table, job.rank, lora_delivery=delivery, is_whole=is_whole)
             owner.callback(train.close)  # once all of it is back on the device
         lora = train.weights.lora
-        return put_beside(train, config, table, job, owner, lora=lora)
+        return put_beside(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
 def _copies(num_ranks: int) -> FsdpConfig:
@@ -272,8 +280,8 @@ def _copies(num_ranks: int) -> FsdpConfig:
 
 def _checked_config(
     model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
-) -> HybridConfig:
-    """The configuration for this model. Raises before the model is changed."""
+) -> tuple[HybridConfig, str | None]:
+    """The configuration for this model, and its tokenizer's directory. Raises before the model is changed."""
     from hybrid_engine.backends.fsdp.adaptor import read_model_weights
     from hybrid_engine.backends.fsdp.model_checks import require_configured, require_drivable, weights_dtype
     from hybrid_engine.backends.fsdp.names import wrapped_names
@@ -281,7 +289,11 @@ def _checked_config(
     require_drivable(model, job.world_size)
     tensors = model.state_dict(keep_vars=True)
     names = wrapped_names(model, tensors)
-    directory = _model_directory(names.model, values.pop("model", None), owner)
+    tokenizer_dir = _tokenizer_directory(names.model, values.pop("model", None))
+    directory = _model_directory(names.model, owner)
+    if tokenizer_dir is not None:  # what is saved has it, too; it is read where it was, also once the engine has ended
+        for path in (path for pattern in TOKENIZER for path in Path(tokenizer_dir).glob(pattern)):
+            (directory / path.name).symlink_to(path.resolve())
     wire_dtype = values.get("compression_dtype", "bfloat16") if values.get("compress_reshard") else None
     dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)
     actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
@@ -289,14 +301,13 @@ def _checked_config(
     config = load_config(settings, job.world_size, own_loop=True, own_weights=True)  # the loop is the caller's
     read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
     require_configured(names.model)
-    return config
+    return config, tokenizer_dir
 
 
-def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:
-    """A directory with config, generation config and tokenizer of a transformers model; `owner` removes it.
+def _model_directory(model: Any, owner: ExitStack) -> Path:
+    """A directory with the config and the generation config of a transformers model, for vLLM; `owner` removes it.
 
-    Neither config is read from a file: what the model was told when it was loaded, and since, is in the object alone.
-    `given`: see `_tokenizer_directory`.
+    No file is read: what the model was told when it was loaded, and since, is in the object alone.
     """
     from hybrid_engine.backends.fsdp.model_checks import config_of
 
@@ -304,9 +315,6 @@ def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:
     config_of(model).save_pretrained(made)
     if (generation := getattr(model, "generation_config", None)) is not None:
         generation.to_json_file(made / "generation_config.json")  # save_pretrained refuses what vLLM does not read
-    if (tokenizer := _tokenizer_directory(model, given)) is not None:
-        for path in (path for pattern in TOKENIZER for path in Path(tokenizer).glob(pattern)):
-            (made / path.name).symlink_to(path.resolve())
     return made
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
-from hybrid_engine.assembly import _model_directory
+from hybrid_engine.assembly import _model_directory, _tokenizer_directory
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.states import State
@@ -76,11 +76,12 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
             prefetched.append(engine.sharding.last_report.bytes_prefetched)
         losses.append(loss.item())
     stored = stored_and_loaded(engine, model), refused(engine)
+    tokens = ModelTokenizer(str(engine.config.model)).encode(["5 6"])  # of what a checkpoint gets beside its weights
     engine.shutdown()
     weights = [parameter.to_local().clone() for parameter in model.parameters()]
     return {
         **{"lines": lines, "losses": losses, "surplus": received, "responses": responses},
-        **{"prefetched": prefetched, "weights": weights, "stored": stored},
+        **{"prefetched": prefetched, "weights": weights, "stored": stored, "tokens": tokens},
     }
 
 
@@ -358,6 +359,7 @@ def test_the_engine_stores_weights_and_says_what_is_the_loops(of_the_seed: list[
     for found in of_the_seed:
         keeps, by_the_owner = found["stored"]
         assert keeps
+        assert found["tokens"] == [[5, 6]]
         assert by_the_owner.keys() == BY_THE_OWNER.keys()
         assert all("the model is trained in its owner's loop" in text for text in by_the_owner.values())
 
@@ -392,9 +394,9 @@ def test_a_model_of_the_hub_brings_its_tokenizer(
     config.name_or_path, config.vocab_size = "org/tiny", 256
     model = SimpleNamespace(config=config)
     with ExitStack() as owner:
-        made = _model_directory(model, None, owner)
+        made = _model_directory(model, owner)
         assert json.loads((made / "config.json").read_text())["vocab_size"] == 256
-        assert ModelTokenizer(str(made)).encode(["5 6"]) == [[5, 6]]
+    assert ModelTokenizer(_tokenizer_directory(model, None)).encode(["5 6"]) == [[5, 6]]
 
 
 def test_vllm_computes_what_the_live_model_does(errors: list[dict[str, str]]) -> None:

@@ -95,7 +95,7 @@ class InferenceEngine:
         Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
         self.job, self.rank, self._agreement, self.settings = job, job.rank, job.agreement, settings
-        self.tokenizer = ModelTokenizer(settings.model_dir)
+        self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         with Ends() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 isolation.require_no_groups()

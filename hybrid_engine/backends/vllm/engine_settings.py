@@ -25,7 +25,7 @@ class InferenceSettings:
     """How vLLM is built in the ranks that train: the keys, and what the job and its model say besides.
 
     Attributes:
-        model_dir: directory with `config.json` of the model, and its tokenizer; weights in it are not read.
+        model_dir: directory with `config.json` of the model; weights in it are not read.
         sizes: parallel sizes by the keys of `generate`, and which rank takes which place.
         generate: the keys, with their defaults and checks (config/keys.py).
         dtype: of the weights and activations.
@@ -33,6 +33,7 @@ class InferenceSettings:
         max_lora_rank: largest rank of a LoRA, one of vLLM's: 1, 8, 16, 32, 64, …
         lora_target_modules: last parts of the names of modules that LoRA may change. Without the output head,
             whose LoRA vLLM cannot combine with log-probabilities of prompts.
+        tokenizer_dir: directory with the model's tokenizer; None: model_dir.
     """
 
     model_dir: str
@@ -42,6 +43,7 @@ class InferenceSettings:
     max_loras: int = 0
     max_lora_rank: int = 16
     lora_target_modules: tuple[str, ...] = LINEAR_MODULES
+    tokenizer_dir: str | None = None
 
     def __post_init__(self) -> None:
         if violations := list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes)):

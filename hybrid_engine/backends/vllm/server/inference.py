@@ -44,11 +44,11 @@ class ServedInference:
     near_end: NearEnd | None = None
     trained_lora: str | None = None
 
-    def __init__(self, config: HybridConfig, job: Job) -> None:
+    def __init__(self, config: HybridConfig, job: Job, tokenizer_dir: str | None = None) -> None:
         """Raises ConfigError for addresses that cannot be."""
         generate = config.generate_config
         self.job, self.adaptor = job, NoInference()
-        self.tokenizer = ModelTokenizer(str(config.model))
+        self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
         self._generate, self._limits = generate, config.hf_config()
         self._longest = generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
         with job.agreement.phase("looking at the servers"):

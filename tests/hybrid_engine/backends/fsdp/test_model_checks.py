@@ -87,7 +87,7 @@ def test_every_family_is_what_its_config_says(tmp_path: Path, variant: str) -> N
     model = made(tmp_path, variant)
     require_configured(model)
     with ExitStack() as owner:
-        written = json.loads((_model_directory(model, None, owner) / "config.json").read_text())
+        written = json.loads((_model_directory(model, owner) / "config.json").read_text())
         assert table_for(written) == table_for(served_config(variant))
 
 
@@ -107,7 +107,7 @@ def test_what_a_model_was_told_when_it_was_loaded_is_written(tmp_path: Path, nam
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **OVERRIDES[name])
     require_configured(model)
     with ExitStack() as owner:
-        directory = _model_directory(model, None, owner)
+        directory = _model_directory(model, owner)
         built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         built.load_state_dict(model.state_dict())
         tokens = torch.arange(24)[None]
@@ -123,7 +123,7 @@ def test_generation_ends_where_the_live_model_s_would(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [5, 6]
     model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
     with ExitStack() as owner:
-        written = json.loads((_model_directory(model, None, owner) / "generation_config.json").read_text())
+        written = json.loads((_model_directory(model, owner) / "generation_config.json").read_text())
     assert written["eos_token_id"] == [5, 6]
 
 
