@@ -322,9 +322,9 @@ class FailureWatch:
 
     def _failures_of_this_host(self) -> list[Failure]:
         """Failures that can be seen without the store."""
-        place, ended = self._place, [rank for rank, pid in self._pids.items() if has_ended(pid)]
-        texts = {rank: f"has ended (process {self._pids[rank]})" for rank in ended if place.phase}
-        return [self._seen(rank, text, place) for rank, text in texts.items()]
+        place = self._place
+        ended = [(rank, pid) for rank, pid in self._pids.items() if place.phase and has_ended(pid)]
+        return [self._seen(rank, f"has ended (process {pid})", place) for rank, pid in ended]
 
     def _seen(self, rank: int, text: str, place: _Place, beat: str | None = None) -> Failure:
         return Failure(rank, "", text, _SECONDS_AFTER_SILENCE, place.entry, beat=beat)
