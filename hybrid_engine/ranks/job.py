@@ -167,7 +167,8 @@ class Job:
         """Take part in the job; in the process group that is there, else under torchrun. Collective.
 
         Args:
-            timeout_seconds: longest wait for another rank; for the start, at least `agreement.SECONDS_TO_BUILD`.
+            timeout_seconds: longest wait for another rank; for the start of the ranks of the process group, at least
+                `agreement.SECONDS_TO_BUILD`. Those of a `world` have started.
             host: where this rank is; default: `groups.host_id()`.
             device: of the training weights; default: the current GPU, without one the CPU.
             device_name: by which others tell whether they are on it too; default: a GPU's UUID, on a CPU this rank's.
@@ -177,10 +178,11 @@ class Job:
         """
         device = device or own_device()  # before NCCL, which takes the current one
         with Ends() as undo:
-            if world is None and join_process_group(timeout_seconds):
-                undo.callback(_end_process_group)
-            world = world or World.of_default_group()
-            seconds = max(timeout_seconds, SECONDS_TO_BUILD)
+            seconds = timeout_seconds
+            if world is None:
+                if join_process_group(timeout_seconds):
+                    undo.callback(_end_process_group)
+                world, seconds = World.of_default_group(), max(timeout_seconds, SECONDS_TO_BUILD)
             meeting = world.begin_meeting()
             store, refusal = world.part(meeting), functools.partial(world.refusal, meeting)
             said = json.dumps([host or host_id(), device_name or _name_of(device, world.rank)])

@@ -136,6 +136,16 @@ def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
     assert asked == [SECONDS_TO_BUILD]
 
 
+def test_ranks_of_a_world_have_started(tmp_path: Path) -> None:
+    """A job with servers is joined by ranks that run: who does not come is not waited for as one that imports is."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    store.set_timeout(timedelta(seconds=30))
+    started = time.monotonic()
+    with pytest.raises(LostRankError):
+        Job.join(1, world=World(store, 0, 2))
+    assert time.monotonic() - started < 15
+
+
 @pytest.mark.parametrize(
     ("num_visible", "current", "local_rank", "expected"),
     [
