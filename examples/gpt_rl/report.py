@@ -52,7 +52,7 @@ class Report:
         )
         self._task = self._bar.add_task("starting engines", total=None)
         self._next_line = 0.0
-        self._events = Events(files.out, {"accuracy": "eval"})
+        self._events = Events(files.out, {"accuracy": "eval"}, left_out=("iteration", "unix_time"))
 
     def __enter__(self) -> Report:
         self._bar.start()

@@ -70,7 +70,7 @@ def main() -> None:
 
 def run_files(out: Path) -> RunFiles:
     """The files of a run. Checkpoint 0, after the warm-up, is also the reference, so it stays."""
-    return RunFiles(out, "iteration", num_kept=2)
+    return RunFiles(out, "iteration", num_kept=2, others=["reward.png"])
 
 
 def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> None:

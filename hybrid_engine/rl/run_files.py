@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -84,10 +84,13 @@ class Events:
     Args:
         out: directory of the events.
         groups: of tags, by the names of figures that are not told by the library's own: {"accuracy": "eval"}.
+        left_out: names of a row that are not figures.
     """
 
-    def __init__(self, out: Path, groups: Mapping[str, str] | None = None) -> None:
-        self._out, self._groups = out, dict(groups or {})
+    def __init__(
+        self, out: Path, groups: Mapping[str, str] | None = None, left_out: Collection[str] = ("step",)
+    ) -> None:
+        self._out, self._groups, self._left_out = out, dict(groups or {}), left_out
         self._writer: Any = None
 
     def add(self, number: int, row: Row) -> None:
@@ -98,7 +101,7 @@ class Events:
             self._writer = SummaryWriter(str(self._out), purge_step=number)
         if self._writer is not None:
             for name, value in row.items():
-                if value is not None and name not in ("step", "iteration", "unix_time"):
+                if value is not None and name not in self._left_out:
                     self._writer.add_scalar(self.tag(name), value, number)
             self._writer.flush()
 
@@ -125,13 +128,14 @@ class RunFiles:
         out: directory of the run, shared by all ranks.
         key: what a step is called: the number of a row, and the name of a checkpoint.
         num_kept: newest checkpoints to keep. That of step 0, from which a run began, stays beside them.
+        others: names of further files of a run, which go with it when it is started over.
     """
 
-    def __init__(self, out: Path, key: str = "step", *, num_kept: int = 1) -> None:
+    def __init__(self, out: Path, key: str = "step", *, num_kept: int = 1, others: Sequence[str] = ()) -> None:
         self.out = out
         self.metrics = MetricsFile(out / "metrics.jsonl", key)
         self.checkpoints = out / "checkpoints"
-        self._num_kept = num_kept
+        self._num_kept, self._others = num_kept, tuple(others)
         self._settings_file = out / "run.json"
 
     def checkpoint(self, step: int) -> Path:
@@ -232,7 +236,7 @@ class RunFiles:
         if progress is not None:
             self.metrics.cut_after(progress.step)
             return
-        for path in [self.metrics.path, self.out / "reward.png", *self.out.glob("events.out.tfevents.*")]:
+        for path in [self.metrics.path, *map(self.out.joinpath, self._others), *self.out.glob("events.out.tfevents.*")]:
             path.unlink(missing_ok=True)
         write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")
 

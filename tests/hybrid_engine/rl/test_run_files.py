@@ -93,7 +93,8 @@ def test_what_a_run_may_change_is_not_among_its_settings(tmp_path: Path) -> None
 def test_starting_over_removes_the_run_and_nothing_else(run: RunFiles) -> None:
     for place in (run.out, run.checkpoints):
         (place / "notes.txt").write_text("mine")
-    run.begin(SETTINGS, resume=False)
+    (run.out / "curve.png").write_text("of the run")
+    RunFiles(run.out, others=["curve.png"]).begin(SETTINGS, resume=False)
     assert names(run) == ["notes.txt"]
     assert {path.name for path in run.out.iterdir()} == {"checkpoints", "lock", "notes.txt", "run.json"}
 
