@@ -18,6 +18,7 @@ from hybrid_engine import HybridConfig, load_config
 from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Section, Seed
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import apply_overrides, read_yaml
+from hybrid_engine.rl.run_files import defaults_of
 
 
 class WarmUpConfig(Section):
@@ -128,6 +129,10 @@ class Settings(pydantic.BaseModel):
             "rl_config": self.rl.model_dump(exclude=free),
         }
         return json.loads(json.dumps(values, default=str, sort_keys=True))
+
+    def defaults(self) -> dict[str, Any]:
+        """What a setting is that a run began without: it is older than the option."""
+        return {**defaults_of(self.engine), "rl_config": defaults_of(self.rl)}
 
 
 def load_settings(source: str | Path, world_size: int, overrides: Sequence[str] = ()) -> Settings:

@@ -56,7 +56,7 @@ def main() -> None:
     try:
         settings = load_settings(options.config, _world_size(), options.overrides)
         files = run_files(options.out)
-        files.check(settings.fingerprint(), options.resume)
+        files.check(settings.fingerprint(), options.resume, settings.defaults())
         lock = files.lock() if rank == 0 else None
         options.out.mkdir(parents=True, exist_ok=True)
         _log_to(options.out / f"log-rank{rank}.txt", terminal)

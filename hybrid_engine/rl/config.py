@@ -11,6 +11,7 @@ from hybrid_engine.config.keys import Count, NonNegative, Positive, ScheduleConf
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl.losses import Aggregation
+from hybrid_engine.rl.run_files import defaults_of
 from hybrid_engine.trainer.learning_rate import learning_rate
 
 
@@ -86,6 +87,10 @@ class LoopConfig(Section):
     def is_due(self, step: int, every: int) -> bool:
         """Whether what happens `every` so many steps does after this one."""
         return step % every == 0 or step == self.steps
+
+    def defaults(self) -> dict[str, Any]:
+        """What a setting is that a run began without: it is older than the option."""
+        return {self.name: defaults_of(self)}
 
     def shared(self) -> dict[str, Any]:
         """All that a resumed run must have in common with the run that it continues."""

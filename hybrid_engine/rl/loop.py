@@ -458,7 +458,7 @@ class _Record:
             return
         with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):
             if self._is_writer:
-                files.check(config.shared())
+                files.check(config.shared(), defaults=config.defaults())
                 ends.enter_context(files.lock())
                 files.begin(config.shared())
                 self._events = Events(files.out)

@@ -24,7 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybrid_engine.errors import ConfigError, FileError, Violation
+import pydantic
+
+from hybrid_engine.errors import ConfigError, FileError, Violation, first_of
 from hybrid_engine.files.durable import append_text, write_text
 
 Row = dict[str, Any]
@@ -152,8 +154,16 @@ class RunFiles:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def check(self, settings: Mapping[str, Any], resume: bool = True) -> None:
+    def check(
+        self, settings: Mapping[str, Any], resume: bool = True, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         """Raise ConfigError unless this directory is new, or has a run that may be resumed or, else, started over.
+
+        Args:
+            settings: those that a resumed run must share.
+            resume: whether the run is to go on.
+            defaults: of these settings, as far as they have any. A run that began before there was an option goes on
+                with its default.
 
         Raises FileError about a file of the run that cannot be read.
         """
@@ -163,21 +173,31 @@ class RunFiles:
                 raise self._not_a_run(f"holds {', '.join(foreign[:3])} but no run.json")
             return
         found = _read_json(self._settings_file)
-        if not isinstance(found, dict) or found.keys() != settings.keys():
-            raise self._not_a_run("has another program's run.json")
+        if not isinstance(found, dict):
+            raise self._not_a_run("has a run.json that is not a mapping")
+        known = _flat(defaults or {})
+        new = settings.keys() - found.keys()
+        if found.keys() - settings.keys() or new - _at_defaults(settings, known):
+            sections = [first_of(sorted(each), 5) for each in (found, settings)]
+            raise self._not_a_run(
+                f"has a run.json of {sections[0] or 'nothing'}, not of {sections[1]}", " of this kind"
+            )
         if resume and self.progress() is not None:
             self.metrics.rows()
-            self._require_same(found, settings)
+            self._require_same(found, settings, known)
         elif resume and self.metrics.rows():
             remedy = "Put one back, or begin a new run in another directory"
             raise FileError(f"{self.out} has rows of metrics but no complete checkpoint. {remedy}")
 
-    def _not_a_run(self, why: str) -> ConfigError:
-        return ConfigError([Violation("out", f"{self.out} {why}, so it is not a run", "Use another directory")])
+    def _not_a_run(self, why: str, kind: str = "") -> ConfigError:
+        return ConfigError([Violation("out", f"{self.out} {why}, so it is not a run{kind}", "Use another directory")])
 
-    def _require_same(self, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Raise ConfigError naming every setting in which the run found here differs."""
+    def _require_same(self, found: Mapping[str, Any], settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Raise ConfigError naming every setting in which the run found here differs; `defaults` are flat."""
         before, now = _flat(found), _flat(settings)
+        # a section that is None is no option that the run did not have
+        missing = {key for key in now.keys() - before.keys() if not before.keys() & set(_sections_of(key))}
+        before |= {key: defaults[key] for key in missing & defaults.keys()}
         violations = [
             Violation(
                 key,
@@ -235,9 +255,13 @@ class RunFiles:
             self._remove(step)
         if progress is not None:
             self.metrics.cut_after(progress.step)
+            self._write(settings)  # with options that are new, as they are now: a default may change
             return
         for path in [self.metrics.path, *map(self.out.joinpath, self._others), *self.out.glob("events.out.tfevents.*")]:
             path.unlink(missing_ok=True)
+        self._write(settings)
+
+    def _write(self, settings: Mapping[str, Any]) -> None:
         write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")
 
     def complete(self, progress: Progress) -> None:
@@ -259,6 +283,33 @@ def _read_json(path: Path) -> Any:
     except ValueError as error:
         remedy = "Remove its directory to go on from the checkpoint before it, or begin a new run elsewhere"
         raise FileError(f"{path} is damaged: {error}. {remedy}") from error
+
+
+def defaults_of(section: pydantic.BaseModel) -> dict[str, Any]:
+    """The defaults of a section and of those inside it, as JSON has them; fields without one are left out."""
+    found: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, pydantic.BaseModel):
+            found[name] = defaults_of(value)
+        elif not field.is_required():
+            found[name] = json.loads(json.dumps(field.get_default(call_default_factory=True), default=str))
+    return found
+
+
+def _at_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:
+    """Sections in which every setting has its default; `defaults` are flat."""
+    return {
+        section
+        for section, values in settings.items()
+        if all(key in defaults and defaults[key] == value for key, value in _flat({section: values}).items())
+    }
+
+
+def _sections_of(key: str) -> list[str]:
+    """Dotted names of the sections that a dotted key is in."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

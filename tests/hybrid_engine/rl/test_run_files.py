@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
 from hybrid_engine.rl.run_files import Progress, RunFiles
 
-SETTINGS = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
+SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
 
 @pytest.fixture
@@ -86,8 +87,50 @@ def test_what_a_run_may_change_is_not_among_its_settings(tmp_path: Path) -> None
         run.check(GrpoConfig(seed=1, temperature=0.5, schedule="cosine").shared())
     keys = [found.key.removeprefix("GrpoConfig.") for found in caught.value.findings]
     assert keys == ["schedule", "steps", "temperature"]
-    with pytest.raises(ConfigError, match="so it is not a run"):
+    with pytest.raises(
+        ConfigError, match=r"run\.json of GrpoConfig, not of PpoConfig, so it is not a run of this kind"
+    ):
         run.check(PpoConfig(seed=1).shared())
+
+
+def test_an_older_run_goes_on_with_the_defaults_of_new_options(run: RunFiles) -> None:
+    defaults = {"rl_config": {"seed": 5, "clip": 0.2}, "critic": {"lr": 0.5}}
+    now = {**SETTINGS, "rl_config": {**SETTINGS["rl_config"], "clip": 0.2}, "critic": {"lr": 0.5}}
+    changed = {**now, "rl_config": {**now["rl_config"], "clip": 0.3}}
+    for settings, known, problem in (
+        (changed, defaults, r"rl_config.clip: the run in .* has 0.2, this one 0.3"),
+        (now, {"critic": defaults["critic"]}, "rl_config.clip: the run in .* has None, this one 0.2"),
+        ({**now, "critic": {"lr": 0.7}}, defaults, "so it is not a run of this kind"),
+        (
+            {**now, "rl_config": {"seed": 0, "clip": 0.2}},
+            defaults,
+            "rl_config.epochs: the run in .* has 1, this one None",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            run.check(settings, defaults=known)
+    run.check(now, defaults=defaults)
+    run.begin(now)
+    with pytest.raises(ConfigError, match=r"rl_config\.clip"):
+        run.check({**now, "rl_config": {**now["rl_config"], "clip": 0.3}}, defaults=changed)
+
+
+def test_a_section_that_is_new_in_a_run_is_no_new_option(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path / "run")
+    run.lock().close()
+    run.begin({"actor_config": {"fsdp": None}})
+    complete(run, 1)
+    settings = {"actor_config": {"fsdp": {"replicas": 1}}}
+    with pytest.raises(ConfigError, match=r"actor_config\.fsdp\.replicas: the run in .* has None, this one 1"):
+        run.check(settings, defaults=settings)
+
+
+def test_every_option_of_the_loop_has_its_default_for_older_runs(tmp_path: Path) -> None:
+    run, config = RunFiles(tmp_path / "run"), PpoConfig(value_clip=0.3, stop=("a",))
+    run.lock().close()
+    run.begin({"PpoConfig": {"value_clip": 0.3, "stop": ["a"]}})
+    complete(run, 1)
+    run.check(config.shared(), defaults=config.defaults())
 
 
 def test_starting_over_removes_the_run_and_nothing_else(run: RunFiles) -> None:
