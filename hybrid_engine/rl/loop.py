@@ -7,9 +7,10 @@ loop of one's own.
     row = loop.learn(number)                        draw, score, learn
     loop.save(files, row)                           before vLLM's weights come: they would have to leave for it
     row = loop.finish(row, evaluate)                draw with the new weights
+    loop.close()                                    where the worker goes on without it
 
-All functions are collective. Random choices of a step follow from the seed and the step's number alone, so a run that
-goes on from a checkpoint does what it would have done without the interruption.
+All functions but `close` are collective. Random choices of a step follow from the seed and the step's number alone, so
+a run that goes on from a checkpoint does what it would have done without the interruption.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import math
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +84,7 @@ def train(
         if not isinstance(model, ActorHybridWorker):
             engines = model if isinstance(model, HybridConfig) else load_config(model)
             model = ends.enter_context(ActorHybridWorker(engines))
-        loop = Loop(model, prompts, reward, config)
+        loop = ends.enter_context(closing(Loop(model, prompts, reward, config)))
         files = None if out is None else RunFiles(Path(out))
         record = _Record(model, config, files, ends)
         rows = []
@@ -144,7 +146,13 @@ class Loop:
             importance_cap=config.importance_cap,
         )
         self._tally = _Tally(on_phase)
-        worker.on_reshard_end(self._tally.switches.append)
+        self._count_switch = worker.on_reshard_end(self._tally.switches.append)
+        self._switch = weakref.ref(worker.sharding)  # a worker that was shut down has none
+
+    def close(self) -> None:
+        """Count the worker's switches no more, which outlives this loop. Idempotent; not collective."""
+        if (switch := self._switch()) is not None:
+            switch.remove_hook(self._count_switch)
 
     def run(
         self,

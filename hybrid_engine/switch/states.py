@@ -123,6 +123,11 @@ class SwitchHooks:
         self._end_hooks.append(hook)
         return hook
 
+    def remove_hook(self, hook: Callable[..., object]) -> None:
+        """Call `hook` no more, neither before a switch nor after it. Idempotent."""
+        self._start_hooks = [each for each in self._start_hooks if each != hook]
+        self._end_hooks = [each for each in self._end_hooks if each != hook]
+
     def _call_start_hooks(self, before: object, target: object) -> None:
         for hook in self._start_hooks:
             call_hook(hook, before, target)

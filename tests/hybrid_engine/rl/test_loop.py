@@ -14,6 +14,7 @@ from hybrid_engine import ActorHybridWorker, Completion, ReshardReport, Sampling
 from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
 from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, train
 from hybrid_engine.rl.loop import _Tally, combined
+from hybrid_engine.switch.states import SwitchHooks
 from tests.harness.launch import REPO_ROOT, Ranks
 from tests.zoo import workers
 
@@ -51,6 +52,9 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
     actor, critic = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}, {"critic_config": {}}
     with workers.build_worker(model, actor, **(critic if algorithm is PpoConfig else {})) as worker:
         worker.save_checkpoint(out / "start")
+        reports: list[ReshardReport] = []
+        worker.on_reshard_end(reports.append)
+        hooks = list(worker.sharding._end_hooks)
 
         def run(name: str, reward: Any, stops: bool = False, **changed: Any) -> list[dict[str, Any]]:
             with worker.train_context():
@@ -73,6 +77,7 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
             found[name] = str(caught.value)
         found["resumed"] = run("resumed", reward)
         found["again"] = run("resumed", reward)
+        found["hooks"] = worker.sharding._end_hooks == hooks
     return found
 
 
@@ -90,6 +95,7 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert whole == resumed
     assert [row["step"] for row in first["resumed"]] == [3], "step 2 had a checkpoint"
     assert first["again"] == []
+    assert first["hooks"], "none of a run that has ended, or failed"
     trained = whole
     if algorithm is PpoConfig:
         trained = whole[1:]
@@ -169,6 +175,20 @@ def test_a_function_gives_the_prompts_of_a_step_and_no_more() -> None:
     assert loop._prompts_of(7) == [7, 7]
     with pytest.raises(ArgumentError, match="prompts: 1 for step 1"):
         loop._prompts_of(1)
+
+
+def test_a_closed_loop_hears_of_no_more_switches() -> None:
+    worker, hooks, prompts = mock.MagicMock(sharding=SwitchHooks()), [], ["a"]
+    worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
+    worker.on_reshard_end = worker.sharding.on_reshard_end
+    worker.sharding.on_reshard_end(hooks.append)
+    first, second = (Loop(worker, prompts, mock.Mock(), GrpoConfig()) for _ in range(2))
+    for _ in range(2):
+        first.close()
+    worker.sharding._call_end_hooks("a report")
+    assert (hooks, first._tally.switches, second._tally.switches) == (["a report"], [], ["a report"])
+    del worker.sharding
+    second.close()
 
 
 def test_figures_of_ranks_and_of_parts_of_a_step_are_combined() -> None:
