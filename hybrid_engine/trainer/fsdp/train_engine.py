@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
@@ -193,8 +194,9 @@ class FsdpTrainEngine(ShardedModel):
 
     @property
     def _whole(self) -> FSDPModule:
-        assert isinstance(self.model, FSDPModule)
-        return self.model
+        whole = self.model if isinstance(self.model, FSDPModule) else transformers_model(self.model)
+        assert isinstance(whole, FSDPModule)
+        return whole
 
     @property
     def _no_packing(self) -> str:

@@ -1,0 +1,115 @@
+"""A run that is killed and goes on in a new worker equals one that is not, byte by byte, whoever trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hybrid_engine import ActorHybridWorker, Completion
+from hybrid_engine.backends.fsdp.sharded_tensors import shard_model
+from hybrid_engine.rl import GrpoConfig, train
+from hybrid_engine.rl.run_files import Row
+from hybrid_engine.trainer.fsdp import actor as fsdp_actor
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
+from tests.hybrid_engine.end_to_end.digests import digest, training_state
+from tests.hybrid_engine.rl.test_loop import rows_of
+from tests.zoo import workers
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS = [[first, 3, 4] for first in range(5, 10)]
+SETTINGS: dict[str, Any] = {
+    **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "save_every": 2},
+    **{"minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1, "kl_coefficient": 0.01},
+}
+KILLED_AFTER, RESUMED_AFTER = 3, 2
+MEGATRON = {"tensor_model_parallel_size": 2}
+FSDP2 = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "fsdp2": FSDP2,
+    "fsdp2-lora": FSDP2,
+    "megatron": MEGATRON,
+    "megatron-lora": {**MEGATRON, "lora": {"rank": 4}},
+}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@contextmanager
+def worker_of(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
+    """A new worker. PEFT's model takes the place of the one that a configuration describes: that one has no LoRA."""
+
+    def with_lora(config: Any, job: Any, mesh: Any) -> torch.nn.Module:
+        adapted = peft_model(config.model, LORA)
+        shard_model(adapted, config.actor_config.fsdp, mesh)
+        model: torch.nn.Module = adapted.eval()
+        return model
+
+    replaced = with_lora if trainer == "fsdp2-lora" else fsdp_actor._build_model
+    with (
+        mock.patch.object(fsdp_actor, "_build_model", replaced),
+        workers.build_worker(model, TRAINERS[trainer]) as worker,
+    ):
+        yield worker
+
+
+def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> dict[str, Any]:
+    """What a run drew, and the state that it ends in; `killed` gets what a kill after step 3 would have left of it."""
+    drawn: list[tuple[Any, ...]] = []
+
+    def reward(prompt: list[int], completion: Completion) -> float:
+        drawn.append((*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs or ())))
+        return sum(token % 2 for token in completion.token_ids) / 4
+
+    with worker_of(trainer, model) as worker:
+
+        def keep(row: Row) -> None:
+            if killed is not None and worker.rank == 0 and row["step"] == KILLED_AFTER:
+                shutil.copytree(out, killed)
+
+        train(worker, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, on_step=keep)
+        with worker.train_context():
+            state = training_state(worker.train)
+            state |= {"generator": digest(torch.get_rng_state()), "version": str(worker.train.version)}
+    torch.rand(7)  # another state than a new process has
+    return {"drawn": drawn, "state": state}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer",
+    ["fsdp2", "fsdp2-lora", *(pytest.param(each, marks=pytest.mark.long) for each in ("megatron", "megatron-lora"))],
+)
+def test_a_killed_run_goes_on_byte_by_byte(engines: Ranks, tmp_path: Path, trainer: str) -> None:
+    model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    calls = {"whole": (run, (trainer, model, whole, killed)), "resumed": (run, (trainer, model, killed))}
+    found = engines.launch_in_turn(2, calls)
+    drawn, again = (found[name][0]["drawn"] for name in calls)
+    assert len(set(drawn)) == 8 * SETTINGS["steps"]
+    assert drawn[8 * RESUMED_AFTER :] == again
+    for at_once, resumed in zip(found["whole"], found["resumed"], strict=True):
+        assert any("exp_avg" in name for name in at_once["state"])
+        assert at_once["state"] == resumed["state"]
+    assert lines_of(whole) == lines_of(killed)
+    assert len(lines_of(whole)) == SETTINGS["steps"]
+    assert files_of(whole) == files_of(killed)
+    assert files_of(whole)
+
+
+def lines_of(out: Path) -> list[str]:
+    """The rows as text, every digit of them."""
+    return [json.dumps(row) for row in rows_of(out)]
+
+
+def files_of(out: Path) -> Mapping[str, bytes]:
+    """The weights of the Hugging Face checkpoint that the run leaves."""
+    return {path.name: path.read_bytes() for path in (out / "model").glob("*.safetensors")}
