@@ -66,7 +66,7 @@ OUTSIDE = {
     "megatron_script": {"megatron_patches", "torch"},
     "trainer": {"megatron", "megatron_patches", "torch", "transformers"},
     "rl": {"pydantic", "torch"},
-    "integrations": set(),  # frameworks by name, where one is used
+    "integrations": {"ray", "verl"},  # in what verl imports; other frameworks by name, where one is used
     "verification": {"numpy", "safetensors", "torch", "transformers"},
     "verification.cases": set(),
     "cli": {"rich", "typer", "yaml"},

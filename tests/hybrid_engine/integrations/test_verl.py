@@ -1,0 +1,208 @@
+"""Our classes in the places of verl's manager, actors and worker. Where verl is not installed, what says so."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid_engine.errors import ConfigError, DependencyError, StateError
+from tests.harness.launch import REPO_ROOT
+from tests.harness.vllm_server import ENVIRONMENT, FILLED, PLAIN, serving
+from tests.zoo.tiny_models import save_model
+from tests.zoo.tokenizers import save_characters
+
+OURS = "hybrid_engine.integrations.verl"
+NUM_UPDATES = 3
+WITH_TOKENIZER = [argument for argument in PLAIN if argument != "--skip-tokenizer-init"]
+CLOSE = 1e-5
+"""Most that a log-probability of vLLM may be from the trainer's, float32."""
+
+
+def lacking() -> str | None:
+    """What keeps verl from being imported here."""
+    try:
+        found = metadata.version("verl")
+        if found != "0.9.1":
+            return f"verl {found} is installed, and 0.9.1 was tested"
+        import_module("verl.checkpoint_engine.base")
+    except metadata.PackageNotFoundError:
+        return "verl is not installed: pip install --no-deps verl==0.9.1"
+    except ImportError as error:
+        return f"verl cannot be imported: {error}"
+    return None
+
+
+LACKING = lacking()
+with_verl = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    return import_module(OURS)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@with_verl
+@pytest.mark.long
+@pytest.mark.engines
+@pytest.mark.parametrize("mode", ["standalone", "hybrid"])
+def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str) -> None:
+    """`standalone`: servers keep their weights. `hybrid`: they have them from an update until they are to sleep."""
+    model, out = tmp_path / "model", tmp_path / "out.json"
+    save_model(model, "qwen3", head_dim=32, max_position_embeddings=128)
+    save_characters(model)
+    settings = {
+        **{**os.environ, **ENVIRONMENT, "RAY_memory_monitor_refresh_ms": "0"},
+        "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "tests.hybrid_engine.integrations.verl_on_cpu",
+        "VERL_ENGINE_VENDOR": "hybrid_engine",
+    }
+    with serving(model, tmp_path, *WITH_TOKENIZER, *FILLED) as server:
+        command = [sys.executable, "-m", "tests.hybrid_engine.integrations.verl_run"]
+        command += [str(model), server.url, str(out), mode]
+        subprocess.run(command, env=settings, cwd=REPO_ROOT, timeout=500, check=True)
+    found = json.loads(out.read_text())
+    kept = mode == "standalone"
+    for step, update in enumerate(found["updates"]):
+        assert update["difference"] < CLOSE
+        assert update["calls"] == (["abort", f"step {step}", "resume"] if kept else [f"step {step}"])
+        assert update["metrics"]["hybrid_engine/bytes_received"] > 0
+        norms = update["norms"]
+        assert norms[0] == pytest.approx(norms[1])
+        assert norms[0] > 0
+        for rank in update["after update"]:
+            assert rank["engine"] == "FSDPEngineWithLMHead"
+            assert rank["kinds"] == ["DTensor"]
+            assert rank["state"] == ("train" if kept else "infer")
+            assert rank["verified"] == rank["parameters"], "bit by bit"
+            assert rank["version"] == step
+            assert rank["surplus"] == 0, "bytes beyond the fewest possible"
+        assert [rank["state"] for rank in update["after sleep"]] == ["train"] * 2
+    drawn = [update["drawn"] for update in found["updates"]]
+    assert drawn[0] != drawn[1] != drawn[2], "each by weights of its own"
+    assert found["weights"] == ({"weight_version": str(NUM_UPDATES - 1)} if kept else {"weight_version": "none"})
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+
+@with_verl
+def test_verl_has_the_places_that_are_taken(ours: Any) -> None:
+    from verl.checkpoint_engine import base
+    from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+    from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+
+    assert base.CheckpointEngineRegistry.get(ours.NAME) is ours.Publisher
+    assert not ours.Publisher.__abstractmethods__
+    for name in ("prepare", "build_topology", "send_weights", "receive_weights", "finalize"):
+        theirs = inspect.signature(getattr(base.CheckpointEngine, name)).parameters.keys()
+        assert inspect.signature(getattr(ours.Publisher, name)).parameters.keys() == theirs, name
+    of_manager = {name: each for name, each in vars(ours.Manager).items() if inspect.isroutine(each)}
+    for name, each in of_manager.items():
+        if name != "_on_actors":
+            theirs = inspect.signature(getattr(base.CheckpointEngineManager, name)).parameters.keys()
+            assert inspect.signature(each).parameters.keys() == theirs, name
+    update = inspect.getsource(base.CheckpointEngineManager.update_weights)
+    called = ("abort_replicas()", "release_kv_cache_replicas()", "build_process_group(rollout)")
+    called += ("actor_wg.update_weights(global_steps=global_steps, mode=self.backend)", "resume_generation_replicas()")
+    assert [call for call in called if call not in update] == []
+    assert {"backend", "custom_backend_module", "engine_kwargs"} <= CheckpointEngineConfig.__dataclass_fields__.keys()
+    assert "checkpoint_manager_class" in RolloutConfig.__dataclass_fields__
+    assert RolloutMode.HYBRID.value == "hybrid"
+    assert isinstance(RolloutReplica.server_address, property)
+
+
+@with_verl
+def test_a_stream_without_changes_calls_no_worker_of_vllm(ours: Any) -> None:
+    """What an empty `delta_flush` of ours rests on, read and not imported: verl's rollout wants another vLLM."""
+    source = Path(str(import_module("verl").__file__)).parent / "workers/rollout/vllm_rollout/vllm_rollout.py"
+    before, _, after = source.read_text().partition("except StopAsyncIteration:")
+    assert f'wire_format == "{ours.Publisher.wire_format}"' in before
+    ends, _, _ = after.partition("return")
+    assert "set_global_steps" in ends
+    assert "_execute_method" not in ends
+
+
+@with_verl
+def test_verl_reads_plugins_and_vendors_by_these_names() -> None:
+    root = Path(str(import_module("verl").__file__)).parent
+    assert '_entry_points(group="verl.plugins")' in (root / "__init__.py").read_text()
+    assert "VERL_ENGINE_VENDOR" in (root / "workers/engine/base.py").read_text()
+    trainer = (root / "trainer/ppo/ray_trainer.py").read_text()
+    assert 'rollout.get("checkpoint_manager_class")' in trainer
+    actor = (root / "workers/engine_workers.py").read_text()
+    assert "self.checkpoint_engine.send_weights(per_tensor_param, global_steps=global_steps)" in actor
+
+
+# -- without its workers -----------------------------------------------------------------------------------------------
+
+
+def engine(strategy: str = "fsdp2", **offloads: bool) -> Any:
+    offloads = {"param": False, "optimizer": False, "policy": False, **offloads}
+    return SimpleNamespace(
+        engine_config=SimpleNamespace(strategy=strategy, offload_policy=offloads["policy"]),
+        is_param_offload_enabled=offloads["param"],
+        is_optimizer_offload_enabled=offloads["optimizer"],
+        module=None,
+    )
+
+
+@with_verl
+def test_settings_that_a_switch_cannot_honour(ours: Any) -> None:
+    publisher = ours.Publisher(bucket_size=1)
+    with pytest.raises(ConfigError, match="export VERL_ENGINE_VENDOR=hybrid_engine"):
+        publisher._built(iter(()))
+    with pytest.raises(ConfigError) as raised:
+        publisher._built(ours.LiveWeights(engine("fsdp", param=True, optimizer=True, policy=True), ()))
+    messages = ["actor.strategy: fsdp. Use fsdp2", f"checkpoint_manager_class={OURS}.Manager"]
+    messages += [f"fsdp_config.{key}: true" for key in ("param_offload", "optimizer_offload", "offload_policy")]
+    assert all(message in str(raised.value) for message in messages), str(raised.value)
+
+
+@with_verl
+def test_live_weights_are_verls_own_tensors_too(ours: Any) -> None:
+    class Theirs:
+        def get_per_tensor_param(self, layered_summon: bool = False) -> tuple[Any, str]:
+            return iter([("weight", layered_summon)]), "adapter"
+
+    kind = type("Both", (ours.HandsItselfOn, Theirs), {})
+    weights, adapter = kind().get_per_tensor_param(layered_summon=True)
+    assert (list(weights), adapter) == ([("weight", True)], "adapter")
+    assert isinstance(weights.engine, Theirs)
+
+
+@with_verl
+def test_replicas_stay_the_same(ours: Any) -> None:
+    publisher = ours.Publisher(bucket_size=1)
+    publisher.init_process_group(["http://127.0.0.1:1"])
+    publisher.init_process_group(["http://127.0.0.1:2"])
+    publisher.engine = object()
+    with pytest.raises(StateError, match="replicas stay the same"):
+        publisher.init_process_group(["http://127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [(None, "verl is not installed"), ("0.8.0", r"verl 0\.8\.0 is installed, and 0\.9\.1 was")]
+)
+def test_what_is_missing_is_said(found: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    with pytest.raises(DependencyError, match=said):
+        import_module(OURS)
