@@ -7,6 +7,7 @@ user names, by a token that both sides have in their environment: torch's store 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import re
 import secrets
@@ -180,7 +181,7 @@ class MeetingPlace:
             path.touch(0o600)  # servers open what is there alone
             _require_own(path)
             self.place = f"file:{path}"
-            self._store: dist.Store = dist.FileStore(str(path), -1)
+            self._store: dist.Store | None = dist.FileStore(str(path), -1)
             return
         require_token()
         # By itself, a TCPStore listens on all interfaces, whatever host name it is given.
@@ -192,7 +193,8 @@ class MeetingPlace:
         self.place = f"tcp:{address}:{port}"
 
     def close(self) -> None:
-        """Remove what was made; those who are connected keep what they have. Idempotent."""
+        """Remove what was made. Those who have the file open keep it; an address is closed. Idempotent."""
+        self._store = None
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -218,6 +220,24 @@ def _require_own(path: Path) -> None:
     for directory, found in zip(path.parents, directories, strict=False):
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise MessageError(f"{directory} is not a directory that only this user can open")
+
+
+def require_address(address: str, *, allow_public: bool) -> None:
+    """Raise ConfigError unless trainers can listen at `address`, and it is closed to strangers: torch's store
+    authenticates nobody; or where this process has no token."""
+    require_token()
+    remedy = "Give that of an interface of the first trainer"
+    try:
+        found = {each[4][0] for each in socket.getaddrinfo(address, None, family=socket.AF_INET)}
+    except OSError as error:
+        raise ConfigError([Violation("server_address", f"{shortened(address)}: {error}, as IPv4", remedy)]) from None
+    addresses = [ipaddress.ip_address(each) for each in sorted(found)]
+    if any(each.is_unspecified for each in addresses):
+        raise ConfigError([Violation("server_address", f"{address} is no address for others to connect to", remedy)])
+    if not allow_public and (public := [str(each) for each in addresses if not (each.is_loopback or each.is_private)]):
+        problem = f"{', '.join(public)} is public, and the store at which ranks meet authenticates nobody"
+        remedy = "Give a private address, or server_allow_public where a firewall guards it"
+        raise ConfigError([Violation("server_address", problem, remedy)])
 
 
 def require_token() -> str:

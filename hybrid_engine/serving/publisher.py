@@ -55,7 +55,16 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import PauseMode, VllmServer, server_of
-from hybrid_engine.serving.invitation import LOOPBACK, NO_VERSION, SWITCH_KEYS, Invitation, MeetingPlace, Told, Update
+from hybrid_engine.serving.invitation import (
+    LOOPBACK,
+    NO_VERSION,
+    SWITCH_KEYS,
+    Invitation,
+    MeetingPlace,
+    Told,
+    Update,
+    require_address,
+)
 from hybrid_engine.serving.roles import NoInference
 from hybrid_engine.switch.prefetch import total
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
@@ -125,6 +134,8 @@ class WeightPublisher(Switch):
             if address is None and len(set(job.hosts)) > 1:
                 problem = "trainers are on several hosts, and there is no address at which they meet the servers"
                 raise ConfigError([Violation("address", problem, "Give that of an interface of the first trainer")])
+            if address is not None:
+                require_address(address, allow_public=allow_public)
             if job.rank == 0:
                 self._servers = [server_of(each, config.timeout_seconds, allow_public=allow_public) for each in servers]
         require_step = weakref.WeakMethod(self.require_step)
@@ -226,7 +237,8 @@ class WeightPublisher(Switch):
         if before is State.INTERRUPTED and (with_servers or is_broken):
             self._disconnect()  # an update may be open, which a new invitation ends
         manager = self._connected() if with_servers else None
-        self._call_start_hooks(before, target)
+        with self.job.agreement.phase("start hooks"):
+            self._call_start_hooks(before, target)
         self.state = State.INTERRUPTED
         if manager is None:
             self._switch_alone(before, target, tally)
@@ -236,7 +248,8 @@ class WeightPublisher(Switch):
         else:
             report = self._switch(manager, before, target)
         self.state, self.last_report = target, report
-        self._call_end_hooks(report)
+        with self.job.agreement.phase("end hooks"):
+            self._call_end_hooks(report)
         return report
 
     def _find_each_other(self, phase: str) -> None:
@@ -305,9 +318,10 @@ class WeightPublisher(Switch):
         is_first, self._is_new = self._is_new, False
         mode: PauseMode = "wait" if is_first and self._pause == "abort" else self._pause
         may_draw = before in (State.INFER, State.INTERRUPTED) or is_first or not self.config.release_weights
+        manager = self._manager
 
         def ask() -> None:
-            for server in self._servers:
+            for server in self._while_joined(manager):
                 if may_draw:
                     server.pause(mode, clear_cache=True)  # what was cached with older weights is computed again
                     server.update_weight_version(NO_VERSION)
@@ -320,15 +334,25 @@ class WeightPublisher(Switch):
     def _end_update(self, calls: Sequence[_Call], target: State, update: Update) -> None:
         """End it: servers that were filled draw tokens, once all of them were, and say by which version."""
 
+        manager = self._manager
+
         def end() -> None:
             self._await(calls)
-            for server in self._servers:
+            for server in self._while_joined(manager):
                 server.finish_weight_update(str(update.version) if target is State.INFER else NO_VERSION)
             if target is State.INFER:
-                for server in self._servers:
+                for server in self._while_joined(manager):
                     server.resume()
 
         self._ask("ending the switch of the servers", end)
+
+    def _while_joined(self, manager: ShardingManager | None) -> Iterator[VllmServer]:
+        """The servers, as long as they are in this job: after Ctrl-C the thread that calls them is still there, and is
+        not to pause one that draws tokens for the next."""
+        for server in self._servers:
+            if self._manager is not manager:
+                raise ServerError("the trainers have left this job meanwhile")
+            yield server
 
     def _connected(self) -> ShardingManager:
         if self._manager is None:
@@ -359,7 +383,8 @@ class WeightPublisher(Switch):
                 settings=values,
                 address=LOOPBACK if self._address is None else None,
             )
-            world = invitation.signed().world(self.job.rank)
+            with self.job.agreement.phase("inviting the servers"):  # a rank that has no token, or finds no store
+                world = invitation.signed().world(self.job.rank)
             undo.push(functools.partial(_refuse, world, world.meeting))
             refused = functools.partial(world.refuse, meeting=world.meeting)
             for server, count in zip(self._servers, counts, strict=False):  # none on other ranks

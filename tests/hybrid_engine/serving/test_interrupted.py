@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from hybrid_engine.errors import HybridEngineError, StateError
 from hybrid_engine.memory.offload_items import Kind
+from hybrid_engine.serving.invitation import Invitation
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.states import State
 from tests.harness.launch import Ranks
@@ -135,6 +137,40 @@ def test_a_refusal_is_heard_at_once(ranks: Ranks, tmp_path: Path, call: str) -> 
         assert f"no memory in {call}" in said
         assert seconds < SOON
     assert first[2] == whole(1)
+
+
+def fail_alone(trainers: Trainers, what: str) -> tuple[list[tuple[str, float]], Any]:
+    """One trainer fails where the other has nothing to complain of; then none does."""
+    is_one, said = trainers.job.rank == 1, []
+
+    def fail(*_: object) -> None:
+        if is_one:
+            raise MemoryError(f"no memory for the {what}")
+
+    with closing(trainers.publisher()) as publisher, ExitStack() as undo:
+        if what == "start hook":
+            undo.callback(publisher.remove_hook, publisher.on_reshard_start(fail))
+        elif what == "end hook":
+            undo.callback(publisher.remove_hook, publisher.on_reshard_end(fail))
+        elif is_one:
+            undo.enter_context(mock.patch.object(Invitation, "world", fail))
+        started = time.monotonic()
+        try:
+            publisher.publish()
+        except Exception as error:
+            said.append((str(error), time.monotonic() - started))
+        undo.close()
+        enter(publisher, State.INFER)
+        return said, trainers.look()
+
+
+@pytest.mark.parametrize("what", ["start hook", "end hook", "store"])
+def test_what_one_trainer_fails_in_all_hear_of(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    first, second, _ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), fail_alone, what)
+    for ((said, seconds),), _ in (first, second):
+        assert f"no memory for the {what}" in said
+        assert seconds < SOON
+    assert first[1] == whole(0)
 
 
 def share_a_device(trainers: Trainers) -> list[Any]:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from hybrid_engine.errors import ConfigError, MessageError, ServerError
 from hybrid_engine.serving.clients import HttpServer
-from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace
+from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace, require_address
 
 
 @pytest.fixture
@@ -141,6 +141,22 @@ def test_an_address_that_anybody_reaches_is_refused(url: str) -> None:
         HttpServer(url, 1)
     HttpServer(url, 1, allow_public=True)
     HttpServer("http://10.0.0.1:8000", 1)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("0.0.0.0", "no address for others"), ("8.8.8.8", "authenticates nobody"), ("::1", "as IPv4")],
+)
+def test_trainers_listen_where_strangers_do_not_come(
+    monkeypatch: pytest.MonkeyPatch, address: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match="must know each other"):
+        require_address("127.0.0.1", allow_public=False)
+    monkeypatch.setenv(TOKEN, "secret")
+    with pytest.raises(ConfigError, match=problem):
+        require_address(address, allow_public=False)
+    require_address("127.0.0.1", allow_public=False)
+    require_address("8.8.8.8", allow_public=True)
 
 
 class Elsewhere(BaseHTTPRequestHandler):
