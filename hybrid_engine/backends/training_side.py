@@ -84,7 +84,7 @@ class GuardedState:
         for model in models:
             self._remove_at_end(guard_model(model, guard))
         for optimizer in optimizers:
-            self._num_begun[optimizer] = 0
+            self._num_begun[optimizer] = steps_before(optimizer, self._num_begun)
             self._remove_at_end(guard_optimizer(optimizer, guard))
             self._remove_at_end([optimizer.register_step_pre_hook(begin_step)])
 
@@ -97,6 +97,16 @@ class GuardedState:
     def _remove_at_end(self, handles: Iterable[RemovableHandle]) -> None:
         for handle in handles:
             self._ends.callback(handle.remove)
+
+
+def steps_before(optimizer: torch.optim.Optimizer, counts: Mapping[torch.optim.Optimizer, int]) -> int:
+    """Steps of optimizers that step on the same parameters, which it replaces; others take part in steps with it."""
+    own = {id(each) for each in _parameters(optimizer)}
+    return max((count for other, count in counts.items() if own & {id(each) for each in _parameters(other)}), default=0)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def guard_model(model: torch.nn.Module, guard: Guard) -> Iterator[RemovableHandle]:

@@ -24,7 +24,7 @@ from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
-from hybrid_engine.backends.training_side import GuardedState, is_frozen
+from hybrid_engine.backends.training_side import GuardedState, is_frozen, steps_before
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
@@ -172,6 +172,7 @@ class ShardedModel(GuardedState):
             return False
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
+        self._num_steps[optimizer] = steps_before(optimizer, self._num_steps)
         self.watch([], [optimizer])
         return True
 

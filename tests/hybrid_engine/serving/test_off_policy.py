@@ -397,3 +397,13 @@ def test_a_step_is_asked_for_once(number: int) -> None:
     with pytest.raises(StateError, match="too far ahead"):
         state.optimizers[0].step()
     assert all((group["params"][0] == -3).all() for each in state.optimizers for group in each.param_groups)
+
+
+def test_an_optimizer_that_replaces_another_is_asked_for_too() -> None:
+    state, asked = Stepped(1), list[int]()
+    state.before_step = lambda: asked.append(0)
+    state.optimizers[0].step()
+    later = torch.optim.SGD(state.optimizers[0].param_groups[0]["params"], lr=1.0)
+    state.watch([], [later])
+    later.step()
+    assert len(asked) == 2

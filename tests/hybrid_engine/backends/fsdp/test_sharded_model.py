@@ -242,9 +242,9 @@ def steps_are_counted(rank: Rank) -> None:
     late.step()
     late.step()
     assert (wrapped.version, wrapped.optimizers) == (2, [late])
-    for _ in range(3):  # the first one of several may rest
+    for _ in range(3):  # it replaces the first: these are other weights
         later.step()
-    assert (wrapped.version, wrapped.optimizers) == (3, [late, later])
+    assert (wrapped.version, wrapped.optimizers) == (5, [late, later])
 
 
 def only_padding(rank: Rank) -> None:
