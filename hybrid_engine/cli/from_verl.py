@@ -172,9 +172,12 @@ class _Reading:
 
     @property
     def strategy(self) -> Any:
-        """The actor's, or what `model_engine=megatron` says of it, which is in no file that hydra has written out."""
-        named = "megatron" if self.get("model_engine") == "megatron" else None
-        return self.get(f"{_ACTOR}.strategy", named)
+        """The actor's, or what `model_engine` says of it, which is in no file that hydra has written out.
+
+        Of an actor that has Megatron's sizes nobody guesses that it is one of FSDP.
+        """
+        named = self.get("model_engine", None if self.get(_MEGATRON) else "dp")
+        return self.get(f"{_ACTOR}.strategy", "fsdp" if named == "dp" else named)
 
     def put(self, key: str, path: str, default: Any = None, value: Any = None) -> None:
         """Set a key of ours to the value at a path, or to one that was made from it."""

@@ -81,6 +81,8 @@ def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
     of_verl = (f"actor_rollout_ref.model.path={model}", "model_engine=megatron", f"+{ROLLOUT}.name=vllm")
     found = facts("--from", "verl", *of_verl, f"{ROLLOUT}.tensor_model_parallel_size=8", "--ranks", "16")
     assert (found["world_size"], found["infer"]["tensor"]) == (16, 8)
+    found = facts("--from", "verl", f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=4")
+    assert found["world_size"] == 4  # by verl's default, FSDP
     found = facts("--from", "verl", *of_verl, "generate_config.infer_tensor_parallel_size=4")
     assert (found["world_size"], found["infer"]["tensor"]) == (8, 4)
 
