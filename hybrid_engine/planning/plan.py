@@ -35,6 +35,22 @@ def wire_dtype(source: str, destination: str) -> str:
     return destination if DTYPE_NBYTES[destination] < DTYPE_NBYTES[source] else source
 
 
+def rounding_faults(source: Mapping[str, str], destination: Mapping[str, str]) -> list[str]:
+    """Of tensors' dtypes on the two sides, those pairs in which values would be rounded, or overflow."""
+    rounded: dict[tuple[str, str], list[str]] = {}
+    for name, dtype in destination.items():
+        if (held := source.get(name, dtype)) != dtype and not (held in _HALVES and dtype == "float32"):
+            rounded.setdefault((held, dtype), []).append(name)
+    return [
+        f"{names[0]} and {len(names) - 1} others are {held} in training and {dtype} in the servers: start these with "
+        f"--dtype {held}, or set generate_config.compress_reshard to have the weights cast"
+        for (held, dtype), names in rounded.items()
+    ]
+
+
+_HALVES = frozenset({"bfloat16", "float16"})
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Copy a box of `lengths` elements from `src` to `dst`.

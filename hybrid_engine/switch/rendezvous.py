@@ -31,7 +31,7 @@ from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, open
 from hybrid_engine.memory.host_pages import BufferHandle
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
-from hybrid_engine.planning.plan import ReshardPlan
+from hybrid_engine.planning.plan import ReshardPlan, rounding_faults
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.digests import text_digest
@@ -211,8 +211,13 @@ def connect(
         verifier,
         made.incremental,
         made.ranges,
-        is_apart=bool((source_side.holds_any() != made.destination.holds_any()).any()),
+        is_apart=_is_apart(source_side, made.destination),
     )
+
+
+def _is_apart(source: Side, destination: Side) -> bool:
+    """Whether some rank has one side only."""
+    return bool((source.holds_any() != destination.holds_any()).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +260,10 @@ def rank_plan(
         devices: of all ranks; see `planner.plan`.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in told], messages)
+    may_round = config.compress_reshard or not _is_apart(source, destination)  # in one process, one key is both dtypes
+    dtypes = source.placed.holdings.dtypes, destination.placed.holdings.dtypes
+    if not may_round and (faults := rounding_faults(*dtypes)):
+        raise PlanError(faults)
     offers = {number: decode(messages[number], Offer) for number in {of_rank[2] for of_rank in told}}
     said = [offers[of_rank[2]] for of_rank in told]
     cannot_relay = {host for host, offer in zip(hosts, said, strict=True) if not offer.can_relay}

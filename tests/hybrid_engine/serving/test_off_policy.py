@@ -99,6 +99,9 @@ class FakeServer:
     def arm(self, call: str) -> None:
         self.script.arm(call, MemoryError(f"no memory in {call}"))
 
+    def compute_in(self, dtype: str) -> None:
+        self.weights.dtype = dtype
+
     def look(self) -> dict[str, Any]:
         """The version that it draws with, None where it does not; and the versions that its weights are of."""
         drawn, live = None if self.is_paused else self.version, self.weights.live
@@ -141,6 +144,7 @@ class Caller(Server):
 
     look = functools.partialmethod(_call, "look")
     arm = functools.partialmethod(_call, "arm")
+    compute_in = functools.partialmethod(_call, "compute_in")
 
 
 class PartsOffloader(ScriptedOffloader):
@@ -366,6 +370,26 @@ def test_only_what_changed_is_sent(ranks: Ranks, tmp_path: Path) -> None:
     received = [(first + second, 0), (second, first), (second, first), (first + second, 0), (second, first)]
     versions = [(str(number), {"first": [0], "second": [number]}) for number in range(5)]
     assert seen == [(*sent, *said) for sent, said in zip(received, versions, strict=True)]
+
+
+def publish_to_one_that_rounds(trainers: Trainers, dtype: str) -> tuple[str, str, str]:
+    if trainers.caller is not None:
+        trainers.caller.compute_in(dtype=dtype)
+    with closing(trainers.publisher()) as publisher:
+        said = trainers.publish(publisher)
+    with closing(trainers.publisher(compress_reshard=True)) as publisher:
+        cast = trainers.publish(publisher)
+    if trainers.caller is not None:
+        trainers.caller.compute_in(dtype="float32")
+    with closing(trainers.publisher()) as publisher:
+        return said, cast, trainers.publish(publisher)
+
+
+def test_weights_are_rounded_where_that_was_asked_for_alone(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = str(tmp_path / "server"), publish_to_one_that_rounds, "bfloat16"
+    for said, *others in ranks.launch(with_a_server, NUM_TRAINERS + 1, *arguments)[:NUM_TRAINERS]:
+        assert "are float32 in training and bfloat16 in the servers: start these with --dtype float32" in said
+        assert others == ["", ""]
 
 
 class Stepped(GuardedState):
