@@ -388,8 +388,8 @@ class GenerateConfig(Section):
     server_address: Name | None = None
     """Address of this host at which servers on other hosts reach the first rank; default: all are on this host."""
     server_allow_public: bool = False
-    """Take servers at addresses that are neither of this host nor private: vLLM's routes for weights authenticate
-    nobody."""
+    """Take servers, and a server_address, at addresses that are neither of this host nor private: vLLM's routes for
+    weights, and the store where ranks meet, authenticate nobody."""
     trace: File | None = None
     """A file for a timeline of all switches on all ranks, which https://ui.perfetto.dev shows; default: none."""
     timeout_seconds: Seconds = 300.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -36,15 +37,19 @@ def wire_dtype(source: str, destination: str) -> str:
 
 
 def rounding_faults(source: Mapping[str, str], destination: Mapping[str, str]) -> list[str]:
-    """Of tensors' dtypes on the two sides, those pairs in which values would be rounded, or overflow."""
-    rounded: dict[tuple[str, str], list[str]] = {}
+    """Of tensors' dtypes on the two sides, those pairs in which values would be rounded, or overflow.
+
+    Of the dtype that most have in training: a few that it keeps wider are as the servers' model has them.
+    """
+    trained = Counter(source.values()).most_common(1)[0][0] if source else ""
+    rounded: dict[str, list[str]] = {}
     for name, dtype in destination.items():
-        if (held := source.get(name, dtype)) != dtype and not (held in _HALVES and dtype == "float32"):
-            rounded.setdefault((held, dtype), []).append(name)
+        if source.get(name) == trained != dtype and not (trained in _HALVES and dtype == "float32"):
+            rounded.setdefault(dtype, []).append(name)
     return [
-        f"{names[0]} and {len(names) - 1} others are {held} in training and {dtype} in the servers: start these with "
-        f"--dtype {held}, or set generate_config.compress_reshard to have the weights cast"
-        for (held, dtype), names in rounded.items()
+        f"{len(names)} tensors, e.g. {names[0]}, are {trained} in training and {dtype} in the servers: start these "
+        f"with --dtype {trained}, or set generate_config.compress_reshard to have float32 weights cast"
+        for dtype, names in rounded.items()
     ]
 
 

@@ -286,14 +286,18 @@ def _read_json(path: Path) -> Any:
 
 
 def defaults_of(section: pydantic.BaseModel) -> dict[str, Any]:
-    """The defaults of a section and of those inside it, as JSON has them; fields without one are left out."""
+    """The defaults of a section and of those inside it, as JSON has them; fields without one are left out.
+
+    Of a section that is off by default that is its default, whatever it would be made of.
+    """
     found: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
         value = getattr(section, name)
-        if isinstance(value, pydantic.BaseModel):
+        if isinstance(value, pydantic.BaseModel) and (field.is_required() or default is not None):
             found[name] = defaults_of(value)
         elif not field.is_required():
-            found[name] = json.loads(json.dumps(field.get_default(call_default_factory=True), default=str))
+            found[name] = json.loads(json.dumps(default, default=str))
     return found
 
 

@@ -235,7 +235,7 @@ def require_address(address: str, *, allow_public: bool) -> None:
     addresses = [ipaddress.ip_address(each) for each in sorted(found)]
     if any(each.is_unspecified for each in addresses):
         raise ConfigError([Violation("server_address", f"{address} is no address for others to connect to", remedy)])
-    if not allow_public and (public := [str(each) for each in addresses if not (each.is_loopback or each.is_private)]):
+    if not allow_public and (public := [str(each) for each in addresses if each.is_global]):
         problem = f"{', '.join(public)} is public, and the store at which ranks meet authenticates nobody"
         remedy = "Give a private address, or server_allow_public where a firewall guards it"
         raise ConfigError([Violation("server_address", problem, remedy)])

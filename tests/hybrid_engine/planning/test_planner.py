@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.coalescing import coalesce
-from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer, wire_dtype
+from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer, rounding_faults, wire_dtype
 from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes
 from hybrid_engine.records.holdings import BoxOwners, groups_of_columns
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
@@ -563,3 +563,14 @@ def test_senders_have_equal_shares_of_unequal_boxes(
             np.add.at(sent, flow.senders, flow.nbytes)
     senders = sent[np.unique(np.concatenate([box.ranks for box in sources]))]
     assert senders.max() < 1.01 * senders.mean()
+
+
+def test_bits_are_lost_where_the_dtype_of_most_is_narrowed() -> None:
+    held = {"a": "float32", "b": "float32", "c": "bfloat16"}
+    assert rounding_faults(held, held) == []
+    (fault,) = rounding_faults(held, dict.fromkeys(held, "bfloat16"))
+    assert fault.startswith("2 tensors, e.g. a, are float32 in training and bfloat16 in the servers")
+    halves = {**dict.fromkeys("abc", "bfloat16"), "bias": "float32"}
+    assert rounding_faults(halves, dict.fromkeys(halves, "float32")) == []
+    assert rounding_faults(halves, dict.fromkeys(halves, "bfloat16")) == []
+    assert len(rounding_faults(halves, dict.fromkeys(halves, "float16"))) == 1

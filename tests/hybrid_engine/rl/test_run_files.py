@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
-from hybrid_engine.rl.run_files import Progress, RunFiles
+from hybrid_engine.rl.run_files import Progress, RunFiles, defaults_of
 
 SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
@@ -176,3 +177,29 @@ def test_one_job_at_a_time_writes_a_directory(run: RunFiles) -> None:
     with run.lock(), pytest.raises(ConfigError, match=f"another job is writing .*: process {os.getpid()} "):
         run.lock()
     run.lock().close()
+
+
+class Inner(pydantic.BaseModel):
+    rank: int = 8
+
+
+class Outer(pydantic.BaseModel):
+    """`off` is a section that does nothing unless it is there."""
+
+    on: Inner = Inner()
+    off: Inner | None = None
+
+
+def test_a_section_that_was_off_is_off_in_older_runs(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path / "run")
+    run.lock().close()
+    run.begin({"engine": {"seed": 1}})
+    complete(run, 1)
+    for section, problem in ((Outer(), ""), (Outer(off=Inner()), r"engine\.off\.rank")):
+        settings = {"engine": {"seed": 1, **section.model_dump()}}
+        defaults = {"engine": defaults_of(section)}
+        if not problem:
+            run.check(settings, defaults=defaults)
+            continue
+        with pytest.raises(ConfigError, match=problem):
+            run.check(settings, defaults=defaults)
