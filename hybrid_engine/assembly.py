@@ -20,7 +20,7 @@ from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import Snapshot
-from hybrid_engine.files.model_files import TOKENIZER
+from hybrid_engine.files.model_files import TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
@@ -292,7 +292,7 @@ def _checked_config(
     tokenizer_dir = _tokenizer_directory(names.model, values.pop("model", None))
     directory = _model_directory(names.model, owner)
     if tokenizer_dir is not None:  # what is saved has it, too; it is read where it was, also once the engine has ended
-        for path in (path for pattern in TOKENIZER for path in Path(tokenizer_dir).glob(pattern)):
+        for path in files_like(Path(tokenizer_dir), TOKENIZER):
             (directory / path.name).symlink_to(path.resolve())
     wire_dtype = values.get("compression_dtype", "bfloat16") if values.get("compress_reshard") else None
     dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)

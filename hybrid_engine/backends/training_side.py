@@ -101,12 +101,13 @@ class GuardedState:
 
 def steps_before(optimizer: torch.optim.Optimizer, counts: Mapping[torch.optim.Optimizer, int]) -> int:
     """Steps of optimizers that step on the same parameters, which it replaces; others take part in steps with it."""
-    own = {id(each) for each in _parameters(optimizer)}
-    return max((count for other, count in counts.items() if own & {id(each) for each in _parameters(other)}), default=0)
+    own = {id(each) for each in stepped_by(optimizer)}
+    return max((count for other, count in counts.items() if own & {id(each) for each in stepped_by(other)}), default=0)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters that an optimizer steps on."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def guard_model(model: torch.nn.Module, guard: Guard) -> Iterator[RemovableHandle]:

@@ -17,7 +17,7 @@ import yaml
 from hybrid_engine.cli.options import check_config
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, nearest, shortened
-from hybrid_engine.files.documents import apply_overrides, read_yaml
+from hybrid_engine.files.documents import apply_overrides, read_yaml, section_at
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MEGATRON, _FSDP = f"{_ACTOR}.megatron", f"{_ACTOR}.fsdp_config"
@@ -34,7 +34,7 @@ _SIZES = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,
 }
-"""Of `actor.megatron`, each `actor_config`'s key of the same name, with verl's default."""
+"""Keys of verl's `actor.megatron` with their defaults; `actor_config` has each under the same name."""
 _TRANSFORMER = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -46,7 +46,7 @@ _TRANSFORMER = (
     "recompute_num_layers",
     "recompute_modules",
 )
-"""Of `override_transformer_config`, likewise."""
+"""Keys of `override_transformer_config`, which have the same names there, too."""
 _GENERATION = {
     "infer_tensor_parallel_size": ("tensor_model_parallel_size", 2),
     "infer_pipeline_parallel_size": ("pipeline_model_parallel_size", 1),
@@ -59,7 +59,7 @@ _GENERATION = {
     "release_weights": ("free_cache_engine", True),
     "vllm.max_num_batched_tokens": ("max_num_batched_tokens", 8192),
 }
-"""Of `rollout`: `generate_config`'s key, verl's and its default."""
+"""By the key of `generate_config`: the key of verl's `rollout` that it is read from, and its default."""
 _SIZES_OF_ROLLOUT = {name for name, _ in _GENERATION.values()} | {"data_parallel_size"}
 _NOT_COUNTED = {
     "actor_rollout_ref.model.lora_rank": "the plan is that of all weights, trained",
@@ -77,12 +77,12 @@ _NOT_COUNTED = {
     "reward_model.enable": "the reward model's memory is not counted",
     "reward.reward_model.enable": "the reward model's memory is not counted",
 }
-"""What is said where these are set."""
+"""Keys that the plan leaves out, and what is said beside it where one is set."""
 
 
 @dataclass(frozen=True)
 class VerlJob:
-    """What a verl configuration came to: ranks, how many of them a host has, and what to say beside the plan."""
+    """What was read: the configuration, the number of ranks in all and on each host, and remarks beside the plan."""
 
     config: HybridConfig
     ranks: int
@@ -91,7 +91,8 @@ class VerlJob:
 
 
 def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> VerlJob:
-    """Return the job that a file of verl and overrides make: of verl's keys, or of ours, which win.
+    """Read the file and the overrides among the words of the command line. Overrides are of verl's keys or of ours, and
+    ours win.
 
     `ranks`, `hosts_of`: in place of the file's. Raises ConfigError, by verl's keys where they are the cause.
     """
@@ -119,10 +120,7 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
     translated: dict[Any, Any] = {}
     for key, value in reading.keys.items():
         *sections, name = key.split(".")
-        section = translated
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
+        section_at(translated, sections)[name] = value
     shown = yaml.safe_dump(translated, default_flow_style=None, sort_keys=False, width=76).strip()
     found += apply_overrides(translated, ours)
     if found:

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,14 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     return _mapping(value, path, key)
 
 
+def section_at(values: dict[Any, Any], names: Iterable[str]) -> Any:
+    """The section inside sections of these names, made where there is none; None inside what is no section."""
+    section: Any = values
+    for name in names:
+        section = section.setdefault(name, {}) if isinstance(section, dict) else None
+    return section
+
+
 def apply_overrides(values: dict[Any, Any], overrides: Sequence[str]) -> Iterator[Violation]:
     """Put each `section.key=value` into a file's values as if it stood there; yields what cannot be."""
     import yaml
@@ -91,9 +99,7 @@ def apply_overrides(values: dict[Any, Any], overrides: Sequence[str]) -> Iterato
             remedy = "Write KEY=VALUE, e.g. actor_config.tensor_model_parallel_size=4"
             yield Violation(shortened(text), "is not an override", remedy)
             continue
-        section: Any = values
-        for part in sections:
-            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        section = section_at(values, sections)
         if not isinstance(section, dict):
             yield Violation(clipped(name), f"{clipped('.'.join(sections))} is no section", "Name a key of a section")
             continue

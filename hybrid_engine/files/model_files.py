@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hybrid_engine.errors import ConfigError, Violation, first_of
@@ -20,6 +21,11 @@ COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER)
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
 
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+
+def files_like(directory: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    """Files of a model that one of the patterns is of."""
+    return (path for pattern in patterns for path in directory.glob(pattern))
 
 
 def weight_files(directory: Path, key: str = "path") -> list[str]:

@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any, Self
 from hybrid_engine.config.keys import FromProgram
 from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.integrations import NAME
 from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
 
-NAME = "hybrid_engine"
-"""Of the load format and the weight transfer backend that a server must have."""
 TESTED_VERSION = "1.16"
 """Of TRL, with any number behind it: what is replaced here is not among the names that TRL keeps."""
 

@@ -27,11 +27,10 @@ from typing import Any
 
 from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.integrations import NAME  # of verl's checkpoint engine and vendor, too
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 
-NAME = "hybrid_engine"
-"""Of the checkpoint engine, the vendor, and the load format and weight transfer backend that a server must have."""
 TESTED_VERSION = "0.9.1"
 """Of verl: the names used here are not all among those that it keeps."""
 

@@ -211,13 +211,8 @@ def connect(
         verifier,
         made.incremental,
         made.ranges,
-        is_apart=_is_apart(source_side, made.destination),
+        is_apart=made.is_apart,
     )
-
-
-def _is_apart(source: Side, destination: Side) -> bool:
-    """Whether some rank has one side only."""
-    return bool((source.holds_any() != destination.holds_any()).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +222,8 @@ class RankPlan:
     Attributes:
         parameters: what must be the same on all ranks, of the plan and of the keys by which they take part in a switch.
         destination: what all ranks hold for inference.
-        plan, releases, regions, incremental, ranges: see `Connection`; regions are what its verifier compares.
+        plan, releases, regions, incremental, ranges, is_apart: see `Connection`; regions are what its verifier
+            compares.
     """
 
     parameters: str
@@ -237,6 +233,7 @@ class RankPlan:
     regions: CommonRegions | None
     incremental: Incremental | None
     ranges: ValueRanges | None
+    is_apart: bool
 
 
 def rank_plan(
@@ -260,9 +257,10 @@ def rank_plan(
         devices: of all ranks; see `planner.plan`.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in told], messages)
-    may_round = config.compress_reshard or not _is_apart(source, destination)  # in one process, one key is both dtypes
+    # some rank has one side only; where none does, one key is both dtypes
+    is_apart = bool((source.holds_any() != destination.holds_any()).any())
     dtypes = source.placed.holdings.dtypes, destination.placed.holdings.dtypes
-    if not may_round and (faults := rounding_faults(*dtypes)):
+    if is_apart and not config.compress_reshard and (faults := rounding_faults(*dtypes)):
         raise PlanError(faults)
     offers = {number: decode(messages[number], Offer) for number in {of_rank[2] for of_rank in told}}
     said = [offers[of_rank[2]] for of_rank in told]
@@ -297,6 +295,7 @@ def rank_plan(
         CommonRegions(source, destination, rank) if config.verify != "off" else None,
         incremental,
         ValueRanges(rank, held, destination.placed.holdings.dtypes) if config.check_nan else None,
+        is_apart,
     )
 
 

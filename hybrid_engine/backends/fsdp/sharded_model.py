@@ -24,7 +24,7 @@ from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
-from hybrid_engine.backends.training_side import GuardedState, is_frozen, steps_before
+from hybrid_engine.backends.training_side import GuardedState, is_frozen, stepped_by, steps_before
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
@@ -168,7 +168,7 @@ class ShardedModel(GuardedState):
         if optimizer in self.optimizers:
             return True
         own = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(id(parameter) in own for parameter in stepped_by(optimizer)):
             return False
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
@@ -190,7 +190,7 @@ def _require_free(model: torch.nn.Module) -> None:
 def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     for index, optimizer in enumerate(optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = stepped_by(optimizer)
         if others := sum(id(parameter) not in own for parameter in parameters):
             raise ModelError(
                 f"optimizer {index} has {others} of {len(parameters)} parameters that are not the model's: make it "

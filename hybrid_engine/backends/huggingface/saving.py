@@ -46,7 +46,7 @@ from hybrid_engine.files.durable import (
     write_bytes,
     write_text,
 )
-from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE, indexed_files
+from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE, files_like, indexed_files
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
@@ -183,7 +183,7 @@ def _as_stored(
 
 def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
     """Copy configuration and tokenizer; the configuration with `dtype` and without quantisation."""
-    for path in (path for pattern in COMPANIONS for path in model_dir.glob(pattern)):
+    for path in files_like(model_dir, COMPANIONS):
         if path.name != CONFIG:
             with naming("copying", path):
                 write_bytes(new / path.name, path.read_bytes())

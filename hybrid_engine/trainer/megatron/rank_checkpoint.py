@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
-from hybrid_engine.backends.training_side import require_finite_to_save
+from hybrid_engine.backends.training_side import require_finite_to_save, stepped_by
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import learning_rate
@@ -204,20 +204,16 @@ def _optimizer_differences(
             for number, (one, other) in enumerate(zip(then, now, strict=True))
             for key in other.keys() - one.keys() - {"step"}
         )
-        params = _params(member)
+        params = stepped_by(member.optimizer)
         for name, entry in below(entries, f"{_OPTIMIZER}{index}.").items():
             expected = params[int(name.partition(".")[0])].shape
             if entry is not None and entry.size and entry.size != expected:
                 yield f"{_OPTIMIZER}{index}.{name}: {tuple(entry.size)}, expected {tuple(expected)}"
 
 
-def _params(member: MegatronOptimizer) -> list[torch.Tensor]:
-    return [param for group in member.optimizer.param_groups for param in group["params"]]
-
-
 def _moments(state: Mapping[str, Any], index: int, member: MegatronOptimizer) -> dict[int, dict[str, Any]]:
     """The state of one optimizer by parameter, on the parameters' devices: from then on no memory is needed."""
-    params, found = _params(member), dict[int, dict[str, Any]]()
+    params, found = stepped_by(member.optimizer), dict[int, dict[str, Any]]()
     for name, value in below(state, f"{_OPTIMIZER}{index}.").items():
         param, _, key = name.partition(".")
         is_moment = isinstance(value, torch.Tensor) and value.dim() > 0
