@@ -7,7 +7,6 @@ names of its HTTP routes. Whoever has another way to reach a server writes a cla
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from hybrid_engine.errors import ConfigError, DependencyError, ServerError, Violation, clipped, shortened
+from hybrid_engine.serving.addresses import addresses_of, public_ones
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests in flight: they end with the tokens so far, are finished first, or go on after it."""
@@ -175,6 +175,8 @@ class HttpServer(Server):
             # server closes, perhaps while the next call is on its way.
             with requests.Session() as session:
                 session.trust_env = False  # a proxy is not to see this
+                for prefix in list(session.adapters):
+                    session.mount(prefix, _kept_alive())
                 response = session.request(method, where, **said)
                 if response.status_code == requests.codes.not_found:
                     raise _NoRouteError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
@@ -183,6 +185,28 @@ class HttpServer(Server):
                 return response.json() if response.content else None
         except requests.RequestException as error:
             raise ServerError(f"{where}: {error}") from error
+
+
+def _kept_alive() -> Any:
+    """Connections on which a host that is gone, without a word, is noticed after two minutes: for some answers there is
+    no timeout."""
+    from requests.adapters import HTTPAdapter
+
+    class KeptAlive(HTTPAdapter):
+        def init_poolmanager(self, *args: Any, **settings: Any) -> None:
+            super().init_poolmanager(*args, socket_options=_SOCKET_OPTIONS, **settings)
+
+    return KeptAlive()
+
+
+_SOCKET_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # as without any
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),  # seconds
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),  # ms, for what was sent and not acknowledged
+)
 
 
 class RayServer(Server):
@@ -207,14 +231,13 @@ class RayServer(Server):
 
 
 def _public_addresses(url: str) -> list[str]:
-    """Those of a URL's host that are neither of this host nor private. Raises ConfigError for what is no URL."""
+    """Those of a URL's host. Raises ConfigError for what is no URL."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("no http://HOST:PORT")
-        found = {each[4][0] for each in socket.getaddrinfo(parts.hostname, parts.port)}
+        _ = parts.port  # raises
+        return public_ones(addresses_of(parts.hostname))
     except (ValueError, OSError) as error:
         remedy = "Give the address at which the server listens"
         raise ConfigError([Violation("servers", f"{shortened(url)}: {error}", remedy)]) from None
-    addresses = [ipaddress.ip_address(str(each).partition("%")[0]) for each in found]
-    return sorted(str(each) for each in addresses if not (each.is_loopback or each.is_private or each.is_link_local))

@@ -7,7 +7,6 @@ user names, by a token that both sides have in their environment: torch's store 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import re
 import secrets
@@ -28,6 +27,7 @@ from msgspec.structs import replace
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
 from hybrid_engine.ranks.world import World
+from hybrid_engine.serving.addresses import addresses_of, public_ones
 
 TOKEN = "HYBRID_ENGINE_TOKEN"
 """Environment variable with the secret that trainers and servers share; needed where they meet at an address."""
@@ -186,7 +186,8 @@ class MeetingPlace:
             return
         require_token()
         # By itself, a TCPStore listens on all interfaces, whatever host name it is given.
-        listener = socket.create_server((address, 0))
+        ((family, *_), *_) = socket.getaddrinfo(address, None)
+        listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -229,13 +230,12 @@ def require_address(address: str, *, allow_public: bool) -> None:
     require_token()
     remedy = "Give that of an interface of the first trainer"
     try:
-        found = {each[4][0] for each in socket.getaddrinfo(address, None, family=socket.AF_INET)}
-    except OSError as error:
-        raise ConfigError([Violation("server_address", f"{shortened(address)}: {error}, as IPv4", remedy)]) from None
-    addresses = [ipaddress.ip_address(each) for each in sorted(found)]
+        addresses = addresses_of(address)
+    except (ValueError, OSError) as error:
+        raise ConfigError([Violation("server_address", f"{shortened(address)}: {error}", remedy)]) from None
     if any(each.is_unspecified for each in addresses):
         raise ConfigError([Violation("server_address", f"{address} is no address for others to connect to", remedy)])
-    if not allow_public and (public := [str(each) for each in addresses if each.is_global]):
+    if not allow_public and (public := public_ones(addresses)):
         problem = f"{', '.join(public)} is public, and the store at which ranks meet authenticates nobody"
         remedy = "Give a private address, or server_allow_public where a firewall guards it"
         raise ConfigError([Violation("server_address", problem, remedy)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -92,12 +94,13 @@ def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: py
         signed.store()
 
 
-def test_across_hosts_both_sides_have_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_across_hosts_both_sides_have_the_token(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ConfigError, match=TOKEN):
-        MeetingPlace("127.0.0.1")
+        MeetingPlace(address)
     monkeypatch.setenv(TOKEN, "secret")
-    place = MeetingPlace("127.0.0.1")
+    place = MeetingPlace(address)
     signed = invitation_to(place).signed()
     signed.store().set("key", "value")
     monkeypatch.delenv(TOKEN)
@@ -145,7 +148,10 @@ def test_an_address_that_anybody_reaches_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("address", "problem"),
-    [("0.0.0.0", "no address for others"), ("8.8.8.8", "authenticates nobody"), ("::1", "as IPv4")],
+    [
+        *(("0.0.0.0", "no address for others"), ("::", "no address for others"), ("no.such.host.invalid", "not known")),
+        *(("8.8.8.8", "authenticates nobody"), ("::ffff:8.8.8.8", "authenticates nobody")),
+    ],
 )
 def test_trainers_listen_where_strangers_do_not_come(
     monkeypatch: pytest.MonkeyPatch, address: str, problem: str
@@ -155,8 +161,29 @@ def test_trainers_listen_where_strangers_do_not_come(
     monkeypatch.setenv(TOKEN, "secret")
     with pytest.raises(ConfigError, match=problem):
         require_address(address, allow_public=False)
-    require_address("127.0.0.1", allow_public=False)
+    for private in ("127.0.0.1", "::1", "100.64.0.1"):
+        require_address(private, allow_public=False)
     require_address("8.8.8.8", allow_public=True)
+
+
+def test_a_call_without_end_notices_a_host_that_is_gone() -> None:
+    """Which only the kernel can: it asks, on a connection that is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(HttpServer(f"http://127.0.0.1:{port}", 10).complete, {})
+            connection, (_, its_port) = silent.accept()
+            with connection:
+                connection.recv(1)  # it has asked, and waits
+                assert timers_of(its_port) == {"02"}
+            with pytest.raises(ServerError):
+                call.result()
+
+
+def timers_of(port: int) -> set[str]:
+    """Of this host's IPv4 connections from a port, as /proc/net/tcp has them: 02 is the timer of keep-alive."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {line[5].partition(":")[0] for line in lines if line[1].endswith(f":{port:04X}")}
 
 
 class Elsewhere(BaseHTTPRequestHandler):
