@@ -20,7 +20,6 @@ os.environ.update(
         # The engine lives in the rank's own process, beside Megatron, on however few cores there are.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB per rank
     }
 )
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -52,6 +52,7 @@ _SERVER.set_forkserver_preload(
     [
         *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
         *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
+        *("hybrid_engine.assembly", "hybrid_engine.serving.publisher", "hybrid_engine.trainer.batches"),
         "tests.harness.frozen",
     ]
 )

@@ -482,7 +482,10 @@ def _has(owner: object, name: str) -> bool:
     own = [vars(base) for base in owner.__mro__]
     methods = (inspect.unwrap(each) for space in own for each in space.values() if inspect.isfunction(each))
     return any(name in space.get("__annotations__", ()) for space in own) or any(
-        (found.opname, found.argval) == ("STORE_ATTR", name) for each in methods for found in dis.get_instructions(each)
+        (found.opname, found.argval) == ("STORE_ATTR", name)
+        for each in methods
+        if name in each.__code__.co_names  # to disassemble all of them takes long
+        for found in dis.get_instructions(each)
     )
 
 

@@ -29,7 +29,6 @@ def test_a_model_that_cannot_generate_is_refused_before_anything_is_built(
     job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "_builder", lambda config: lambda *given, **named: pytest.fail("it is built"))
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
     generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)
     environment = dict(os.environ)

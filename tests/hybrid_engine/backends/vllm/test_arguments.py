@@ -178,7 +178,6 @@ def test_an_allocator_without_memory_pools_is_refused_where_vllm_sleeps(
 
 def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the model's own longest sequence, as vLLM would count it."""
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # vLLM prefers it to every setting
     config = {**support.QWEN3, "head_dim": 16, "max_position_embeddings": 8192}
     settings = settings_of(support.write_config(tmp_path, config), kv_cache_mb=1)
     with pytest.raises(ConfigError) as caught:
