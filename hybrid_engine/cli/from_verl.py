@@ -234,16 +234,16 @@ class _Reading:
 
     def shard(self, ranks: int) -> None:
         """Set `actor_config.fsdp`."""
-        shards = self.size(f"{_FSDP}.fsdp_size", -1)
+        shards, path = self.size(f"{_FSDP}.fsdp_size", -1), f"{_FSDP}.reshard_after_forward"
+        if is_kept := self.get(path, True) is False:
+            self.put("actor_config.fsdp.sharding_strategy", path, value="SHARD_GRAD_OP")
         if 0 < shards < ranks:
             if ranks % shards:
                 problem = f"{shards} does not divide {ranks} ranks"
                 self.found.append(Violation(f"{_FSDP}.fsdp_size", problem, "Use a divisor, or -1"))
-            self.put("actor_config.fsdp.sharding_strategy", f"{_FSDP}.fsdp_size", value="HYBRID_SHARD")
+            if not is_kept:
+                self.put("actor_config.fsdp.sharding_strategy", f"{_FSDP}.fsdp_size", value="HYBRID_SHARD")
             self.put("actor_config.fsdp.replicas", f"{_FSDP}.fsdp_size", value=ranks // shards)
-        elif self.get(f"{_FSDP}.reshard_after_forward", True) is False:
-            path = f"{_FSDP}.reshard_after_forward"
-            self.put("actor_config.fsdp.sharding_strategy", path, value="SHARD_GRAD_OP")
         computed = {"bfloat16": "bf16", "float16": "fp16"}.get(self._dtype(f"{_FSDP}.dtype", "bf16"), "no")
         self.put("actor_config.fsdp.mixed_precision", f"{_FSDP}.dtype", value=computed)
         path = "actor_rollout_ref.model.enable_gradient_checkpointing"

@@ -201,9 +201,9 @@ class FsdpConfig(Section):
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
     """FULL_SHARD gathers a layer's parameters for its forward and again for its backward pass; SHARD_GRAD_OP keeps them
-    in between; HYBRID_SHARD is FULL_SHARD within each of `replicas` groups of ranks."""
+    in between, also within each of `replicas` groups of ranks; HYBRID_SHARD is FULL_SHARD within each of them."""
     replicas: Count = 1
-    """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD alone."""
+    """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD or SHARD_GRAD_OP."""
     mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
     """Dtype in which layers compute; parameters and reduced gradients stay in their own dtype. amp is bf16."""
     activation_checkpointing: bool = False

@@ -494,15 +494,15 @@ def replica_findings(fsdp: FsdpConfig, world_size: int) -> Iterator[Finding]:
     """Find faults in the number of replicas."""
     if world_size % fsdp.replicas:
         yield f"{fsdp.replicas} do not divide {world_size} ranks", "Use a divisor"
-    if (fsdp.replicas > 1) != (fsdp.sharding_strategy == "HYBRID_SHARD"):
+    if fsdp.sharding_strategy == ("HYBRID_SHARD" if fsdp.replicas == 1 else "FULL_SHARD"):
         problem = f"{fsdp.replicas} with sharding_strategy {fsdp.sharding_strategy}"
-        yield problem, "Use HYBRID_SHARD and 2 or more, or neither"
+        yield problem, "Use HYBRID_SHARD (or SHARD_GRAD_OP) and 2 or more, or neither"
 
 
 @constraint(
     FSDP,
     "actor_config.fsdp.replicas",
-    "replicas divides the number of ranks, and is more than 1 with HYBRID_SHARD and only then.",
+    "replicas divides the number of ranks, is more than 1 with HYBRID_SHARD, and 1 with FULL_SHARD.",
 )
 def _replicas(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.fsdp is not None:

@@ -75,6 +75,14 @@ def test_fsdp_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Path) 
     assert same_plan(facts(file, "--from", "verl"), facts(*by_hand, "--ranks", "8", "--hosts-of", "4"))
 
 
+def test_shards_in_groups_stay_gathered_after_the_forward_pass(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"fsdp_size": 4, "param_offload": True, "reshard_after_forward": False}
+    (told,) = facts(written(tmp_path, "fsdp2", fsdp_config=sizes), "--from", "verl")["remarks"]
+    fsdp = yaml.safe_load(told.partition(":\n")[2])["actor_config"]["fsdp"]
+    assert (fsdp["sharding_strategy"], fsdp["replicas"]) == ("SHARD_GRAD_OP", 2)
+
+
 def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
     """verl's as on its command line, without a file too; --ranks in place of the file's."""
     model = saved(tmp_path, LLAMA_3_8B)

@@ -138,7 +138,11 @@ TRAINER_BREAKS = (
     Break("Beside fsdp, keys", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"),
     *(
         Break("replicas divides the number of ranks", actor={**FSDP, "fsdp": fsdp})
-        for fsdp in ({"sharding_strategy": "HYBRID_SHARD", "replicas": 3}, {"replicas": 2})
+        for fsdp in (
+            {"sharding_strategy": "HYBRID_SHARD", "replicas": 3},
+            {"replicas": 2},
+            {"sharding_strategy": "HYBRID_SHARD"},
+        )
     ),
     Break("With fsdp, params_dtype is float32", actor={"fsdp": {}}),
     Break("mixed_precision is not fp16", actor={**FSDP, "fsdp": {"mixed_precision": "fp16"}}),

@@ -266,7 +266,7 @@ CASES = {
     ],
     3: [Case("qwen3"), Case("qwen3_moe", **BF16)],  # neither the vocabulary nor the experts split evenly
     4: [
-        Case("llama", replicas=2, infer=TP2, num_steps=5),
+        Case("llama", replicas=2, infer=TP2, num_steps=5, shard={"reshard_after_forward": False}),
         Case("qwen3_moe", infer={**TP2, "infer_expert_parallel_size": 4}),
         Case("deepseek_v3", replicas=2, infer={**TP2, **PP2}, **BF16),
         Case("llama", tensor_parallel=True, infer=TP2),
