@@ -18,36 +18,23 @@ What each replaces of TRL, which names the tests compare with the installed one:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from hybrid_engine.config.keys import FromProgram
-from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.integrations import NAME
+from hybrid_engine.integrations import NAME, require_tested
+from hybrid_engine.integrations.accelerated import answers, check, engine_around
 from hybrid_engine.switch.states import State
-
-if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import Completion
 
 TESTED_VERSION = "1.16"
 """Of TRL, with any number behind it: what is replaced here is not among the names that TRL keeps."""
 
-
-def require_trl() -> None:
-    """Raise DependencyError where TRL is not installed, or not the one that was tested."""
-    try:
-        found = metadata.version("trl")
-    except metadata.PackageNotFoundError as error:
-        raise DependencyError("TRL is not installed: pip install 'hybrid-engine[trl]'") from error
-    if not f"{found}.".startswith(f"{TESTED_VERSION}."):
-        raise DependencyError(
-            f"trl {found} is installed, and {TESTED_VERSION} was tested: pip install 'trl=={TESTED_VERSION}.*'"
-        )
+INSTALL = "hybrid-engine[trl]"
 
 
 @contextmanager
@@ -63,7 +50,7 @@ def colocated(**rollout_config: Any) -> Iterator[None]:
     Raises DependencyError here, ConfigError where a trainer is made that this cannot serve, and at its first
     generation what `HybridEngine` raises.
     """
-    require_trl()
+    require_tested("trl", TESTED_VERSION, INSTALL)
     generation_class = import_module("trl.generation.vllm_generation").VLLMGeneration
     original = generation_class._init_vllm
     with ExitStack() as ends:
@@ -87,7 +74,7 @@ class _ColocatedLlm:
     """
 
     def __init__(self, generation: Any, rollout_config: Mapping[str, Any], ends: ExitStack) -> None:
-        _check(generation.accelerator, _findings(generation))
+        check(generation.accelerator, _findings(generation))
         own = {
             "infer_tensor_parallel_size": generation.tensor_parallel_size,
             "gpu_memory_utilization": generation.gpu_memory_utilization,
@@ -108,32 +95,16 @@ class _ColocatedLlm:
 
     def generate(self, prompts: Sequence[Mapping[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
         """Complete this rank's prompts, and bring training state back. Collective."""
-        if any("multi_modal_data" in prompt for prompt in prompts):
-            raise ConfigError([Violation("dataset", "has images", "Use texts: models of text alone are resharded")])
         engine = self._built()
         with engine.rollout_context():
-            token_ids = [list(prompt["prompt_token_ids"]) for prompt in prompts]
-            completed = engine.generate_sequences(token_ids, sampling_params, data="local")
+            answered: list[Any] = answers(engine, prompts, sampling_params)
         engine.sharding.enter(State.TRAIN)
-        return [
-            SimpleNamespace(
-                prompt_token_ids=prompt,
-                outputs=[_output(one, sampling_params.logprobs is not None) for one in each],
-            )
-            for prompt, each in zip(token_ids, completed, strict=True)
-        ]
+        return answered
 
     def _built(self) -> HybridEngine[Any]:
         if self.engine is None:
-            self.engine = self._ends.enter_context(_engine(self._generation, self._config))
+            self.engine = self._ends.enter_context(engine_around(self._generation, self._config))
         return self.engine
-
-
-def _output(completion: Completion, has_logprobs: bool) -> SimpleNamespace:
-    """What TRL reads of vLLM's `CompletionOutput`; of each token's log-probabilities its own alone."""
-    drawn = zip(completion.token_ids, completion.logprobs, strict=has_logprobs)
-    rows = [{token: SimpleNamespace(logprob=logprob, rank=1)} for token, logprob in drawn]
-    return SimpleNamespace(token_ids=list(completion.token_ids), logprobs=rows if has_logprobs else None)
 
 
 class WeightTransfer:
@@ -151,7 +122,7 @@ class WeightTransfer:
     """
 
     def __init__(self, **rollout_config: Any) -> None:
-        require_trl()
+        require_tested("trl", TESTED_VERSION, INSTALL)
         offload = {f"offload_train_{kind}": False for kind in ("param", "grad", "optimizer")}
         self._config = {"release_weights": False, **offload, **rollout_config}
         self._ends = ExitStack()
@@ -163,7 +134,7 @@ class WeightTransfer:
         model = trainer.accelerator.unwrap_model(trainer.model)
         adapters = getattr(model, "peft_config", None)
         merged = Violation("peft_config", "TRL adds LoRA to the weights while it sends them", "Leave it out")
-        _check(trainer.accelerator, [merged] if adapters else [])
+        check(trainer.accelerator, [merged] if adapters else [])
         self._config = {
             "servers": [trainer.args.vllm_server_base_url],
             "server_max_lag": trainer.args.weight_sync_steps,
@@ -183,7 +154,7 @@ class WeightTransfer:
         if self.engine is None:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             source = SimpleNamespace(model=model, accelerator=self._trainer.accelerator)
-            self.engine = self._ends.enter_context(_engine(source, self._config))
+            self.engine = self._ends.enter_context(engine_around(source, self._config))
         self.engine.sharding.enter(State.INFER)
         self.engine.sharding.enter(State.TRAIN)
         yield from ()
@@ -212,28 +183,6 @@ class WeightTransfer:
 
     def destroy(self) -> None:
         """Other ranks hear nothing of it: all leave at the end of the block."""
-
-
-def _engine(of: Any, rollout_config: Mapping[str, Any]) -> HybridEngine[Any]:
-    """An engine around the model as accelerate has prepared it. Collective."""
-    accelerator = of.accelerator
-    places = ("RANK", accelerator.process_index), ("LOCAL_RANK", accelerator.local_process_index)
-    for name, value in (*places, ("WORLD_SIZE", accelerator.num_processes)):
-        os.environ.setdefault(name, str(value))
-    import_module("trl.trainer.utils").ensure_master_addr_port()
-    return HybridEngine(model=of.model, rollout_config=rollout_config, shard=False)
-
-
-def _check(accelerator: Any, findings: Sequence[Violation]) -> None:
-    """Raise ConfigError with these, and with what accelerate does to a model that no engine reads."""
-    found, how = list(findings), str(accelerator.distributed_type).rpartition(".")[2]
-    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    if how == "DEEPSPEED":
-        found.append(Violation("accelerate", "DeepSpeed has the parameters", "Use FSDP2, DDP or one process"))
-    elif how == "FSDP" and fsdp.fsdp_version != 2:
-        found.append(Violation("accelerate", f"fsdp_version {fsdp.fsdp_version}", "Set fsdp_version: 2"))
-    if found:
-        raise ConfigError(found)
 
 
 def _findings(generation: Any) -> list[Violation]:

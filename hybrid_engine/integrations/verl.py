@@ -22,12 +22,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
-from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.integrations import NAME  # of verl's checkpoint engine and vendor, too
+from hybrid_engine.integrations import NAME, require_tested  # the name of verl's checkpoint engine and vendor, too
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 
@@ -35,19 +35,7 @@ TESTED_VERSION = "0.9.1"
 """Of verl: the names used here are not all among those that it keeps."""
 
 
-def require_verl() -> None:
-    """Raise DependencyError where verl is not installed, or not the one that was tested."""
-    try:
-        found = metadata.version("verl")
-    except metadata.PackageNotFoundError as error:
-        raise DependencyError(f"verl is not installed: pip install 'verl=={TESTED_VERSION}'") from error
-    if found != TESTED_VERSION:
-        raise DependencyError(
-            f"verl {found} is installed, and {TESTED_VERSION} was tested: pip install 'verl=={TESTED_VERSION}'"
-        )
-
-
-require_verl()
+require_tested("verl", TESTED_VERSION, f"verl=={TESTED_VERSION}")
 
 import ray  # noqa: E402
 from verl.checkpoint_engine.base import (  # noqa: E402

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.errors import ConfigError, DependencyError, StateError
+from hybrid_engine.errors import ConfigError, DependencyError, HybridEngineError, StateError
+from hybrid_engine.integrations import accelerated, require_tested
 from hybrid_engine.integrations import trl as ours
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import HttpServer
 from tests.harness.launch import Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving
@@ -33,14 +35,16 @@ CLOSE = 1e-5
 """Most that a log-probability of vLLM may be from the trainer's, float32: in the runs so far it was 2e-6."""
 
 
-def installed() -> str | None:
+def lacking() -> str | None:
     try:
-        return metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        return None
+        require_tested("trl", ours.TESTED_VERSION, ours.INSTALL)
+    except DependencyError as error:
+        return str(error)
+    return None
 
 
-with_trl = pytest.mark.skipif(installed() is None, reason="TRL is not installed: pip install 'hybrid-engine[trl]'")
+LACKING = lacking()
+with_trl = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -280,7 +284,6 @@ def refusal_of(model: str, out: str, url: str) -> str:
 
 @with_trl
 def test_trl_has_the_names_that_are_replaced() -> None:
-    ours.require_trl()
     from trl.experimental.async_grpo import async_grpo_trainer as theirs
     from trl.generation.vllm_generation import VLLMGeneration
     from trl.trainer.utils import ensure_master_addr_port
@@ -356,8 +359,24 @@ def test_fsdp2_and_trls_own_settings_are_taken() -> None:
         llm = ours._ColocatedLlm(generation(accelerator=accelerator("FSDP", 2)), {"max_num_seqs": 4}, ends)
         assert llm._config["infer_tensor_parallel_size"] == 2
         assert llm._config["max_num_seqs"] == 4, "the caller's come last"
-        with pytest.raises(ConfigError, match="images"):
-            llm.generate([{"prompt_token_ids": [1], "multi_modal_data": {}}], None, False)
+
+
+def images_of_rank_1() -> str:
+    with closing(Job.join(60.0)) as job:
+        prompts = [{"prompt_token_ids": [1], **({"multi_modal_data": {}} if job.rank == 1 else {})}]
+        try:
+            accelerated.answers(SimpleNamespace(job=job), prompts, None)  # type: ignore[arg-type]
+        except HybridEngineError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_images_of_one_rank_end_the_rollout_of_all(ranks: Ranks) -> None:
+    first, second = ranks.launch(images_of_rank_1, 2)
+    assert second.startswith("ConfigError: ")
+    assert "dataset: has images. Use texts: models of text alone are resharded" in second
+    assert first.startswith("RemoteError: ")
+    assert "has images" in first
 
 
 def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hybrid_engine.errors import ConfigError, DependencyError, StateError
+from hybrid_engine.integrations import require_tested
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import ENVIRONMENT, FILLED, PLAIN, serving
 from tests.zoo.tiny_models import save_model
@@ -30,12 +31,10 @@ CLOSE = 1e-5
 def lacking() -> str | None:
     """What keeps verl from being imported here."""
     try:
-        found = metadata.version("verl")
-        if found != "0.9.1":
-            return f"verl {found} is installed, and 0.9.1 was tested"
+        require_tested("verl", "0.9.1", "verl==0.9.1")
         import_module("verl.checkpoint_engine.base")
-    except metadata.PackageNotFoundError:
-        return "verl is not installed: pip install --no-deps verl==0.9.1"
+    except DependencyError as error:
+        return str(error)
     except ImportError as error:
         return f"verl cannot be imported: {error}"
     return None
