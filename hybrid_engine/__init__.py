@@ -39,7 +39,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     tracing.py         a timeline of the switches
     serving/           trainers' and servers' parts where vLLM runs in processes of its own
     config/            configuration keys and their rules
-    integrations/      the same inside TRL's trainers
+    integrations/      the same inside other frameworks' trainers
     files/             reading users' files, writing durable ones
     megatron_script/   --enable-resharding on Megatron-LM's own scripts
     advisor/           `python -m hybrid_engine plan`

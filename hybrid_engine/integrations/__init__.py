@@ -1,7 +1,8 @@
 """Other frameworks' trainers with this switch; each module imports its framework when it is used.
 
 trl.py          TRL's trainers with a colocated vLLM, and its AsyncGRPOTrainer
-accelerated.py  what it needs of a trainer of accelerate's
+ms_swift.py     ms-swift's trainers with a colocated vLLM
+accelerated.py  what these two share
 verl.py         verl's checkpoint engine, checkpoint manager and FSDP2 actors; verl imports it, and nobody else
 """
 
