@@ -8,6 +8,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from hybrid_engine.config.keys import FromProgram
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 
@@ -28,6 +29,12 @@ def engine_around(of: Any, rollout_config: Mapping[str, Any]) -> HybridEngine[An
         os.environ.setdefault(name, str(value))
     import_module("trl.trainer.utils").ensure_master_addr_port()
     return HybridEngine(model=of.model, rollout_config=rollout_config, shard=False)
+
+
+def with_own(own: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer's own keys, and the caller's in front of them; of `vllm`, argument by argument."""
+    arguments = {**own.get("vllm", {}), **rollout_config.get("vllm", {})}
+    return {**own, **rollout_config, "vllm": FromProgram(arguments)}
 
 
 def check(accelerator: Any, findings: Sequence[Violation]) -> None:

@@ -23,11 +23,10 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
-from hybrid_engine.config.keys import FromProgram
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import require_tested
-from hybrid_engine.integrations.accelerated import answers, check, engine_around
+from hybrid_engine.integrations.accelerated import answers, check, engine_around, with_own
 from hybrid_engine.switch.states import State
 
 TESTED_VERSION = "4.6"
@@ -43,8 +42,8 @@ def install(**rollout_config: Any) -> Callable[[], None]:
     Args:
         rollout_config: further keys, as `HybridEngine` takes them.
 
-    Returns what undoes it. Raises DependencyError and ConfigError here, ConfigError where a trainer is made that this
-    cannot serve, and at its first rollout what `HybridEngine` raises.
+    Returns what undoes it. Raises DependencyError, ConfigError and, a second time, StateError here; ConfigError where a
+    trainer is made that this cannot serve, and at its first rollout what `HybridEngine` raises.
     """
     require_tested("ms-swift", TESTED_VERSION, f"ms-swift=={TESTED_VERSION}.*")
     if "swift.megatron" in sys.modules:
@@ -52,6 +51,8 @@ def install(**rollout_config: Any) -> Callable[[], None]:
         raise ConfigError([Violation("--external_plugins", "megatron rlhf and its Ray workers are not served", remedy)])
     mixin = import_module("swift.rlhf_trainers.rollout_mixin").RolloutTrainerMixin
     original = mixin._prepare_vllm
+    if original.__module__ == __name__:
+        raise StateError("ms_swift.install was called before: call it once, or what it returned first")
 
     def prepare(trainer: Any) -> None:
         if trainer.args.use_vllm:
@@ -79,14 +80,10 @@ class _Rollouts:
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "max_num_seqs": args.vllm_max_num_seqs or per_replica * getattr(args, "steps_per_generation", 1),
             "max_model_len": args.vllm_max_model_len,
-            "vllm": FromProgram(
-                trust_remote_code=True,
-                enable_prefix_caching=args.vllm_enable_prefix_caching,
-                disable_cascade_attn=args.vllm_disable_cascade_attn,
-            ),
+            "vllm": {"trust_remote_code": True, "enable_prefix_caching": args.vllm_enable_prefix_caching},
         }
         own |= {"enforce_eager": True} if args.vllm_enforce_eager else {}
-        self._trainer, self._config = trainer, {**own, **rollout_config}
+        self._trainer, self._config = trainer, with_own(own, rollout_config)
         self._ends: ExitStack | None = None
         self.engine: HybridEngine[Any] | None = None
 

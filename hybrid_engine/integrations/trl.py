@@ -24,11 +24,10 @@ from importlib import import_module
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
-from hybrid_engine.config.keys import FromProgram
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested
-from hybrid_engine.integrations.accelerated import answers, check, engine_around
+from hybrid_engine.integrations.accelerated import answers, check, engine_around, with_own
 from hybrid_engine.switch.states import State
 
 TESTED_VERSION = "1.16"
@@ -81,8 +80,8 @@ class _ColocatedLlm:
             "max_num_seqs": generation.max_num_seqs,
             "max_model_len": generation.max_model_length,
         }
-        own |= {"vllm": FromProgram(trust_remote_code=True)} if generation.trust_remote_code else {}
-        self._generation, self._config, self._ends = generation, {**own, **rollout_config}, ends
+        own |= {"vllm": {"trust_remote_code": True}} if generation.trust_remote_code else {}
+        self._generation, self._config, self._ends = generation, with_own(own, rollout_config), ends
         self.engine: HybridEngine[Any] | None = None
 
     @property

@@ -194,7 +194,7 @@ class Mixin:
     def __init__(self, **changes: Any) -> None:
         plain = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_lora": False, "vllm_engine_kwargs": None}
         plain |= {"vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_len": 64}
-        plain |= {"vllm_enable_prefix_caching": True, "vllm_disable_cascade_attn": False, "vllm_enforce_eager": True}
+        plain |= {"vllm_enable_prefix_caching": True, "vllm_enforce_eager": True}
         plain |= {"vllm_max_num_seqs": None, "per_device_train_batch_size": 4, "steps_per_generation": 2}
         plain |= {"sleep_level": 1, "offload_model": True, "offload_optimizer": True}
         self.args = SimpleNamespace(**{**plain, **changes})
@@ -235,13 +235,16 @@ def mixin(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mixin]]:
 
 
 def test_its_settings_are_taken_and_what_a_switch_moves_is_left_to_it(mixin: type[Mixin]) -> None:
-    undo = ours.install(max_num_seqs=4)
+    undo = ours.install(max_num_seqs=4, vllm={"block_size": 16})
     try:
+        with pytest.raises(StateError, match="was called before"):
+            ours.install()
         trainer = mixin()
         trainer._prepare_vllm()
         config = trainer.rollouts._config
         assert (config["infer_tensor_parallel_size"], config["max_model_len"]) == (2, 64)
         assert config["max_num_seqs"] == 4, "the caller's come last"
+        assert config["vllm"] == {"trust_remote_code": True, "enable_prefix_caching": True, "block_size": 16}
         assert {getattr(trainer.args, name) for name in ("sleep_level", "offload_model", "offload_optimizer")} == {0}
         assert trainer.vllm_tensor_parallel_size == 1, "it gathers no prompts"
         with pytest.raises(StateError, match=r"outside trainer\.train"):
