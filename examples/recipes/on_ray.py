@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from examples.gpt_rl.served import engine_arguments
 from hybrid_engine.backends.vllm.server.async_server import VllmActor
 from hybrid_engine.errors import LostRankError, ServerError
+from hybrid_engine.serving.invitation import TOKEN
 
 SERVER = "vllm"
 RESTARTS = 3
@@ -40,7 +41,7 @@ class TrainerRank:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
 
-    def train(self, environment: dict[str, str], config: str, out: Path, overrides: list[str]) -> None:
+    def train(self, environment: dict[str, str], config: str, out: Path, overrides: Sequence[str]) -> None:
         """Run the example to its end, on from its last checkpoint. Collective."""
         os.environ.update(environment)
         from rich.console import Console
@@ -68,7 +69,7 @@ def start_server(group: PlacementGroup, bundle: int, config: str) -> Any:
     return actor_in(group, bundle, VllmActor, **options).remote(**arguments)
 
 
-def train(group: PlacementGroup, ranks: int, server: Any, *job: Any) -> None:
+def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path, overrides: Sequence[str]) -> None:
     """Train to the end, with new actors where some were lost."""
     for left in reversed(range(RESTARTS + 1)):
         wait_for(server)
@@ -76,8 +77,11 @@ def train(group: PlacementGroup, ranks: int, server: Any, *job: Any) -> None:
         try:
             address, port = ray.get(actors[0].place.remote())
             common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}
+            # the token is for ranks and servers of several nodes
+            meeting = [f"generate_config.server_address={address}"] if TOKEN in os.environ else []
             places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-            ray.get([actor.train.remote(place, *job) for actor, place in zip(actors, places, strict=True)])
+            starts = zip(actors, places, strict=True)
+            ray.get([actor.train.remote(place, config, out, [*overrides, *meeting]) for actor, place in starts])
             return
         except (RayActorError, LostRankError, ServerError) as error:
             if not left:
@@ -103,16 +107,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/on_ray"))
+    parser.add_argument("--out", type=Path, default=Path("runs/on_ray"), help="that all nodes can write")
+    parser.add_argument("--address", help="of a cluster that is there, as auto; default: start one here")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
-    ray.init(num_cpus=options.ranks + 1, include_dashboard=False)
+    if options.address:
+        ray.init(address=options.address)
+    else:
+        ray.init(num_cpus=options.ranks + 1, include_dashboard=False)
     run(options.config, options.ranks, options.out, options.overrides)
 
 
 def run(config: str, ranks: int, out: Path, overrides: Sequence[str] = ()) -> None:
     """Train on the Ray that this process is connected to."""
-    group = placement_group([{"CPU": 1}] * (ranks + 1), strategy="STRICT_PACK")
+    group = placement_group([{"CPU": 1}] * (ranks + 1), strategy="PACK")
     server = start_server(group, ranks, config)
     try:
         train(group, ranks, server, config, out.absolute(), [f"generate_config.servers=[ray:{SERVER}]", *overrides])

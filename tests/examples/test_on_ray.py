@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from examples.gpt_rl.train import run_files
 from examples.recipes import on_ray
+from hybrid_engine.serving.invitation import TOKEN
 from tests.examples.launched import short_config
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import ENVIRONMENT
@@ -21,16 +24,43 @@ from tests.harness.vllm_server import ENVIRONMENT
 NUM_ITERATIONS = 4
 
 
-@pytest.fixture
-def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {**ENVIRONMENT, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
     # Ray ends processes when a host is nearly full, whoever has filled it
     for name, value in {**settings, "RAY_memory_monitor_refresh_ms": "0"}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_environment(monkeypatch)
     ray.init(num_cpus=3, include_dashboard=False)
     yield
     ray.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.engines
+def test_ranks_and_server_are_where_nodes_have_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two nodes of a cluster, on this machine, that meet as those of two machines do."""
+    set_environment(monkeypatch)
+    monkeypatch.setenv(TOKEN, "of all nodes")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 2})
+        directory = run_files(tmp_path / "run")
+        words = ["on_ray", str(config), f"--address={cluster.address}", f"--out={directory.out}"]
+        monkeypatch.setattr(sys, "argv", words)
+        on_ray.main()
+        rows = directory.metrics.rows()
+        assert len({node["NodeID"] for node in ray.nodes()}) == 2
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert all(row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4 for row in rows[1:])
 
 
 @pytest.mark.long
