@@ -18,7 +18,7 @@ from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import ms_swift as ours
 from hybrid_engine.integrations import require_tested
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.integrations.test_trl import CLOSE, NUM_STEPS, accelerator, write_model
+from tests.hybrid_engine.integrations.test_trl import CLOSE, NUM_STEPS, accelerator, shard_by_fsdp2, write_model
 
 PLUGIN = """
 from hybrid_engine.integrations import ms_swift
@@ -51,7 +51,7 @@ with_ms_swift = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def grpo(model: str, out: str, tensor_parallel_size: int = 1) -> dict[str, Any]:
+def grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> dict[str, Any]:
     """`swift rlhf` in this process: what happened at each rollout, and which parameters it has trained."""
     os.environ["VLLM_PLUGINS"] = "hybrid_engine"  # not ms-swift's, which wants torchvision for a model of images
     from swift.pipelines.train.rlhf import SwiftRLHF
@@ -62,6 +62,8 @@ def grpo(model: str, out: str, tensor_parallel_size: int = 1) -> dict[str, Any]:
         def train(self, trainer: Any) -> Any:
             self.trainer = trainer
             self.before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+            if is_sharded:
+                shard_by_fsdp2(trainer)
             watch(trainer, "_infer_single_or_multi_turn", lambda *_: see(trainer.rollouts.engine.sharding))
             watch(trainer, "_score_completions", lambda *_: told["states"].append(state(trainer)))
             watch(trainer, "_compute_rollout_offpolicy_metrics", compare)
@@ -79,7 +81,8 @@ def grpo(model: str, out: str, tensor_parallel_size: int = 1) -> dict[str, Any]:
 
     run = Watched(arguments(model, out, tensor_parallel_size))
     run.main()
-    trained = dict(run.trainer.accelerator.unwrap_model(run.trainer.model).named_parameters())
+    left = run.trainer.accelerator.unwrap_model(run.trainer.model).named_parameters()
+    trained = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in left}
     reports = told.pop("reports")
     return {
         **told,
@@ -88,6 +91,7 @@ def grpo(model: str, out: str, tensor_parallel_size: int = 1) -> dict[str, Any]:
         "surplus": [report.bytes_received - report.bytes_least for report in reports],
         "trained": sum(not each.equal(trained[name]) for name, each in run.before.items()),
         "parameters": len(run.before),
+        "kinds": {type(each).__name__ for each in run.trainer.model.parameters()},
         "ended": run.trainer.rollouts.engine is None,
         "megatron": "swift.megatron" in sys.modules,
     }
@@ -135,12 +139,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @with_ms_swift
 @pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "Parameter"), (2, "Parameter"), (2, "DTensor")])
+def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: Path, num_ranks: int, kind: str) -> None:
+    """Alone, in DDP, and sharded by accelerate's FSDP2."""
     rows = [{"messages": [{"role": "user", "content": text}]} for text in ("abc", "hello", "1+1=", "xyz")] * 8
     (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    for found in engines.launch(grpo, num_ranks, model, str(tmp_path), num_ranks, timeout=600):
+    for found in engines.launch(grpo, num_ranks, model, str(tmp_path), num_ranks, kind == "DTensor", timeout=600):
+        assert found["kinds"] == {kind}
         assert len(found["differences"]) == NUM_STEPS
         assert max(found["differences"]) < CLOSE
         assert found["versions"] == list(range(NUM_STEPS))
