@@ -147,8 +147,7 @@ def distributions_of_prompt(rows: Sequence[Any]) -> torch.Tensor:
     """Log-probabilities [length - 1, vocabulary], from what vLLM says of a prompt."""
     table = torch.empty(len(rows) - 1, len(rows[1]), dtype=torch.float32)
     for index, position in enumerate(rows[1:]):
-        for token, entry in position.items():
-            table[index, token] = entry.logprob
+        table[index, list(position)] = torch.tensor([entry.logprob for entry in position.values()])
     return table
 
 
