@@ -211,8 +211,9 @@ class ScriptEngine:
         self._script = script
         with _listing():
             self.settings: ScriptSettings = read_settings(script)
-            in_file = self.settings.config.generate_config.allow_version
-            require_vllm(allow_version=script.options.allow_version or in_file)
+            generate = self.settings.config.generate_config
+            if not generate.servers:
+                require_vllm(allow_version=script.options.allow_version or generate.allow_version)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -258,8 +259,9 @@ class ScriptEngine:
     def _read_prompts(self) -> None:
         self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
         self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens or 1)
-        # what vLLM refuses, it refuses before training starts
-        sampling_params(self.settings.sampling, self.inference.tokenizer)
+        if not self.settings.config.generate_config.servers:
+            # what vLLM refuses, it refuses before training starts
+            sampling_params(self.settings.sampling, self.inference.tokenizer)
         self._journal = Journal(self._script, self.settings.output, self.job.rank == 0)
 
     def switch(self, iteration: int) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 from hybrid_engine.ranks.launching import Ended, run_ranks
 from tests.harness.launch import REPO_ROOT
+from tests.harness.vllm_server import FILLED, PLAIN, serving
 
 # a stand-in for wandb, and callbacks: there, `tests` is a package of the checkout's
 BESIDE = Path(__file__).parent / "script_path"
@@ -342,6 +343,19 @@ def test_a_patched_tree_without_the_flag_is_as_before(scripts: Scripts, runs: Ru
     assert losses_told(found) == losses_told(before) != []
     assert checkpoint(found) == checkpoint(before)
     assert "resharding" not in (found / "output").read_text().lower()
+
+
+def test_servers_draw_in_place_of_a_vllm_beside_megatron(scripts: Scripts, runs: Runs) -> None:
+    """And Megatron computes what it does without."""
+    case, settings = CASES["TP"], json.loads((scripts.directory / "dense.yaml").read_text())
+    with serving(scripts.directory / "dense", scripts.directory / "server", *PLAIN, *FILLED) as server:
+        settings["generate_config"]["servers"] = [server.url]
+        (scripts.directory / "served.yaml").write_text(json.dumps(settings))
+        ours = scripts.resharding(replace(case, model="served"))
+        directory = scripts.run("TP served", case, SAVING, case.flags, ours)
+    assert scalars(directory) == scalars(runs("TP", "without"))
+    samples = lines(directory / "samples" / "samples.jsonl")
+    assert [sample["iteration"] for sample in samples] == [iteration for iteration in case.versions for _ in range(4)]
 
 
 def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:

@@ -193,7 +193,7 @@ def test_the_flag_or_the_file_allows_an_unknown_vllm(
     flag: bool, in_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    config = SimpleNamespace(generate_config=SimpleNamespace(allow_version=in_file))
+    config = SimpleNamespace(generate_config=SimpleNamespace(allow_version=in_file, servers=()))
     monkeypatch.setattr(script_engine, "read_settings", lambda script: SimpleNamespace(config=config))
     monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **given: asked.append(given))
     script_engine.ScriptEngine(SimpleNamespace(options=ReshardingOptions(enabled=True, allow_version=flag)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -51,6 +52,7 @@ class ServedInference:
         self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
         self._generate, self._limits = generate, config.hf_config()
         self._longest = generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
+        self._turns = itertools.count()
         with job.agreement.phase("looking at the servers"):
             self._servers = [
                 named_server(each, generate.timeout_seconds, allow_public=generate.server_allow_public)
@@ -87,8 +89,7 @@ class ServedInference:
             check_data(data)
             wanted = _wanted(sampling)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask)
-            vocabulary = int(self._limits.get("vocab_size") or 2**31)
-            check_token_ids(token_ids, wanted.max_tokens or 1, self._longest, vocabulary)
+            self.check_prompts(token_ids, wanted.max_tokens or 1)
         step = job.world_size if data == "global" else 1
         own = token_ids[job.rank % step :: step]
         seeds = stream_seeds(wanted.seed, token_ids, data, job)
@@ -105,6 +106,19 @@ class ServedInference:
             ]
             for index, prompt in enumerate(token_ids)
         ]
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
+        check_token_ids(prompts, max_tokens, self._longest, int(self._limits.get("vocab_size") or 2**31))
+
+    def complete_one(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Completion of one prompt, asked by this rank alone, of each server in turn; from any thread.
+
+        Raises ConfigError for a prompt that cannot be, GenerationError, ServerError.
+        """
+        self.check_prompts([prompt], sampling.max_tokens or 1)
+        ((completion,),) = self._ask(next(self._turns) % len(self._servers), [prompt], replace(sampling, n=1))
+        return completion
 
     def _complete(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: Sampling

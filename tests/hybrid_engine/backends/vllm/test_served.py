@@ -16,6 +16,7 @@ from hybrid_engine import Sampling, load_config
 from hybrid_engine.backends.vllm.replica_exchange import stream_seeds
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.backends.vllm.server.inference import ServedInference
+from hybrid_engine.errors import ArgumentError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 
@@ -84,3 +85,17 @@ def test_a_server_draws_as_an_engine_in_this_process(served: tuple[ServedInferen
                 assert getattr(theirs, name) == getattr(own, name), name
             seeds = stream_seeds(sampling.seed, PROMPTS, "global", inference.job)
             assert theirs.seed == seeds[PROMPTS.index(prompt)]
+
+
+def test_one_rank_asks_one_server_after_the_other(served: tuple[ServedInference, Asked]) -> None:
+    inference, first = served
+    second = Asked()
+    inference._servers = [first, second]  # type: ignore[list-item]
+    drawn = [inference.complete_one(prompt, Sampling(n=3, max_tokens=4, temperature=0.5)) for prompt in PROMPTS]
+    assert [one.prompt_token_ids for one in drawn] == [tuple(prompt) for prompt in PROMPTS]
+    assert [one.token_ids for one in drawn] == [(7,), (7,)]
+    assert [body["prompt"] for body in first.bodies] == [PROMPTS[:1]]
+    assert [body["prompt"] for body in second.bodies] == [PROMPTS[1:]]
+    assert [body["n"] for body in first.bodies] == [1]
+    with pytest.raises(ArgumentError, match=f"3 tokens and {LONGEST} to generate, but {LONGEST} fit together"):
+        inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
