@@ -7,7 +7,7 @@ Megatron's cross entropy, which comes next, writes into the logits' memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron.forward_probe import from_last_stage
+from hybrid_engine.backends.megatron.forward_probe import from_last_stage, hide_padding
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
@@ -24,20 +24,6 @@ from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, tok
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_variants import WithBias
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
-
-
-def hide_padding(vocab_size: int) -> Callable[..., WithBias]:
-    """A hook: -inf for the rows that pad the vocabulary."""
-
-    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
-        logits, bias = outputs
-        local_size = logits.shape[-1]
-        num_real = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * local_size)
-        if num_real < local_size:
-            logits[..., num_real:] = float("-inf")
-        return logits, bias
-
-    return hook
 
 
 class OutputReader:
@@ -104,9 +90,9 @@ class TrainEngine(PipelineEngine):
     ) -> None:
         super().__init__(actor, table, micro_batch_size, separate_lora, seq_length)
         self._reader = OutputReader()
+        hide_padding(actor.chunks, self.vocab_size)
         for model in unwrap_model(actor.chunks):
             if model.post_process:
-                model.output_layer.register_forward_hook(hide_padding(self.vocab_size))
                 model.output_layer.register_forward_hook(self._reader)
 
     def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:

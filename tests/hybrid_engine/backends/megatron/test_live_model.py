@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from packaging.version import Version
 
+from hybrid_engine.backends.megatron.forward_probe import hide_padding
 from hybrid_engine.backends.megatron.internals import PRIVATE_NAMES
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.config import ActorConfig
@@ -176,3 +177,37 @@ def test_names_came_with_a_supported_version() -> None:
     """Otherwise nothing would show that the backend works without them."""
     oldest, newest = Version(CORE_VERSIONS[0]), Version(CORE_VERSIONS[-1])
     assert all(oldest < Version(private.since) <= newest for private in PRIVATE_NAMES if private.since)
+
+
+class _Output(torch.nn.Module):
+    """An output layer of two ranks' four rows each, of which this is the second's, or all of them, as autograd gets
+    them from one that gathers."""
+
+    def forward(self, hidden: torch.Tensor, runtime_gather_output: bool = False) -> tuple[torch.Tensor, None]:
+        logits = _Gathered.apply(hidden) if runtime_gather_output else hidden[..., 4:] * 1
+        return logits, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def test_tokens_that_pad_the_vocabulary_have_no_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a gradient; and what was gathered is not written to, which autograd would refuse."""
+    monkeypatch.setattr("megatron.core.parallel_state.get_tensor_model_parallel_rank", lambda: 1)
+    model = torch.nn.Module()
+    model.post_process, model.output_layer = True, _Output()
+    hide_padding([model], vocab_size=6)
+    hidden = torch.zeros(2, 8, requires_grad=True)
+    split, _ = model.output_layer(hidden)
+    gathered, _ = model.output_layer(hidden, runtime_gather_output=True)
+    assert split.tolist() == [[0.0, 0.0, -torch.inf, -torch.inf]] * 2
+    assert gathered.shape == (2, 6)
+    gathered.logsumexp(-1).sum().backward()
+    torch.testing.assert_close(hidden.grad, torch.tensor([[1 / 6] * 6 + [0.0] * 2] * 2))
