@@ -4,9 +4,11 @@
                    │            └── revert() restores every original
                    │ imports, when they are asked for, the patches of
        ├── buffers          group "hooks": who allocates the flat buffers; `iter_buffers` reads them
-       ├── cpu/             groups "cpu" (by default without CUDA) and "cpu_training"; never imported where CUDA is
-       └── script           group "script": --enable-resharding on Megatron-LM's own scripts
-             └── engines            the command line, the protocol of an engine, and how one is found
+       ├── cpu/             groups "cpu" (by default without CUDA), "cpu_training" and "cpu_rl"; never imported
+       │                    where CUDA is
+       ├── script           group "script": --enable-resharding on Megatron-LM's own scripts
+       │     └── engines            the command line, the protocol of an engine, and how one is found
+       └── rl               group "rl": the same in its RL loop
 
     optimizers   `optimizer_tensors` lists an optimizer's state, `weight_version` counts its steps, and `gather_state`
                  moves the state into flat tensors of one's own allocator

@@ -8,6 +8,9 @@
                          engine.detach()                   also on sys.exit
     (then Megatron evaluates and saves as usual)
 
+With --perform-rl-step Megatron's RL loop says when to switch: `switch` is called all the same, and
+    MegatronLocal.launch   await engine.launch_rollouts()    before the first rollout
+
 An engine registers a factory under the entry-point group "megatron_patches.engines". What is given on the command line
 goes into `ReshardingOptions`, never into Megatron's Namespace: Megatron saves that with every checkpoint, and a
 checkpoint must not show whether a run resharded.
@@ -198,6 +201,10 @@ class ReshardingEngine(Protocol):
 
     def detach(self) -> None:
         """Training is over; release what inference holds."""
+
+    async def launch_rollouts(self) -> Any:
+        """With --perform-rl-step: an `InferenceServer` of megatron.rl, which Megatron's loop resumes for rollouts,
+        suspends to train, and kills at the end, on every rank; its agents ask the one of rank 0."""
 
 
 EngineFactory = Callable[[MegatronScript], ReshardingEngine]

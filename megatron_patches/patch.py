@@ -36,6 +36,8 @@ GROUPS: Final = {
     "cpu": "megatron_patches.cpu.core",
     "cpu_training": "megatron_patches.cpu.training",
     "script": "megatron_patches.script",
+    "rl": "megatron_patches.rl",
+    "cpu_rl": "megatron_patches.cpu.rl",
 }
 """Patches that are applied together -> the module that has them as PATCHES, imported when they are asked for."""
 CORE_VERSIONS: Final = ("0.16.1", "0.19.2")

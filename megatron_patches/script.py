@@ -181,7 +181,10 @@ def _make_engine(script: MegatronScript) -> ReshardingEngine:
     allow_version = script.options.allow_version
     check_version(allow_version=allow_version)  # in a patched source tree nothing has applied them
     apply(("hooks",), allow_version=allow_version)
-    return factory(script)
+    engine = factory(script)
+    if getattr(script.args, "perform_rl_step", False):  # not before: what these replace is imported for it alone
+        apply(("rl",) if torch.cuda.is_available() else ("rl", "cpu_rl"), allow_version=allow_version)
+    return engine
 
 
 @_decorator
@@ -195,7 +198,7 @@ def with_buffers(get_model: Function) -> Function:
         if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
             return get_model(*args, **kwargs)
         with _refusing():
-            engine = _required_engine()
+            engine = required_engine()
             with engine.building():
                 chunks = get_model(*args, **kwargs)
             engine.model_built(chunks)
@@ -214,7 +217,7 @@ def with_engine(train: Function) -> Function:
         model, optimizer, scheduler = (
             _argument(train, name, args, kwargs) for name in ("model", "optimizer", "opt_param_scheduler")
         )
-        with _attached(_required_engine(), model, optimizer, _steps_taken(_megatron_args(), scheduler)):
+        with _attached(required_engine(), model, optimizer, _steps_taken(_megatron_args(), scheduler)):
             return train(*args, **kwargs)
 
     return train_with_engine
@@ -253,20 +256,21 @@ def with_switch(train_step: Function) -> Function:
         if _run.options.enabled and not _run.attached:
             raise ScriptError(["train_step was called outside of megatron.training's train(); call it in there"])
         if _run.starts and _run.options.at_start:
-            _required_engine().switch(_megatron_args().curr_iteration)
+            required_engine().switch(_megatron_args().curr_iteration)
         _run.starts = False
         result = train_step(*args, **kwargs)
         _, was_skipped, *_ = result
         if _run.options.enabled and not was_skipped:
             _run.num_steps += 1
             if _run.num_steps % _run.options.interval == 0:
-                _required_engine().switch(_megatron_args().curr_iteration + 1)
+                required_engine().switch(_megatron_args().curr_iteration + 1)
         return result
 
     return step
 
 
-def _required_engine() -> ReshardingEngine:
+def required_engine() -> ReshardingEngine:
+    """The engine of this run. Raises ScriptError where none was made."""
     if _run.engine is None:
         raise ScriptError(["Megatron did not validate its arguments, as with --yaml-cfg; pass them as flags instead"])
     return _run.engine

@@ -3,6 +3,8 @@
     megatron_patches.script calls
       make_engine(script)    ->   script_engine.py     ScriptEngine: the order of events; samples and timings
       engine.attach, switch         script_settings.py   Megatron's arguments + YAML -> HybridConfig, all checked
+    with --perform-rl-step      rl_engine.py         RolloutEngine: Megatron's RL loop says when to switch
+                                  rl_settings.py       what of that loop is refused
 
 The engines are put together as by `hybrid_engine.attach`, in attaching/, which also compares Megatron's model with the
 Hugging Face config; they are switched by switch/, as everywhere. Registered as an entry point of the
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 def make_engine(script: MegatronScript) -> ScriptEngine:
     """Return the engine for this script. Raises ScriptError with every violation, before anything is built."""
+    from hybrid_engine.megatron_script.rl_engine import RolloutEngine
     from hybrid_engine.megatron_script.script_engine import ScriptEngine
+    from hybrid_engine.megatron_script.script_settings import performs_rl
 
-    return ScriptEngine(script)
+    return RolloutEngine(script) if performs_rl(script.args) else ScriptEngine(script)

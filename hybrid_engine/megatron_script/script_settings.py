@@ -27,6 +27,7 @@ from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
+from hybrid_engine.megatron_script.rl_settings import rl_defaults, rl_refusals
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.engines import MegatronScript, ReshardingOptions
@@ -50,7 +51,6 @@ _SAME_NAME = (
 _REFUSED = {
     "use_legacy_models": "parameters have other names",
     "use_torch_fsdp2": "there are no flat buffers to read",
-    "perform_rl_step": "Megatron's RL loop brings an inference engine of its own",
     "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
     "skip_train": "switches happen between training steps",
     "inprocess_restart": "an inference engine cannot be restarted inside its process",
@@ -100,6 +100,8 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     callback = values.of(lambda: _import_callback(options.callback), None)
     if args.rank == 0:  # it alone writes
         values.of(lambda: _require_writable(options.output), None)
+    if performs_rl(args):
+        found += rl_refusals(args, options, content or {})
     config = values.of(lambda: _read_config(content, options, args), None)
     table = _table_of(content or {}, options)
     transformer_config = script.transformer_config()
@@ -128,6 +130,11 @@ class _Collected:
         except ConfigError as error:
             self._found += error.findings
             return otherwise
+
+
+def performs_rl(args: Namespace) -> bool:
+    """Whether this is a run of Megatron's RL loop."""
+    return bool(getattr(args, "perform_rl_step", False))
 
 
 def actor_values(args: Namespace) -> dict[str, Any]:
@@ -209,11 +216,12 @@ def _read_config(content: Mapping[str, Any] | None, options: ReshardingOptions, 
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     overrides = {key: given[key] for key in given.keys() & GenerateConfig.model_fields.keys() if given[key] is not None}
     generate = content.get("generate_config") or {}
+    defaults = rl_defaults(args) if performs_rl(args) else {}
     return load_config(
         {
             **{name: content[name] for name in ("model", "revision") if name in content},
             "actor_config": actor_values(args),
-            "generate_config": {**generate, **overrides} if isinstance(generate, Mapping) else generate,
+            "generate_config": {**defaults, **generate, **overrides} if isinstance(generate, Mapping) else generate,
         },
         args.world_size,
         own_loop=True,  # Megatron's

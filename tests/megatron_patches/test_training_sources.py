@@ -1,4 +1,4 @@
-"""What groups "script" and "cpu_training" replace is in `megatron.training`, with the parameters that they use.
+"""What patches of scripts replace is in `megatron.training` and `megatron.rl`, with the parameters that they use.
 
 Read, not imported: in the checkout that MEGATRON_LM_PATH names, and in the installed wheel where that has it.
 """
@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from megatron_patches import script
+from megatron_patches import rl, script
+from megatron_patches.cpu import rl as cpu_rl
 from megatron_patches.cpu import training
 from megatron_patches.patch import CORE_VERSIONS, Patch, release_of
 
-PATCHES = (*script.PATCHES, *training.PATCHES)
+PATCHES = (*script.PATCHES, *training.PATCHES, *rl.PATCHES, *cpu_rl.PATCHES)
 PARAMETERS = {
     "script.with_arguments": ["extra_args_provider"],
     "script.with_validation": ["args"],
@@ -28,8 +29,12 @@ PARAMETERS = {
     "script.with_buffers.builders": ["wrap_with_ddp"],
     "script.with_engine": ["model", "optimizer", "opt_param_scheduler"],
     "cpu_training.initialize": ["allow_no_cuda"],
+    "rl.with_rollouts": ["cls", "model"],
+    "cpu_rl.one_sequence": ["input_ids", "packed_seq_params"],
 }
 """What a replacement passes by name, or asks for."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 INHERITED = {"cpu_training.module"}
 """Whose target a class of megatron has from torch."""
 CALLED_BY = {
@@ -83,23 +88,26 @@ def definitions(tree: Path, module: str) -> dict[str, ast.AST]:
     return found
 
 
-def defined(tree: Path, module: str, path: str) -> ast.FunctionDef | None:
+def defined(tree: Path, module: str, path: str) -> Function | None:
     """The function of this name, wherever the module has it from."""
     name, _, rest = path.partition(".")
     node = definitions(tree, module).get(name)
     if isinstance(node, ast.ImportFrom):
         return defined(tree, str(node.module), path)
     if isinstance(node, ast.ClassDef) and rest:
-        methods = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == rest]
+        methods = [part for part in node.body if isinstance(part, Function) and part.name == rest]
         return methods[0] if methods else None
     return node if isinstance(node, ast.FunctionDef) else None
 
 
 def needed(tree: Path) -> list[Patch]:
-    return [patch for patch in PATCHES if patch.is_needed_by(release(tree))]
+    """By its version; wheels have no RL loop."""
+    has_rl = (tree / "megatron" / "rl").is_dir()
+    patches = [patch for patch in PATCHES if has_rl or not patch.module_name.startswith("megatron.rl.")]
+    return [patch for patch in patches if patch.is_needed_by(release(tree))]
 
 
-def names(function: ast.FunctionDef) -> list[str]:
+def names(function: Function) -> list[str]:
     return [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
 
 

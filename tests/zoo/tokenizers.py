@@ -27,8 +27,8 @@ def save_numbers(path: Path, template: str | None = NUMBERS_TEMPLATE) -> None:
     tokenizer.save_pretrained(path)
 
 
-def save_characters(path: Path) -> None:
-    """A printable character is a token: 101 of them."""
+def save_characters(path: Path, **special: str) -> None:
+    """A printable character is a token: 101 of them. `special`: eos_token and the like, which are some of them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,6 +36,6 @@ def save_characters(path: Path) -> None:
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="\0"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="\0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="\0", **special)
     tokenizer.chat_template = CHARACTERS_TEMPLATE
     tokenizer.save_pretrained(path)

@@ -7,6 +7,7 @@
     switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), what of it can leave the
                                   device, and what it says of itself
              forward_probe.py     what any such model computes of a few tokens, to be compared with vLLM
+    rollouts rl_interface.py      in Megatron-LM's own RL loop, vLLM servers in the place of its inference engine
     all      internals.py         every private name of megatron-core that is used here, with its reason
 
     1  build     trainer/megatron, a user or a script brings a model; `live_model` moves its loose weights and makes a

@@ -14,7 +14,8 @@ from megatron.core.transformer import TransformerConfig
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.megatron_script import make_engine, script_engine
+from hybrid_engine.megatron_script import make_engine, rl_settings, script_engine
+from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
 from megatron_patches.engines import ReshardingOptions
@@ -198,3 +199,66 @@ def test_the_flag_or_the_file_allows_an_unknown_vllm(
     monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **given: asked.append(given))
     script_engine.ScriptEngine(SimpleNamespace(options=ReshardingOptions(enabled=True, allow_version=flag)))
     assert asked == [{"allow_version": flag or in_file}]
+
+
+RL = {
+    **{"perform_rl_step": True, "inference_max_seq_length": 64, "global_batch_size": 8, "rl_prompts_per_eval": 2},
+    **{"grpo_prompts_per_step": 4, "grpo_group_size": 4, "grpo_iterations": 3},
+}
+SERVED = "model: {model}\ngenerate_config: {{servers: ['http://127.0.0.1:1'], release_weights: false}}\n"
+
+
+@pytest.fixture
+def newer_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_settings, "check_version", lambda **_: "0.19.2")
+
+
+@pytest.mark.usefixtures("newer_megatron")
+def test_megatrons_rl_loop_takes_servers(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no vLLM of this process. Servers that keep their weights lag as far as the loop takes steps between two
+    collections, unless the file says otherwise."""
+    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **_: pytest.fail("it is asked for"))
+    files["config"].write_text(SERVED.format(model=files["model"]))
+    options = ReshardingOptions(enabled=True, config=files["config"])
+    engine = make_engine(script_of(options, **RL))
+    assert isinstance(engine, RolloutEngine)
+    assert engine.settings.config.generate_config.server_max_lag == 6
+    assert engine.most_requests == 16
+    engine.switch(1)
+    engine.detach()
+    files["config"].write_text(SERVED.format(model=files["model"]).replace("false", "false, server_max_lag: 2"))
+    assert read_settings(script_of(options, **RL)).config.generate_config.server_max_lag == 2
+
+
+@pytest.mark.usefixtures("newer_megatron")
+def test_what_of_megatrons_rl_loop_is_refused(files: dict[str, Path]) -> None:
+    options = ReshardingOptions(
+        enabled=True,
+        config=files["config"],
+        prompts=files["prompts"],
+        output=files["output"],
+        interval=2,
+        at_start=True,
+        callback="json:dumps",
+    )
+    axes = ("tensor", "pipeline", "expert", "expert_tensor")
+    sizes = {f"rl_inference_{axis}_model_parallel_size": 2 for axis in axes}
+    flags = ("rl_offload_optimizer_during_inference", "rl_verify_model_weights_swap", "rl_partial_rollouts")
+    refused = {**sizes, **dict.fromkeys(flags, True), "rl_inference_parsers": ["name"]}
+    with pytest.raises(ConfigError) as caught:
+        read_settings(script_of(options, **{**RL, **refused, "inference_max_seq_length": 128}))
+    ours = {"--resharding-interval", "--resharding-at-start", "--resharding-prompts", "--resharding-callback"}
+    keys = {"generate_config.servers", "generate_config.max_model_len", "sampling"}
+    theirs = {"--" + name.replace("_", "-") for name in refused}
+    assert {finding.key for finding in caught.value.findings} == {*ours, *keys, *theirs}
+
+
+def test_context_parallelism_and_older_rl_loops_are_refused(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl_settings, "check_version", lambda **_: "0.16.1")
+    options = ReshardingOptions(enabled=True, config=files["config"])
+    found = rl_settings.rl_refusals(Namespace(**{**ARGS, **RL, "context_parallel_size": 2}), options, {})
+    found = [str(finding) for finding in found]
+    assert found[0].startswith("--perform-rl-step: megatron-core 0.16.1 has another RL loop. Use")
+    assert found[-1].startswith("--context-parallel-size: Megatron would build a second model")

@@ -18,12 +18,14 @@ class Artifact:
 
 
 run = SimpleNamespace(log_artifact=_ignore, entity="nobody", project="nothing")
+wandb_run = SimpleNamespace(Run=object)
+plot = SimpleNamespace(histogram=_ignore)
 config = SimpleNamespace(update=_ignore)
 init = finish = _ignore
 
 
-def Table(columns: list[str], data: list[list[str]]) -> list[list[str]]:
-    return [columns, *data]
+def Table(columns: list[str], data: list[list[str]] = (), rows: list[list[str]] = ()) -> list[list[str]]:
+    return [columns, *data, *rows]
 
 
 def log(values: dict[str, Any], step: int) -> None:

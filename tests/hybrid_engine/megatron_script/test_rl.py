@@ -1,0 +1,540 @@
+"""`train_rl.py --perform-rl-step` of Megatron-LM itself, with rollouts by a `vllm serve` that our switch fills.
+
+MEGATRON_LM_PATH names a git checkout of core_v0.19.0, as in test_runs.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import importlib
+import json
+import os
+import sys
+import time
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pydantic
+import pytest
+
+from hybrid_engine.megatron_script import rl_settings
+from hybrid_engine.ranks.launching import Ended, run_ranks
+from tests.harness.launch import REPO_ROOT
+from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.hybrid_engine.megatron_script.test_runs import CHECKOUT, DENSE, EXPERTS, ON_CPU, PYTHON_PATHS, Scripts
+from tests.zoo.tokenizers import save_characters
+
+IS_THERE = Path(CHECKOUT, "megatron/rl/rollout_granularity.py").is_file()
+with_checkout = pytest.mark.skipif(
+    not (CHECKOUT and IS_THERE), reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with the RL loop of 0.19"
+)
+
+
+def with_runs(test: Callable[..., None]) -> Callable[..., None]:
+    """Of a checkout's script, each of which takes half a minute."""
+    for mark in (with_checkout, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)):
+        test = mark(test)
+    return test
+
+
+END_TOKEN = 100
+OF_BOTH = {"num_hidden_layers": 2, "vocab_size": 101, "bos_token_id": None, "eos_token_id": END_TOKEN}
+MODEL = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 32 --seq-length 64 --max-position-embeddings 128 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8 --tokenizer-type HuggingFaceTokenizer"
+)
+TRAINING = (
+    "--perform-rl-step --inference-max-seq-length 64 --grpo-group-size 4 --grpo-prompts-per-step 2 "
+    "--global-batch-size 8 --micro-batch-size 2 --lr 1e-2 --min-lr 1e-2 --weight-decay 0.1 --attention-dropout 0 "
+    "--hidden-dropout 0 --log-interval 1 --eval-interval 2 --eval-iters 1 --rl-prompts-per-eval 2 --train-iters 6 "
+    "--num-workers 0 --wandb-project project --wandb-exp-name name --wandb-save-dir wandb --tensorboard-dir tensorboard"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on two ranks, with a server of its own.
+
+    flags: Megatron's.
+    dtype: of the server.
+    generate: keys of generate_config.
+    rollouts: iteration of each collection -> weight version, the number of optimizer steps that were taken.
+    versions: of the weights in each switch to inference; evaluations, which come first in their iteration, included.
+    last: iteration after which Megatron exits.
+    close: most that a probability of the trainer may be from vLLM's, as its share.
+    hf_config: of the model, but for what both have.
+    is_patched: whether resharding comes in by the tree's source, and not by the launcher.
+    """
+
+    flags: str
+    dtype: str
+    generate: dict[str, Any]
+    rollouts: dict[int, int]
+    versions: list[int]
+    last: int
+    close: float
+    is_patched: bool = False
+    hf_config: dict[str, Any] = field(default_factory=lambda: DENSE)
+
+
+CASES = {
+    "TP": Case(
+        "--tensor-model-parallel-size 2 --grpo-iterations 1",
+        "float32",
+        {},
+        rollouts={0: 0, 1: 1, 2: 2},
+        versions=[0, 1, 2, 2],
+        last=3,
+        close=1e-5,
+    ),
+    "PP": Case(
+        "--pipeline-model-parallel-size 2 --grpo-iterations 1",
+        "float32",
+        {},
+        rollouts={0: 0, 1: 1},
+        versions=[0, 1, 2],
+        last=2,
+        close=1e-5,
+    ),
+    "EP": Case(
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --qk-layernorm "
+        "--grpo-iterations 1",
+        "float32",
+        {},
+        rollouts={0: 0, 1: 1},
+        versions=[0, 1, 2],
+        last=2,
+        close=1e-5,
+        hf_config=EXPERTS,
+    ),
+    "DP": Case(
+        "--bf16 --use-distributed-optimizer --grpo-iterations 2 --rl-inference-logprobs-is-correction",
+        "bfloat16",
+        {"release_weights": False},
+        rollouts={0: 0, 2: 2},
+        versions=[0, 2, 2, 4],
+        last=4,
+        close=0.05,
+        is_patched=True,
+    ),
+}
+Starts = Callable[..., tuple[Path, Ended]]
+Runs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    """Run a case: (name of a directory, case, what the environment does in the second collection)."""
+    here = tmp_path_factory.mktemp("rl")
+    scripts = Scripts(here)
+    environment = here / "environment.yaml"
+    environment.write_text(json.dumps([{"agent_type": "AceMathAgent", "agent_args": {"max_k": 2}, "weight": 1.0}]))
+
+    def run(name: str, case: Case, then: str = "") -> tuple[Path, Ended]:
+        directory = here / name
+        model = directory / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps({**case.hf_config, **OF_BOTH}))
+        save_characters(model, eos_token="~", pad_token="`")
+        with serving(model, directory, *PLAIN, "--dtype", case.dtype, *FILLED) as server:
+            generate = {"servers": [server.url], "max_model_len": 64, "timeout_seconds": 120, **case.generate}
+            config = directory / "config.yaml"
+            config.write_text(json.dumps({"model": str(model), "generate_config": generate}))
+            ours = f"--enable-resharding --resharding-config {config} --resharding-output out --resharding-verify full"
+            ours += " --resharding-engine hybrid_engine.megatron_script:make_engine"
+            files = f"--tokenizer-model {model} --langrl-env-config {environment} --exit-interval {case.last}"
+            arguments = " ".join([MODEL, TRAINING, ON_CPU, files, ours, case.flags]).split()
+            way, tree = ([], scripts.patched) if case.is_patched else (["-m", "megatron_patches"], scripts.plain)
+            settings = {
+                "HF_HUB_OFFLINE": "1",
+                "LANGRL_LOG_DIR": str(directory),
+                "THEN": then,
+                "SERVER": str(server.pid),
+            }
+            ended = run_ranks(
+                [*way, str(tree / "train_rl.py"), *arguments],
+                2,
+                280,
+                environment={"PYTHONPATH": os.pathsep.join(PYTHON_PATHS), **settings},
+                directory=directory,
+            )
+            (directory / "output").write_text(ended.output)
+        return directory, ended
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(start: Starts) -> Runs:
+    """Name of a case -> the directory of its run; each is made once."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        directory, ended = start(name, CASES[name])
+        assert ended.status == 0, ended.output
+        return directory
+
+    return run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_all_cases(test: Callable[..., None]) -> Callable[..., None]:
+    return with_runs(pytest.mark.parametrize("name", CASES)(test))
+
+
+@of_all_cases
+def test_each_rollout_has_the_weights_of_the_step_before(runs: Runs, name: str) -> None:
+    """Bit by bit, by the fewest bytes; and training goes on to the end that Megatron's arguments name."""
+    directory, case = runs(name), CASES[name]
+    filled, back = lines(directory / "out" / "switches.jsonl")[::2], lines(directory / "out" / "switches.jsonl")[1::2]
+    assert [switch["version"] for switch in filled] == case.versions == [switch["version"] for switch in back]
+    assert {switch["direction"] for switch in filled} == {"train->infer"}
+    assert {switch["direction"] for switch in back} == {"infer->train"}
+    for switch in filled:
+        assert switch["tensors_verified"] == filled[0]["tensors_verified"] >= 21, "all of them"
+        assert switch["bytes_received"] == switch["bytes_least"] > 0
+    assert f"exiting program at iteration {case.last}" in (directory / "output").read_text()
+    assert "letters_eval_mean_pass_at_1" in (directory / "output").read_text()
+
+
+@of_all_cases
+def test_completions_are_those_that_megatron_trains_on(runs: Runs, name: str) -> None:
+    """Whole, with a log-probability for each token, and by different weights each time."""
+    directory, case = runs(name), CASES[name]
+    collected = [
+        json.loads((directory / f"rollouts_rank0_iteration{iteration}_environment.json").read_text())
+        for iteration in case.rollouts
+    ]
+    for iteration, groups in zip(case.rollouts, collected, strict=True):
+        assert [len(group) for group in groups] == [4, 4]
+        for rollout in (rollout for group in groups for rollout in group):
+            (tokens,), (mask,), (logprobs,) = (rollout[key] for key in ("trajectory", "generation_mask", "logprobs"))
+            assert len(tokens) == 64 or tokens[-1] == END_TOKEN
+            assert len(tokens) == len(mask)
+            assert sum(mask) == len(logprobs) > 0
+            assert rollout["policy_epoch"] == [[[0, iteration]]]
+    texts = [json.dumps([[rollout["trajectory"] for rollout in group] for group in groups]) for groups in collected]
+    assert len(set(texts)) == len(texts)
+
+
+@of_all_cases
+def test_log_probabilities_are_the_trainers(runs: Runs, name: str) -> None:
+    """By Megatron's own comparison, for each collection. Megatron pads this vocabulary of 101 to 112 and 104."""
+    directory, case = runs(name), CASES[name]
+    compared = [line for line in lines(directory / "wandb.jsonl") if "max_piold_to_inf_prob" in line]
+    found = {line["step"]: line for line in compared}
+    assert found.keys() >= case.rollouts.keys()
+    for line in found.values():
+        assert line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close)
+        assert line["min_piold_to_inf_prob"] == pytest.approx(1, abs=case.close)
+        assert line["max_inf_train_prob_abs_diff"] < case.close
+        assert line["max_inf_prob"] > 0
+
+
+@with_runs
+def test_a_resumed_run_goes_on_with_the_weights_that_were_saved(start: Starts) -> None:
+    """Steps go on being counted, and the first rollouts are drawn with what was loaded, as Megatron finds, too.
+
+    The first run has an environment that takes longer than ranks wait for each other elsewhere.
+    """
+    case, saving = CASES["TP"], "--ckpt-format torch --save ../saved --save-interval 2"
+    impatient = replace(case, generate={"timeout_seconds": 10}, flags=f"{case.flags} {saving}", last=2)
+    first, ended = start("first", impatient, "wait")
+    assert ended.status == 0, ended.output
+    loading = f"--ckpt-format torch --load {first.parent / 'saved'}"
+    second, ended = start("second", replace(case, flags=f"{case.flags} {loading}", last=4))
+    assert ended.status == 0, ended.output
+    filled = lines(second / "out" / "switches.jsonl")[::2]
+    assert [switch["version"] for switch in filled] == [2, 3, 4]
+    compared = [line for line in lines(second / "wandb.jsonl") if "max_piold_to_inf_prob" in line]
+    assert {line["step"] for line in compared} == {2, 3}
+    assert all(line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close) for line in compared)
+
+
+@with_runs
+@pytest.mark.parametrize(
+    ("then", "said"), [("raise", "StopAsyncIteration"), ("kill", "a rollout failed: ServerError: http://127.0.0.1:")]
+)
+def test_what_fails_in_a_rollout_ends_both_ranks(start: Starts, then: str, said: str) -> None:
+    """The environment on the first rank, of which Megatron says no more, or the server; long before any timeout."""
+    started = time.monotonic()
+    directory, ended = start(then, CASES["TP"], then)
+    assert ended.status not in (0, None), "it did not go on, nor did it hang"
+    assert said in ended.output
+    assert time.monotonic() - started < 110
+    assert [switch["version"] for switch in lines(directory / "out" / "switches.jsonl")] == [0, 0]
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+INTERFACE = "hybrid_engine.backends.megatron.rl_interface"
+SOURCE = REPO_ROOT.joinpath(*INTERFACE.split(".")).with_suffix(".py")
+
+
+def parsed(path: str | Path) -> dict[str, Any]:
+    """Classes, functions and methods of a file, by name."""
+    found: dict[str, Any] = {}
+    for node in ast.parse(Path(path).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found.update({f"{node.name}.{each.name}": each for each in methods})
+    return found
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    return {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+
+
+def methods(found: dict[str, Any], name: str) -> dict[str, list[str]]:
+    """Public ones, with their parameters."""
+    return {
+        key.partition(".")[2]: [argument.arg for argument in node.args.args]
+        for key, node in found.items()
+        if key.startswith(f"{name}.") and not key.partition(".")[2].startswith("_")
+    }
+
+
+@with_checkout
+def test_the_interface_is_megatrons() -> None:
+    theirs = methods(parsed(f"{CHECKOUT}/megatron/rl/inference/megatron.py"), "MegatronLocal")
+    ours = methods(parsed(SOURCE), "ServedRollouts")
+    assert {**theirs, "launch": []} == {**ours, "launch": []}
+    assert theirs["launch"] == ["cls", "model"]
+    api = parsed(f"{CHECKOUT}/megatron/rl/inference/api.py")
+    (answer,) = [
+        node
+        for node in ast.walk(ast.parse(SOURCE.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "InferenceResponse"
+    ]
+    assert fields(api["InferenceResponse"]) == {keyword.arg for keyword in answer.keywords}
+    assert fields(api["InferenceRequest"]) == {"prompt", "tools"}
+    assert fields(api["LLMChatMessage"]) == {"role", "content"}
+    args = parsed(f"{CHECKOUT}/megatron/rl/__init__.py")["GenericGenerationArgs"]
+    assert {"temperature", "top_k", "top_p", "max_tokens"} <= fields(args)
+    controller = f"{CHECKOUT}/megatron/core/inference/text_generation_controllers/text_generation_controller.py"
+    detokenize = parsed(controller)["TextGenerationController.detokenize"]
+    assert [ast.unparse(each) for each in detokenize.decorator_list] == ["staticmethod"]
+
+
+@with_checkout
+def test_megatrons_loop_calls_it_in_this_order() -> None:
+    loop = parsed(f"{CHECKOUT}/megatron/rl/rl_utils.py")
+    assert "MegatronLocal.launch(model[0]" in ast.unparse(loop["get_inference_interface"])
+    around = ast.unparse(loop["megatron_rl_inference_mode"])
+    called = ("get_inference_interface(", "set_generation_epoch(", ".resume()", "yield ", ".suspend()")
+    places = [around.index(each) for each in called]
+    assert places == sorted(places)
+    assert "_INFERENCE_INTERFACE.kill()" in ast.unparse(loop["rl_inference_interface_shutdown"])
+    # all ranks resume and suspend; agents ask rank 0, and weights are swapped where there is a second model alone
+    rollouts = ast.unparse(loop["get_environment_rollouts"])
+    assert "if has_separate_inference_model:" in rollouts
+    assert rollouts.count("swap_model_weights(") == 1
+    assert "if rank == 0:" in rollouts
+
+
+@with_checkout
+def test_what_is_refused_are_arguments_of_megatron() -> None:
+    training = Path(CHECKOUT, "megatron/training")
+    flags = (training / "arguments.py").read_text()
+    assert [name for name in rl_settings._REFUSED if f"'--{name.replace('_', '-')}'" not in flags] == []
+    assert "force_cp1_inference_model = args.context_parallel_size > 1" in (training / "training.py").read_text()
+
+
+# -- the interface without Megatron ------------------------------------------------------------------------------------
+
+
+class Message(pydantic.BaseModel):
+    role: str
+    content: str
+
+
+class Tokenizer:
+    """Text is its code points; a chat begins with a token of its own, as most templates have it."""
+
+    bos, eod = 1, 0
+    chat_template: str | None = "there is one"
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool, **tools: Any
+    ) -> UserDict[str, list[int]]:
+        assert tokenize
+        assert add_generation_prompt
+        text = "".join(message["content"] for message in messages) + str(tools or "")
+        return UserDict(input_ids=[self.bos, *self.tokenize(text)])
+
+
+@dataclass
+class Drawing:
+    """In place of a `RolloutEngine`."""
+
+    is_first: bool = True
+    most_requests: int = 2
+    meetings_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def publish(self) -> None:
+        self.calls.append("publish")
+
+    def meet(self, *, is_done: bool) -> bool:
+        self.calls.append(f"meet {is_done}")
+        self.meetings_left -= 1
+        return is_done or self.meetings_left == 0
+
+    def withdraw(self) -> None:
+        self.calls.append("withdraw")
+
+    def complete(self, prompt: list[int], **wanted: Any) -> Any:
+        self.calls.append((prompt, wanted))
+        return SimpleNamespace(token_ids=(104, 105, 0), logprobs=(-1.0, -2.0, -3.0), finish_reason="stop")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+ARGS = SimpleNamespace(inference_max_seq_length=16, rl_skip_bos_token=False)
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, beside stand-ins for what it takes of Megatron, which the contracts above are about."""
+    response = pydantic.create_model("InferenceResponse", __config__=pydantic.ConfigDict(extra="allow"))
+    mixin = type("Mixin", (pydantic.BaseModel,), {})
+    stand_ins = {
+        "megatron.rl": {},
+        "megatron.rl.inference": {
+            "InferenceRequest": SimpleNamespace,
+            "InferenceResponse": response,
+            "LLMChatMessage": Message,
+            "ReturnsRaw": mixin,
+            "ReturnsTokens": type("Tokens", (pydantic.BaseModel,), {}),
+        },
+        "megatron.rl.server": {},
+        "megatron.rl.server.api": {"InferenceServer": type("InferenceServer", (pydantic.BaseModel,), {})},
+        "megatron.training": {},
+        "megatron.training.global_vars": {"get_args": lambda: ARGS, "get_tokenizer": Tokenizer},
+        "megatron.core.inference.text_generation_controllers.text_generation_controller": {
+            "TextGenerationController": SimpleNamespace(
+                detokenize=lambda tokenizer, ids: tokenizer.detokenize([each for each in ids if each])
+            )
+        },
+    }
+    for name, values in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, INTERFACE, raising=False)
+    yield importlib.import_module(INTERFACE)
+    del sys.modules[INTERFACE]
+
+
+def asked(text: str, tools: list[dict[str, Any]] | None = None, **args: Any) -> Any:
+    given = {"temperature": None, "top_p": None, "top_k": None, "max_tokens": None, **args}
+    return SimpleNamespace(
+        prompt=[Message(role="user", content=text)], tools=tools, generation_args=SimpleNamespace(**given)
+    )
+
+
+@pytest.mark.slow
+def test_a_chat_becomes_tokens_and_a_completion_an_answer(interface: Any) -> None:
+    engine = Drawing()
+
+    async def run() -> Any:
+        server = await interface.ServedRollouts.launch(engine)
+        server.set_generation_epoch(7)
+        return await server.base_generate(asked("ab", temperature=0.0, top_p=0.0, top_k=-1, max_tokens=99))
+
+    answer = asyncio.run(run()).model_dump()
+    assert engine.calls == [
+        ([1, 97, 98], {"end_token": 0, "max_tokens": 13, "temperature": 0.0, "top_p": 1.0, "top_k": 0})
+    ]
+    assert answer == {
+        "response": {"role": "assistant", "content": "hi"},
+        "raw_text": "\x01abhi",
+        "token_ids": [1, 97, 98, 104, 105, 0],
+        "prompt_length": 3,
+        "logprobs": [-1.0, -2.0, -3.0],
+        "finish_reason": "stop",
+        "policy_epoch": [(0, 7)],
+        "kv_cache_epoch": [(0, 7)],
+        "num_evictions": 0,
+    }
+
+
+@pytest.mark.slow
+def test_the_first_token_is_as_megatrons_arguments_and_tokenizer_say(
+    interface: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert interface._prompt(asked("ab", tools=[]), Tokenizer()) == [1, *map(ord, "ab{'tools': []}")]
+    monkeypatch.setattr(ARGS, "rl_skip_bos_token", True)
+    assert interface._prompt(asked("ab"), Tokenizer()) == [97, 98]
+    monkeypatch.setattr(ARGS, "rl_skip_bos_token", False)
+    monkeypatch.setattr(Tokenizer, "chat_template", None)
+    assert interface._prompt(asked("ab"), Tokenizer()) == [1, 97, 98]
+    monkeypatch.setattr(Tokenizer, "bos", None)
+    assert interface._prompt(asked("ab"), Tokenizer()) == [97, 98]
+
+
+@pytest.mark.slow
+def test_ranks_meet_while_agents_draw_on_the_first(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second `resume` or `suspend` does nothing, and `kill` suspends."""
+    monkeypatch.setattr(interface, "SECONDS_BETWEEN_MEETINGS", 0.01)
+    first, other = Drawing(), Drawing(is_first=False, meetings_left=3)
+
+    async def run(engine: Drawing) -> None:
+        server = await interface.ServedRollouts.launch(engine)
+        await server.suspend()
+        await server.resume()
+        await server.resume()
+        await asyncio.sleep(0.1)
+        await server.kill()
+        await server.suspend()
+
+    asyncio.run(run(first))
+    asyncio.run(run(other))
+    assert first.calls[:2] == ["publish", "meet False"]
+    assert set(first.calls[2:-3]) == {"meet False"}
+    assert first.calls[-3:] == ["meet True", "withdraw", "end"]
+    assert other.calls == ["publish", *["meet False"] * 3, "withdraw", "end"]
+
+
+@pytest.mark.slow
+def test_what_fails_on_another_rank_ends_the_rollouts(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Drawing()
+
+    def meet(*, is_done: bool) -> bool:
+        raise ValueError("of another rank")
+
+    monkeypatch.setattr(engine, "meet", meet)
+
+    async def run() -> None:
+        server = await interface.ServedRollouts.launch(engine)
+        await server.resume()
+        await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="of another rank"):
+            await server.base_generate(asked("ab"))
+        with pytest.raises(ValueError, match="of another rank"):
+            await server.suspend()
+
+    asyncio.run(run())
+    assert engine.calls == ["publish"]
