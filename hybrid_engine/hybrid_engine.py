@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast, overload
 from weakref import WeakSet
 
 import torch
@@ -30,8 +30,8 @@ from hybrid_engine.switch.states import State, Switch
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import Completion, InferenceEngine
-    from hybrid_engine.backends.vllm.prompts import Prompts
-    from hybrid_engine.backends.vllm.requests import AnySampling
+    from hybrid_engine.backends.vllm.prompts import ChatArguments, Prompts
+    from hybrid_engine.backends.vllm.requests import Samplings
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -203,10 +203,11 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     def generate(
         self,
         prompts: Prompts,
-        sampling: AnySampling | None = None,
+        sampling: Samplings | None = None,
         attention_mask: torch.Tensor | None = None,
         *,
         data: Data = "global",
+        **chat: Unpack[ChatArguments],
     ) -> Any:
         """Completions of prompts, in the form of the prompts, spread over the inference replicas. In `rollout_context`.
 
@@ -214,18 +215,20 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             prompts: token ids [B, S] int64, which are answered by a tensor [B * n, S + longest] of prompts and
                 completions, padded on the right; texts or chats, by n texts each; or lists of token ids, by n
                 `Completion`s each.
-            sampling: how, ours or `vllm.SamplingParams`; default: `Sampling()`.
+            sampling: how, ours or `vllm.SamplingParams`, one for all prompts or a list with one for each; default:
+                `Sampling()`.
             attention_mask: [B, S], 0 where a prompt of a tensor is padded, on either side.
             data: "global": all ranks pass the same prompts and get all completions; "local": each rank passes its own,
                 any number of them, and gets theirs.
+            chat: of chats, as transformers' `apply_chat_template` takes it: `tools`, `chat_template_kwargs`,
+                `add_generation_prompt`, `continue_final_message`.
 
         Where servers keep their weights (`release_weights: false`), in any context once they have some. Raises
         StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
         from hybrid_engine.backends.vllm.prompts import in_form_of
 
-        self.sharding.require_drawing()
-        completions = self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
+        completions = self.generate_sequences(prompts, sampling, attention_mask, data=data, **chat)
         return in_form_of(prompts, completions, self._pad_token_id())
 
     def barrier(self, phase: str) -> None:
@@ -235,14 +238,15 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     def generate_sequences(
         self,
         prompts: Prompts,
-        sampling: AnySampling | None = None,
+        sampling: Samplings | None = None,
         attention_mask: torch.Tensor | None = None,
         *,
         data: Data = "global",
+        **chat: Unpack[ChatArguments],
     ) -> list[list[Completion]]:
         """`n` completions of each prompt, in their order; everything else as of `generate`."""
         self.sharding.require_drawing()
-        return self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
+        return self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data, chat)
 
     @overload
     def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...

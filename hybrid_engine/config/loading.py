@@ -300,12 +300,12 @@ def proposal(place: Place, section: type[Section], root: type[Section], prefix: 
         return NO_KEYS[name]
     paths = [path for path in paths_of(root) if path[0] != _BESIDE or here[:1] == (_BESIDE,)]
     close = nearest(name, section.model_fields) or nearest(name, {path[-1] for path in paths})
-    for verb, names in (("Use", {name, *ALIASES.get(name, ())}), ("Did you mean", {close})):
+    for said, names in (("Use {}", {name, *ALIASES.get(name, ())}), ("Did you mean {}?", {close})):
         found = [path for path in paths if path[-1] in names]
         shared = [sum(path[:depth] == here[:depth] for depth in range(1, len(here) + 1)) for path in found]
         best = [path for path, depth in zip(found, shared, strict=True) if depth == max(shared)]
         if 0 < len(best) <= 3:  # more are a list to search
-            return f"{verb} {', '.join(_shown(path, here, prefix) for path in best)}"
+            return said.format(", ".join(_shown(path, here, prefix) for path in best))
     return f"Known keys: {', '.join(section.model_fields)}"
 
 

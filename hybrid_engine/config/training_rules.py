@@ -409,7 +409,7 @@ def _override_finding(part: str, name: str, value: pydantic.JsonValue, declared:
     if (field := declared.get((section, name))) is None:
         close = nearest(name, [known for owner, known in declared if owner == section])
         problem = f"{section} of the installed megatron-core has no such field"
-        return problem, f"Did you mean {close}" if close else "Leave it out"
+        return problem, f"Did you mean {close}?" if close else "Leave it out"
     if name in _SET_HERE:
         return _SET_HERE[name], "Leave it out"
     if key := _own_key(part, name):

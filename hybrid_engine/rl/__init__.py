@@ -2,7 +2,8 @@
 
     train(model, prompts, reward, GrpoConfig(...), out="runs/mine")     loop.py: every step, metrics, resuming
 
-    Loop.learn(n)  rollout_context   vLLM          samples_per_prompt completions of each prompt
+    Loop.learn(n)  rollout_context   vLLM          samples_per_prompt completions of each prompt, or conversations with
+                                                   an environment                                 (conversations.py)
                    reward            rank 0
                    forward_context   reference     with a KL term alone
                    group_advantages  GRPO                                                        (losses.py)
@@ -19,6 +20,7 @@ docs/rl.md is the user's page.
 from __future__ import annotations
 
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.conversations import Conversation, converse
 from hybrid_engine.rl.loop import Loop, train
 
-__all__ = ["GrpoConfig", "Loop", "PpoConfig", "train"]
+__all__ = ["Conversation", "GrpoConfig", "Loop", "PpoConfig", "converse", "train"]

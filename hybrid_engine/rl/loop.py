@@ -25,7 +25,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -34,6 +35,7 @@ from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortene
 from hybrid_engine.files.durable import naming
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.conversations import Conversation, Environment, converse, prompt_of
 from hybrid_engine.rl.critic import Critic
 from hybrid_engine.rl.run_files import Events, Progress, Row, RunFiles
 from hybrid_engine.switch.report import ReshardReport
@@ -43,11 +45,15 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, Sampling
+    from hybrid_engine.backends.vllm.prompts import ChatArguments
 
 Prompts = Sequence[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step."""
-Reward = Callable[[Any, "Completion"], float]
-"""(prompt, completion) -> what the completion is worth; called on rank 0 alone, which tells the others."""
+Reward = Callable[[Any, Any], float]
+"""(prompt, completion) -> what the completion is worth; called on rank 0 alone, which tells the others. With an
+environment it is given a `Conversation` in place of a `Completion`."""
+Groups = Sequence[Sequence["Completion | Conversation"]]
+"""n of each prompt."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 """Figures for the row of a step; called on all ranks, in the worker's rollout context."""
 OnStep = Callable[[Row], None]
@@ -66,12 +72,14 @@ def train(
     evaluate: Evaluate | None = None,
     on_step: OnStep | None = None,
     should_stop: ShouldStop = lambda: False,
+    environment: Environment | None = None,
+    **chat: Unpack[ChatArguments],
 ) -> list[Row]:
     """Train a model by GRPO or PPO, as the type of `config` says, and print a line per step on rank 0.
 
     Args:
         model: a worker, or what `load_config` makes the configuration of one from, which is built here and shut down.
-        prompts, reward, config: as of `Loop`.
+        prompts, reward, config, environment, chat: as of `Loop`.
         out: directory, shared by all ranks, for metrics.jsonl, TensorBoard's events where that is installed, a
             checkpoint from which the same call goes on, and in the end `model`, a Hugging Face checkpoint.
         evaluate, should_stop: as of `Loop.run`.
@@ -84,7 +92,8 @@ def train(
         if not isinstance(model, ActorHybridWorker):
             engines = model if isinstance(model, HybridConfig) else load_config(model)
             model = ends.enter_context(ActorHybridWorker(engines))
-        loop = ends.enter_context(closing(Loop(model, prompts, reward, config)))
+        loop = Loop(model, prompts, reward, config, environment=environment, **chat)
+        ends.enter_context(closing(loop))
         files = None if out is None else RunFiles(Path(out))
         record = _Record(model, config, files, ends)
         rows = []
@@ -107,9 +116,11 @@ class Loop:
         prompts: texts, chats, or lists of token ids; or mappings that have one of these under "prompt", beside what
             the reward wants to know of it. They come in a new order in each pass over all of them. A function is asked
             for those of each step instead, on every rank: it must give all the same, as often as it is asked.
-        reward: given an element of `prompts` and a `Completion`.
+        reward: given an element of `prompts` and a `Completion`, or the `Conversation` that an environment has made.
         config: the settings; their type is the algorithm.
         on_phase: told what begins, on every rank.
+        environment: makes a conversation of several turns of each completion; as of `converse`.
+        chat: `tools` and `chat_template_kwargs`, as of `HybridEngine.generate`.
 
     Raises ConfigError for settings or prompts that do not go with the worker.
 
@@ -125,8 +136,11 @@ class Loop:
         config: GrpoConfig | PpoConfig,
         *,
         on_phase: OnPhase = lambda phase, step: None,
+        environment: Environment | None = None,
+        **chat: Unpack[ChatArguments],
     ) -> None:
         self.worker, self.reward, self.config, self.done = worker, reward, config, 0
+        self.environment, self._chat = environment, chat
         self.prompts = prompts if callable(prompts) else list(prompts)
         if violations := [*_row_violations(worker, config)]:
             raise ConfigError(violations)
@@ -205,8 +219,7 @@ class Loop:
         tally.begin(number)
         prompts = self._prompts_of(number)
         with worker.rollout_context(), tally.phase("generate"):
-            asked = [one["prompt"] if isinstance(one, Mapping) else one for one in prompts]
-            groups = worker.generate_sequences(asked, self._sampling(number))
+            groups = self._draw(prompts, self._sampling(number))
         with tally.phase("reward"):
             rewards = self._rewards(prompts, groups)
         batch = self._batch(groups)
@@ -304,7 +317,13 @@ class Loop:
             seed=self._random(number, "samples").getrandbits(62),
         )
 
-    def _rewards(self, prompts: Sequence[Any], groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
+    def _draw(self, prompts: Sequence[Any], sampling: Sampling) -> Groups:
+        """Completions, or conversations, of each prompt."""
+        if self.environment is not None:
+            return converse(self.worker, prompts, sampling, self.environment, **self._chat)
+        return self.worker.generate_sequences([prompt_of(each) for each in prompts], sampling, **self._chat)
+
+    def _rewards(self, prompts: Sequence[Any], groups: Groups) -> torch.Tensor:
         """Rewards [P, n], by rank 0."""
         agreement, rewards = self.worker.job.agreement, list[float]()
         with agreement.phase("reward"):
@@ -316,7 +335,7 @@ class Loop:
                 ]
         return torch.tensor(agreement.gather(rewards, list[float], "reward")[0]).view(len(groups), -1)
 
-    def _batch(self, groups: Sequence[Sequence[Completion]]) -> dict[str, torch.Tensor]:
+    def _batch(self, groups: Groups) -> dict[str, torch.Tensor]:
         completions = [one for group in groups for one in group]
         seq_length = self.worker.config.actor_config.seq_length
         batch = build_batch([one.prompt_token_ids for one in completions], completions, seq_length)
@@ -368,7 +387,7 @@ def _order(seed: int, size: int, epoch: int) -> list[int]:
     return order
 
 
-def _reward_of(reward: Reward, prompt: Any, completion: Completion, place: str) -> float:
+def _reward_of(reward: Reward, prompt: Any, completion: Completion | Conversation, place: str) -> float:
     try:
         value = reward(prompt, completion)
         if math.isfinite(number := float(value)):
@@ -380,9 +399,7 @@ def _reward_of(reward: Reward, prompt: Any, completion: Completion, place: str) 
     raise ArgumentError([Violation("reward", problem, "Return a finite number")])
 
 
-def _figures(
-    batch: Mapping[str, torch.Tensor], groups: Sequence[Sequence[Completion]], rewards: torch.Tensor
-) -> dict[str, float]:
+def _figures(batch: Mapping[str, torch.Tensor], groups: Groups, rewards: torch.Tensor) -> dict[str, float]:
     """Figures of a step's completions, under the policy that drew them."""
     deviations = rewards.std(dim=1, correction=0)
     ends = [one.finish_reason for group in groups for one in group]
@@ -393,6 +410,7 @@ def _figures(
         "groups_agreeing": (deviations == 0).float().mean().item(),
         "response_tokens": batch["mask"].sum(dim=1).mean().item(),
         "truncated": ends.count("length") / len(ends),
+        **_turns(groups),
         "logprob_diff": difference.max().item(),
         "logprob_diff_mean": difference.mean().item(),
     }
@@ -400,6 +418,12 @@ def _figures(
         kl = losses.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
         row["kl"] = losses.weighted_mean(kl, batch["weights"]).item()
     return row
+
+
+def _turns(groups: Groups) -> dict[str, float]:
+    """Mean number of answers, where there are conversations."""
+    numbers = [len(one.turns) for group in groups for one in group if isinstance(one, Conversation)]
+    return {"turns": fmean(numbers)} if numbers else {}
 
 
 _TOTALS = ("bytes_received", "bytes_least")
@@ -477,7 +501,7 @@ class _Record:
         with self._agreement.phase("writing the metrics"):
             if not self._is_writer:
                 return
-            shown = ("reward", "kl", "loss", "value_loss", "grad_norm", "response_tokens")
+            shown = ("reward", "kl", "loss", "value_loss", "grad_norm", "response_tokens", "turns")
             figures = ", ".join(f"{name} {row[name]:.4g}" for name in shown if name in row)
             print(f"step {row['step']}: {figures}, {row['seconds']:.1f} s", flush=True)
             if self._files is not None:

@@ -138,6 +138,9 @@ def forms(directory: str) -> dict[str, Any]:
         found["texts"] = engine.generate(["5 6 7", "3 4 5 6 7"], GREEDY)
         found["chats"] = engine.generate([[{"role": "user", "content": "5 6"}]], GREEDY)
         (found["of the template"],) = engine.generate([[7, 5, 6, 8]], GREEDY)
+        continued: Any = [{"role": "user", "content": "5 6"}, {"role": "assistant", "content": "3"}]
+        found["continued"] = engine.generate([continued], GREEDY, continue_final_message=True)
+        (found["in its middle"],) = engine.generate([[7, 5, 6, 7, 3]], GREEDY)
         found |= _with_sampling_params(engine)
         found |= _with_local_data(engine)
         found["mixed"] = _error(lambda: engine.generate(["5", [6], 7, [{"role": "user"}]], GREEDY))
@@ -222,7 +225,10 @@ def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
         "free again": first(logprobs=3),
         "unlimited": engine.generate([[5] * 60], replace(GREEDY, max_tokens=None))[0][0],
         "ours stopped": engine.generate([[3, 4, 5, 6, 7]], replace(GREEDY, stop=second))[0][0],
-        "delta": _error(lambda: first(output_kind=RequestOutputKind.DELTA, prompt_logprobs=1)),
+        "delta": _error(lambda: first(output_kind=RequestOutputKind.DELTA, prompt_logprob_token_ids=[[1]])),
+        "stream": _error(lambda: engine.generate([[5]], GREEDY, stream=True)),  # type: ignore[call-arg]
+        "scored": first(prompt_logprobs=2),
+        "scored by itself": engine.inference.prompt_logprobs([[3, 4, 5, 6, 7]])[0].tolist(),
         "out of range": _error(lambda: first(stop_token_ids=[5000])),
         "no sampling": _error(lambda: engine.generate([[5]], {"max_tokens": 3})),  # type: ignore[arg-type]
     }
@@ -273,7 +279,7 @@ MESSAGES = {
     "a size twice": ["rollout_config.tp_size: infer_tensor_parallel_size says the same"],
     "an unknown dp_type": ["rollout_config.dp_type: 'some'"],
     "more ranks than there are": ["infer_tensor_parallel_size"],
-    "a wrong strategy": ["train_config.fsdp_config.sharding_strategy", "Did you mean mixed_precision"],
+    "a wrong strategy": ["train_config.fsdp_config.sharding_strategy", "Did you mean mixed_precision?"],
     "replicas without HYBRID_SHARD": ["train_config.fsdp_config.replicas: 2 with sharding_strategy FULL_SHARD"],
     "nothing narrower": ["float32 is not narrower than the training dtype float32"],
     "sharded or not": ["ConfigError", "train_config: says how to shard, and shard is False"],
@@ -407,6 +413,8 @@ def test_chats_are_completed_behind_their_template(of_forms: list[dict[str, Any]
     for found in of_forms:
         ((text,),) = found["chats"]
         assert text == found["of the template"][0].text
+        ((text,),) = found["continued"]
+        assert text == found["in its middle"][0].text
 
 
 def test_completions_say_what_they_are_of(of_forms: list[dict[str, Any]]) -> None:
@@ -417,6 +425,13 @@ def test_completions_say_what_they_are_of(of_forms: list[dict[str, Any]]) -> Non
         assert [len(position) for position in free.top_logprobs] == [3, 3, 3, 3]
         for token, logprob, position in zip(free.token_ids, free.logprobs, free.top_logprobs, strict=True):
             assert position[token] == logprob == max(position.values()), "greedy"
+        scored = found["scored"]
+        assert scored.prompt_logprobs == pytest.approx(found["scored by itself"], abs=1e-6)
+        assert (free.prompt_logprobs, free.prompt_top_logprobs) == ((), ())
+        tokens = scored.prompt_token_ids[1:]
+        for token, logprob, top in zip(tokens, scored.prompt_logprobs, scored.prompt_top_logprobs, strict=True):
+            assert top[token] == logprob
+            assert len(top) in (2, 3)
 
 
 def test_vllm_has_a_tokenizer_where_a_request_needs_one(of_forms: list[dict[str, Any]]) -> None:
@@ -449,7 +464,9 @@ def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -
         ("mixed", "prompts[3]: a chat with a message without role or content, {'role': 'user'}"),
         ("a mask for lists", "attention_mask: is for prompts in a tensor [B, S]"),
         ("delta", "sampling.output_kind: DELTA, but completions come back whole"),
-        ("delta", "sampling.prompt_logprobs: completions do not carry it"),
+        ("delta", "sampling.prompt_logprob_token_ids: completions do not carry it"),
+        ("delta", "A server streams: set generate_config.servers"),
+        ("stream", "stream: is no argument of this call: completions come back whole"),
         ("out of range", "ArgumentError"),
         ("out of range", "sampling: vLLM refuses it: token_id(s) [5000] in stop_token_ids"),
         ("no sampling", "sampling: got {'max_tokens': 3}"),

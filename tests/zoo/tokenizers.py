@@ -27,7 +27,7 @@ def save_numbers(path: Path, template: str | None = NUMBERS_TEMPLATE) -> None:
     tokenizer.save_pretrained(path)
 
 
-def save_characters(path: Path, **special: str) -> None:
+def save_characters(path: Path, template: str = CHARACTERS_TEMPLATE, **special: str) -> None:
     """A printable character is a token: 101 of them. `special`: eos_token and the like, which are some of them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -37,5 +37,5 @@ def save_characters(path: Path, **special: str) -> None:
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="\0", **special)
-    tokenizer.chat_template = CHARACTERS_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(path)

@@ -20,7 +20,6 @@ import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +28,9 @@ from hybrid_engine.backends.vllm import arguments, internals, isolation, process
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept, random_state_kept
-from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
+from hybrid_engine.backends.vllm.prompts import ChatArguments, ModelTokenizer, Prompts, check_token_ids, token_ids_of
 from hybrid_engine.backends.vllm.replica_exchange import ReplicaExchange, Request, check_data, stream_seeds
-from hybrid_engine.backends.vllm.requests import one_thread, sampling_params
+from hybrid_engine.backends.vllm.requests import asked_for, one_thread, sampling_of, sampling_params
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
@@ -57,7 +56,7 @@ from hybrid_engine.ranks.torch_internals import torch_defaults
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from hybrid_engine.backends.vllm.requests import AnySampling
+    from hybrid_engine.backends.vllm.requests import AnySampling, Samplings
 
 
 class InferenceEngine:
@@ -138,17 +137,18 @@ class InferenceEngine:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: AnySampling, lora: str | None = None
+        self, prompts: Sequence[Sequence[int]], sampling: Samplings, lora: str | None = None
     ) -> list[list[Completion]]:
-        """Complete token-id prompts: per prompt, `sampling.n` completions; with a LoRA, if one is named.
+        """Complete token-id prompts: per prompt, `n` completions of its sampling; with a LoRA, if one is named.
 
         All ranks call together. Raises StateError while the weights are released or incomplete, or while vLLM has
         requests of somebody else, and ConfigError naming every prompt that is empty, too long or out of the vocabulary.
         """
-        params = sampling_params(sampling, self.tokenizer)
-        self.check_prompts(prompts, params.max_tokens or 1)
-        seeds = stream_seeds(params.seed, prompts, "global", self.job)
-        return self._complete(list(zip(prompts, seeds, strict=True)), params=params, lora=lora)
+        asked = asked_for(sampling, len(prompts), self._params_of)
+        self.check_prompts(prompts, asked.max_tokens)
+        seeds = stream_seeds(asked.seeds, prompts, "global", self.job)
+        each = [sampling_of(b"", params, seed) for params, seed in zip(asked.each, seeds, strict=True)]
+        return self._complete(prompts, each, lora)
 
     def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
@@ -164,20 +164,23 @@ class InferenceEngine:
     def generate_over_replicas(
         self,
         prompts: Prompts,
-        sampling: AnySampling | None = None,
+        sampling: Samplings | None = None,
         lora: str | None = None,
         attention_mask: torch.Tensor | None = None,
         data: Data = "global",
+        chat: ChatArguments | None = None,
     ) -> list[list[Completion]]:
         """Completions of prompts in any form (prompts.py), in their order, by all replicas. Collective.
 
         Args:
             prompts: with global data the same on every rank, each of which gets all completions; with local data this
                 rank's own, any number of them, whose completions it gets.
-            sampling: how; `n` completions a prompt; default: `Sampling()`. The same on every rank.
+            sampling: how, one for all prompts or a list with one for each; `n` completions a prompt; default:
+                `Sampling()`. The same on every rank, but for a list with local data.
             lora: name of a delivered one.
             attention_mask: of a tensor of prompts.
             data: "global" or "local", the same on every rank.
+            chat: what chats are rendered with.
 
         Raises, on all ranks: ConfigError naming every prompt that cannot be, StateError as `generate`, GenerationError
         where vLLM failed and RemoteError on the others.
@@ -185,13 +188,17 @@ class InferenceEngine:
         state = self._generator_state
         with self._agreement.phase("checking prompts"):  # those of all ranks: no replica starts in vain
             check_data(data)
-            params = sampling_params(sampling, self.tokenizer)
-            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask)
-            self.check_prompts(token_ids, params.max_tokens or 1)
+            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
+            asked = asked_for(sampling, len(token_ids), self._params_of)
+            self.check_prompts(token_ids, asked.max_tokens)
+
+        def complete(share: Sequence[Request]) -> list[list[Completion]]:
+            each = [sampling_of(request.sampling, asked.shared, request.seed) for request in share]
+            return self._complete([request.prompt for request in share], each, lora)
+
         try:
-            complete = partial(self._complete, params=params, lora=lora)
-            alike = (data, requests.caller_fields(params), lora)
-            return self._exchange.complete(token_ids, data, alike, params.seed, complete)
+            alike = (data, asked.fields(data), lora)
+            return self._exchange.complete(token_ids, data, alike, asked.seeds, asked.messages(), complete)
         except BaseException:
             self._generator_state = state  # also where this replica's part went well
             raise
@@ -375,15 +382,21 @@ class InferenceEngine:
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
         return ProcessingBarrier(self.rank, self.job.new_group(owner, parts))
 
-    def _complete(self, asked: Sequence[Request], *, params: Any, lora: str | None) -> list[list[Completion]]:
-        prompts, seeds = [prompt for prompt, _ in asked], [seed for _, seed in asked]
-        outputs = self._run(prompts, params, lora, seeds)
-        return [requests.completions_of(output, params, self.tokenizer) for output in outputs]
+    def _params_of(self, sampling: AnySampling | None) -> Any:
+        return sampling_params(sampling, self.tokenizer)
+
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], each: Sequence[Any], lora: str | None
+    ) -> list[list[Completion]]:
+        outputs = self._run(prompts, each, lora)
+        return [
+            requests.completions_of(output, params, self.tokenizer)
+            for output, params in zip(outputs, each, strict=True)
+        ]
 
     @one_thread
-    def _run(
-        self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None, seeds: Sequence[int | None] = ()
-    ) -> list[Any]:
+    def _run(self, prompts: Sequence[Sequence[int]], each: Sequence[Any], lora: str | None) -> list[Any]:
+        """vLLM's outputs of prompts with parameters for each."""
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
         if problem := arguments.generation_problem(self.settings.sizes, self._device_type):
@@ -392,14 +405,14 @@ class InferenceEngine:
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         prompted = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        each = params if params.seed is None else [requests.seeded(params, seed) for seed in seeds]
-        tokenizer = self.tokenizer.attached_to(llm) if requests.needs_tokenizer(params) else contextlib.nullcontext()
+        needs_tokenizer = any(map(requests.needs_tokenizer, each))
+        tokenizer = self.tokenizer.attached_to(llm) if needs_tokenizer else contextlib.nullcontext()
         stance = arguments.eager_stance(self.settings, self._device_type)
         with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), stance, tokenizer:
             process_state.set_state(self._generator_state)
             with requests.refusals_named(), requests.none_left(llm), requests.calling_near_end(llm, self.near_end):
                 outputs = llm.generate(prompted, each, use_tqdm=False, lora_request=lora_request)
-                requests.require_answers(outputs, prompts, params.n)
+                requests.require_answers(outputs, prompts, [params.n for params in each])
             self._generator_state = process_state.get_state()
         return outputs
 
@@ -408,9 +421,9 @@ class InferenceEngine:
 
         self.check_prompts(token_ids, 1)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs, detokenize=False)
-        return [output.prompt_logprobs for output in self._run(token_ids, params, lora)]
+        return [output.prompt_logprobs for output in self._run(token_ids, [params] * len(token_ids), lora)]
 
-    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> None:
         """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
         config = self.llm.llm_engine.model_config
         check_token_ids(prompts, max_tokens, config.max_model_len, config.get_vocab_size())

@@ -135,12 +135,12 @@ def _field_types() -> Mapping[str, pydantic.TypeAdapter[Any]]:
     return {name: pydantic.TypeAdapter(hint, config=config) for name, hint in hints.items()}
 
 
-_OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "num_generations": "n"}
+OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "num_generations": "n"}
 """Names in transformers and TRL -> ours."""
 
 
 def _unknown(name: str, known: Iterable[str]) -> Violation:
-    meant = _OTHER_NAMES.get(name) or nearest(name, known)
+    meant = OTHER_NAMES.get(name) or nearest(name, known)
     remedy = f"Use {meant}" if meant else f"Use one of {', '.join(known)}, or pass vllm.SamplingParams"
     return Violation(f"sampling.{name}", "is no attribute of Sampling", remedy)
 
@@ -169,6 +169,10 @@ class Completion:
         drawn_text: the text that vLLM itself has made, where it looked for stop strings.
         tokenizer: makes the text otherwise.
         temperature: of `logprobs`, for `build_batch`: 1 where sampling is greedy.
+        prompt_logprobs: of each token of the prompt but the first, after those before it, at temperature 1; empty
+            unless `SamplingParams.prompt_logprobs` asks for them.
+        prompt_top_logprobs: at each of these {token id: log-probability} of the token itself and of as many of the most
+            probable ones as that says; empty when it says 0.
     """
 
     token_ids: tuple[int, ...]
@@ -180,6 +184,8 @@ class Completion:
     drawn_text: str | None = field(default=None, repr=False)
     tokenizer: Decoder | None = field(default=None, repr=False, compare=False)
     temperature: float = 1.0
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[Mapping[int, float], ...] = ()
 
     @property
     def text(self) -> str:

@@ -9,16 +9,18 @@ a tensor [B, S]     token ids, and an attention mask of the same shape where the
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import Completion
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
+from hybrid_engine.backends.vllm.engine_settings import OTHER_NAMES, Completion, Sampling
+from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 
 Message = Mapping[str, Any]
 Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
@@ -26,11 +28,34 @@ Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[
 _REMEDY = "Pass texts, chats (lists of messages with role and content), lists of token ids, or a tensor [B, S]"
 _REMEDY_FOR_ONE = "Pass a list of prompts; of a tokenizer's output its input_ids, with attention_mask=attention_mask"
 
+STREAMING = "A server streams: set generate_config.servers and ask it yourself (docs/servers.md)"
+"""Remedy where somebody wants tokens as they are drawn."""
+
 _REMEDY_FOR_IDS = "Pass a list of token ids for each sequence: [[5, 6, 7]], not [5, 6, 7]"
 
 
+class ChatArguments(TypedDict, total=False):
+    """What chats are rendered with, beside their messages, as transformers' `apply_chat_template` takes it.
+
+    Attributes:
+        tools: that the model may call: functions with type hints and a docstring, or their JSON schemas.
+        chat_template_kwargs: variables of the template, e.g. `{"enable_thinking": False}`; also `chat_template` and
+            `documents`.
+        add_generation_prompt: end where an answer begins; default: true, unless the last message is continued.
+        continue_final_message: end within the last message, which the completion continues.
+    """
+
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
 def token_ids_of(
-    prompts: Prompts, tokenizer: ModelTokenizer, attention_mask: torch.Tensor | None = None
+    prompts: Prompts,
+    tokenizer: ModelTokenizer,
+    attention_mask: torch.Tensor | None = None,
+    chat: ChatArguments | None = None,
 ) -> list[list[int]]:
     """Token ids of each prompt, without padding.
 
@@ -38,19 +63,28 @@ def token_ids_of(
         prompts: all in one of the forms above.
         tokenizer: of texts and chats.
         attention_mask: [B, S], for a tensor: 0 where a prompt is padded, on either side. None: no padding.
+        chat: what chats are rendered with.
 
     Raises ArgumentError naming every prompt of no such form or of another form than the first, a mask of another shape
-    or without a tensor, texts without a tokenizer, and chats without a template or that the template refuses.
+    or without a tensor, texts without a tokenizer, chats without a template or that the template refuses, and what is
+    no argument, or one for chats alone.
     """
+    if violations := [_unknown_argument(name) for name in chat or () if name not in ChatArguments.__annotations__]:
+        raise ArgumentError(violations)
     if isinstance(prompts, torch.Tensor):
+        _require_none_given(chat)
         return _of_rows(prompts, attention_mask)
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         raise ArgumentError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_ONE)])
     if attention_mask is not None:
         remedy = "Leave it out: prompts in lists have no padding"
         raise ArgumentError([Violation("attention_mask", "is for prompts in a tensor [B, S]", remedy)])
-    listed = list(prompts)
-    return _FORMS[_form_of_all(listed)](listed, tokenizer)
+    listed: list[Any] = list(prompts)
+    form = _form_of_all(listed)
+    if form == "a chat":
+        return _encode_chats(listed, tokenizer, rendering_of(chat, tokenizer))
+    _require_none_given(chat if listed else None)
+    return tokenizer.encode(listed) if form == "a text" else [[int(token) for token in prompt] for prompt in listed]
 
 
 def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_id: int) -> Any:
@@ -68,30 +102,33 @@ def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_
         if not rows:
             return prompts
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
-    if completions and _form_of(prompts[0]) != "token ids":
+    if completions and form_of(prompts[0]) != "token ids":
         return [[one.text for one in of_prompt] for of_prompt in completions]
     return completions
 
 
-def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int, vocabulary: int) -> None:
+def check_token_ids(
+    prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], limit: int, vocabulary: int
+) -> None:
     """Raise ArgumentError naming every prompt that is not token ids, is empty, too long or out of the vocabulary.
 
     Args:
         prompts: token ids, of each a list.
-        max_tokens: to be generated after each.
+        max_tokens: to be generated after each, or a list of as many.
         limit: longest prompt and completion.
         vocabulary: number of tokens.
     """
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         raise ArgumentError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_IDS)])
     violations = []
-    for index, prompt in enumerate(prompts):
-        if (form := _form_of(prompt)) != "token ids":
+    to_generate = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    for index, (prompt, num) in enumerate(zip(prompts, to_generate, strict=True)):
+        if (form := form_of(prompt)) != "token ids":
             violations.append(Violation(f"prompts[{index}]", form, _REMEDY_FOR_IDS))
         elif not len(prompt):
             violations.append(Violation(f"prompts[{index}]", "it has no tokens", "Leave it out"))
-        elif len(prompt) + max_tokens > limit:
-            problem = f"{len(prompt)} tokens and {max_tokens} to generate, but {limit} fit together"
+        elif len(prompt) + num > limit:
+            problem = f"{len(prompt)} tokens and {num} to generate, but {limit} fit together"
             violations.append(Violation(f"prompts[{index}]", problem, "Shorten it or raise max_model_len"))
         elif min(prompt) < 0 or max(prompt) >= vocabulary:
             problem = f"token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocabulary}"
@@ -114,7 +151,7 @@ def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]
 
 def _form_of_all(prompts: Sequence[Any]) -> str:
     """The form that all prompts have; token ids where there are none."""
-    forms = [_form_of(prompt) for prompt in prompts] or ["token ids"]
+    forms = [form_of(prompt) for prompt in prompts] or ["token ids"]
     first = forms[0]
     violations = [
         Violation(f"prompts[{index}]", f"{form}, but prompts[0] is {first}" if form in _FORMS else form, _REMEDY)
@@ -126,8 +163,8 @@ def _form_of_all(prompts: Sequence[Any]) -> str:
     return first
 
 
-def _form_of(prompt: Any) -> str:
-    """A key of `_FORMS`, or what is wrong."""
+def form_of(prompt: Any) -> str:
+    """One of "a text", "a chat" and "token ids", or what is wrong."""
     if isinstance(prompt, str):
         return "a text"
     if isinstance(prompt, Mapping):
@@ -152,11 +189,77 @@ def _is_integer(dtype: torch.dtype | np.dtype[Any]) -> bool:
     return np.issubdtype(dtype, np.integer)
 
 
-def _encode_chats(chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer) -> list[list[int]]:
+def _unknown_argument(name: str) -> Violation:
+    """What to say of an argument that no call for completions has."""
+    problem = "is no argument of this call"
+    if name == "stream":
+        return Violation(name, f"{problem}: completions come back whole", STREAMING)
+    if name in (of_sampling := [*OTHER_NAMES, *(field.name for field in fields(Sampling))]):
+        return Violation(name, problem, f"Pass Sampling({OTHER_NAMES.get(name, name)}=…)")
+    close = nearest(name, [*ChatArguments.__annotations__, "sampling", "attention_mask", "data", *of_sampling])
+    return Violation(name, problem, f"Did you mean {close}?" if close else "Leave it out")
+
+
+def _require_none_given(chat: ChatArguments | None) -> None:
+    """Raise ArgumentError naming what is for chats, where prompts are none."""
+    given = [name for name, value in (chat or {}).items() if value]
+    if given:
+        remedy = "Leave it out, or pass lists of messages"
+        raise ArgumentError([Violation(name, "is for chats, and the prompts are none", remedy) for name in given])
+
+
+def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """The same for `apply_chat_template`, with schemas in place of functions. Raises ArgumentError with all faults."""
+    chat = chat or {}
+    violations, tools = [], []
+    given: Any = chat.get("tools") or ()
+    variables: Any = chat.get("chat_template_kwargs") or {}
+    if not isinstance(given, list | tuple):
+        violations.append(Violation("tools", f"got {shortened(given)}", "Pass a list of functions or JSON schemas"))
+        given = ()
+    for index, tool in enumerate(given):
+        try:
+            tools.append(_schema_of(tool))
+        except Exception as error:  # of transformers, which reads the docstring
+            problem = f"no schema can be made of it: {error}"
+            remedy = "Pass a function with type hints and a docstring that describes each argument, or a JSON schema"
+            violations.append(Violation(f"tools[{index}]", problem, remedy))
+    if not isinstance(variables, Mapping):
+        remedy = "Pass a dict of variables of the template"
+        violations.append(Violation("chat_template_kwargs", f"got {shortened(variables)}", remedy))
+        variables = {}
+    for name in tokenizer.reserved & variables.keys():
+        remedy = "Pass it as an argument" if name in ChatArguments.__annotations__ else "Leave it out"
+        violations.append(Violation(f"chat_template_kwargs.{name}", "is no variable of a template", remedy))
+    continues = bool(chat.get("continue_final_message"))
+    begins = chat.get("add_generation_prompt", not continues)
+    if continues and begins:
+        problem = "true, but continue_final_message goes on in the last message"
+        violations.append(Violation("add_generation_prompt", problem, "Leave one of them out"))
+    if violations:
+        raise ArgumentError(violations)
+    own = {"tools": tools or None, "add_generation_prompt": begins, "continue_final_message": continues}
+    return {**own, **variables}
+
+
+def _schema_of(tool: object) -> Mapping[str, Any]:
+    from transformers.utils import get_json_schema
+
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    if not callable(tool):
+        raise TypeError(f"got {shortened(tool)}")
+    schema: Mapping[str, Any] = get_json_schema(tool)
+    return schema
+
+
+def _encode_chats(
+    chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer, rendering: Mapping[str, Any]
+) -> list[list[int]]:
     violations, encoded = [], []
     for index, chat in enumerate(chats):
         try:
-            encoded.append(tokenizer.encode_chat(chat))
+            encoded.append(tokenizer.encode_chat(chat, rendering))
         except ValueError as error:
             violations.append(Violation(f"prompts[{index}]", str(error), "Give it messages that the template takes"))
     if violations:
@@ -164,12 +267,10 @@ def _encode_chats(chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer)
     return encoded
 
 
-_FORMS: Mapping[str, Callable[[Sequence[Any], ModelTokenizer], list[list[int]]]] = {
-    "a text": lambda texts, tokenizer: tokenizer.encode(texts),
-    "a chat": _encode_chats,
-    "token ids": lambda prompts, tokenizer: [[int(token) for token in prompt] for prompt in prompts],
-}
-"""Form of a prompt, as messages name it -> how prompts of it become token ids."""
+_FORMS = ("a text", "a chat", "token ids")
+"""Of a prompt, as messages name them."""
+_ANSWER = "⁂answer⁂"
+"""Stands for an answer in a chat that is rendered for what follows it."""
 
 
 class ModelTokenizer:
@@ -197,26 +298,54 @@ class ModelTokenizer:
             raise self._missing("has no tokenizer")
         return tokenizer
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, with the special tokens that the tokenizer adds."""
-        token_ids: list[list[int]] = self.loaded(list(texts))["input_ids"] if texts else []
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, with the special tokens that the tokenizer adds, if it is to."""
+        if not texts:
+            return []
+        token_ids: list[list[int]] = self.loaded(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
         return token_ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat up to where the assistant's answer begins.
+    @cached_property
+    def reserved(self) -> frozenset[str]:
+        """Names of what is said to `apply_chat_template` itself, and is no variable of a template."""
+        parameters = inspect.signature(self.loaded.apply_chat_template).parameters
+        named = {name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        return frozenset(named - {"chat_template", "documents"})
+
+    def encode_chat(self, messages: Sequence[Message], rendering: Mapping[str, Any]) -> list[int]:
+        """Token ids of a chat, by default up to where the assistant's answer begins.
 
         Raises ValueError with the template's own complaint, ArgumentError where the tokenizer has no template.
         """
+        token_ids: list[int] = self._rendered(messages, rendering, return_dict=True)["input_ids"]
+        return token_ids
+
+    def encode_reply(
+        self, chat: Sequence[Message], answer: Sequence[int], reply: Sequence[Message], rendering: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids that follow an answer to a chat, up to where the next answer begins: the reply's, as the template
+        has them, behind the end of a turn, unless the answer has drawn that.
+
+        The answer itself is not read: something else stands for it, and what the template puts behind that is
+        tokenized. Raises as `encode_chat`, and ValueError for a template that leaves the answer out.
+        """
+        messages = [*chat, {"role": "assistant", "content": _ANSWER}, *reply]
+        begins = {**rendering, "add_generation_prompt": True, "continue_final_message": False}
+        _, found, behind = self._rendered(messages, begins, tokenize=False).rpartition(_ANSWER)
+        if not found:
+            raise ValueError("the model's chat template leaves out an answer that messages follow")
+        (token_ids,) = self.encode([behind], add_special_tokens=False)
+        return token_ids[1:] if token_ids[:1] == list(answer[-1:]) else token_ids
+
+    def _rendered(self, messages: Sequence[Message], rendering: Mapping[str, Any], **result: bool) -> Any:
         if not self.loaded.chat_template:
             problem = f"chats, but the tokenizer of {self.model_dir} has no chat template"
             remedy = "Save it there with `tokenizer.chat_template` set, or pass texts"
             raise ArgumentError([Violation("prompts", problem, remedy)])
         try:
-            encoded = self.loaded.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+            return self.loaded.apply_chat_template(list(messages), **rendering, **result)
         except Exception as error:  # a template is a program
             raise ValueError(f"the model's chat template refuses it: {error}") from error
-        token_ids: list[int] = encoded["input_ids"]
-        return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.loaded.decode(list(token_ids), skip_special_tokens=True)

@@ -26,7 +26,7 @@ from hybrid_engine.backends.vllm.engine_settings import Completion
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.messages import decode, encode
+from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
@@ -36,8 +36,22 @@ from hybrid_engine.ranks.job import Job
 T = TypeVar("T")
 TokenIds = Sequence[Sequence[int]]
 Completions = list[list[Completion]]
-Request = tuple[Sequence[int], int | None]
-"""A prompt, and the seed of its completions."""
+
+
+class Request(Record, frozen=True):
+    """A prompt to be completed.
+
+    Attributes:
+        prompt: token ids.
+        seed: of its completions.
+        sampling: how, as `requests.sampling_of` reads it.
+    """
+
+    prompt: list[int]
+    seed: int | None
+    sampling: bytes
+
+
 Share = tuple[Sequence[Request], Callable[[Completions], Completions]]
 """What a replica completes, and what makes a rank's answers of that."""
 
@@ -49,25 +63,28 @@ def check_data(data: str) -> None:
         raise ArgumentError([Violation("data", f"{shortened(data)} is unknown", remedy)])
 
 
-def stream_seeds(seed: int | None, prompts: TokenIds, data: Data, job: Job) -> list[int | None]:
-    """A number of 56 bits for each prompt, made of `seed`, the prompt, and how often it came before; None without seed.
+def stream_seeds(seeds: Sequence[int | None] | int | None, prompts: TokenIds, data: Data, job: Job) -> list[int | None]:
+    """A number of 56 bits for each prompt, made of its seed, the prompt, and how often it came before; None without.
+
+    `seeds` is the same on all ranks, or a list with one for each prompt.
 
     vLLM draws completion i by that number + i. So a completion depends on no layout and on no other prompt, equal
     prompts get different ones, and no seed shares a stream with its neighbours. Local data count as global data in
     which ranks come one after another, for which all ranks are asked (collective).
     """
-    if seed is None:
+    if seeds is None:
         return [None] * len(prompts)
+    each = seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts)
     digests = [text_digest(*map(str, prompt)) for prompt in prompts]
     num_before: Counter[int] = Counter()
     if data == "local":
         by_rank = job.agreement.gather(digests, list[int], "counting equal prompts")
         num_before.update(digest for of_rank in by_rank[: job.rank] for digest in of_rank)
-    seeds: list[int | None] = []
-    for digest in digests:
-        seeds.append(text_digest(str(seed), str(digest), str(num_before[digest])))
+    streams: list[int | None] = []
+    for digest, seed in zip(digests, each, strict=True):
+        streams.append(None if seed is None else text_digest(str(seed), str(digest), str(num_before[digest])))
         num_before[digest] += 1
-    return seeds
+    return streams
 
 
 class ReplicaExchange:
@@ -83,7 +100,8 @@ class ReplicaExchange:
         prompts: TokenIds,
         data: Data,
         settings: object,
-        seed: int | None,
+        seeds: Sequence[int | None] | int | None,
+        sampling: Sequence[bytes],
         generate: Callable[[Sequence[Request]], Completions],
     ) -> Completions:
         """The completions of this rank's prompts, or of all ranks'. Collective over the job.
@@ -91,16 +109,18 @@ class ReplicaExchange:
         Args:
             prompts: token ids.
             data: whose they are.
-            settings: everything else that all ranks must give alike, and that says so in its `repr`; `seed`, too.
-            seed: of all prompts.
+            settings: everything else that all ranks must give alike, and that says so in its `repr`.
+            seeds: as of `stream_seeds`.
+            sampling: of each prompt, for its `Request`.
             generate: completes prompts by this replica; all its ranks call it with the same.
 
         Raises, on all ranks, ArgumentError where they differ in what they must give alike, and GenerationError.
         """
         self._require_same(settings, prompts if data == "global" else (), data)
-        seeds = stream_seeds(seed, prompts, data, self._job)
+        streams = stream_seeds(seeds, prompts, data, self._job)
         share = self._global_share if data == "global" else self._local_share
-        requests, answers_of = share([(list(prompt), own) for prompt, own in zip(prompts, seeds, strict=True)])
+        asked = [Request(list(prompt), own, how) for prompt, own, how in zip(prompts, streams, sampling, strict=True)]
+        requests, answers_of = share(asked)
         agreement = self._job.agreement
         waiting = self._sizes.ranks_in_step(self._job.rank)
         with agreement.phase("generate", SHORT_PATIENCE, waiting, GenerationError):
@@ -124,7 +144,7 @@ class ReplicaExchange:
         """What the ranks of this replica pass together, and how this rank finds its own completions."""
         group = self._replica
         with self._job.agreement.call("exchange of prompts"):
-            by_rank = _gathered(group, self._job.rank, asked, list[tuple[list[int], int | None]])
+            by_rank = _gathered(group, self._job.rank, asked, list[Request])
         requests = [request for rank in sorted(by_rank) for request in by_rank[rank]]
         start = sum(len(by_rank[rank]) for rank in by_rank if rank < self._job.rank)
         return requests, lambda completed: completed[start : start + len(asked)]
@@ -142,8 +162,8 @@ class ReplicaExchange:
                 return replace(one, prompt_token_ids=tuple(prompt), tokenizer=self._tokenizer)
 
             return [
-                [whole(one, prompt) for one in by_replica[index % num][index // num]]
-                for index, (prompt, _) in enumerate(asked)
+                [whole(one, request.prompt) for one in by_replica[index % num][index // num]]
+                for index, request in enumerate(asked)
             ]
 
         return asked[own::num], answers_of if group is not None else lambda completed: completed

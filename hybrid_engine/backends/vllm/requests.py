@@ -12,25 +12,26 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import Completion, Decoder, Sampling
-from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
 from hybrid_engine.errors import ArgumentError, GenerationError, StateError, Violation, first_of, shortened
-from hybrid_engine.ports import NearEnd
+from hybrid_engine.messages import decode, encode
+from hybrid_engine.ports import Data, NearEnd
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
     AnySampling: TypeAlias = Sampling | SamplingParams
+    Samplings: TypeAlias = AnySampling | Sequence[AnySampling]
 
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for those of the distribution that tokens are drawn from: after temperature, penalties, top-p, top-k."""
-
-_NOT_IN_COMPLETIONS = ("prompt_logprobs", "prompt_logprob_token_ids")
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
     if isinstance(sampling, Sampling):
         params = _from_ours(sampling)
     elif not isinstance(sampling, SamplingParams):
-        remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, one for all prompts"
+        remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, one for all prompts or a list with one for each"
         raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
     elif violations := [*_impossible(sampling)]:
         raise ArgumentError(violations)
@@ -67,16 +68,82 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
     return params
 
 
-def caller_fields(params: SamplingParams) -> dict[str, Any]:
-    """All that the caller decides, by name: the `repr` of `SamplingParams` leaves some of it out, as `logit_bias`."""
-    return {name: getattr(params, name) for name in params.__struct_fields__ if not name.startswith("_")}
+@dataclass(frozen=True)
+class Asked:
+    """How each prompt of a call is sampled.
+
+    Attributes:
+        each: parameters of each prompt, as what completes it takes them.
+        shared: those of all prompts, where the caller passed one and not a list.
+    """
+
+    each: tuple[Any, ...]
+    shared: Any
+
+    @property
+    def seeds(self) -> list[int | None] | int | None:
+        """Of all prompts, or of each."""
+        return [params.seed for params in self.each] if self.shared is None else self.shared.seed
+
+    @property
+    def max_tokens(self) -> list[int]:
+        """Of each prompt's completions, at least."""
+        return [params.max_tokens or 1 for params in self.each]
+
+    def fields(self, data: Data) -> object:
+        """What all ranks must pass alike: with local data, a list is each rank's own."""
+        if self.shared is not None:
+            return caller_fields(self.shared)
+        return [caller_fields(params) for params in self.each] if data == "global" else "a list"
+
+    def messages(self) -> list[bytes]:
+        """For whoever completes the prompts: `sampling_of` reads it. Empty where all ranks have the same."""
+        return [encode(params) if self.shared is None else b"" for params in self.each]
 
 
-def seeded(params: SamplingParams, seed: int | None) -> SamplingParams:
-    """The same for one prompt, whose completion i draws by seed + i."""
+def asked_for(sampling: Samplings | None, num_prompts: int, taken: Callable[[AnySampling | None], Any]) -> Asked:
+    """How so many prompts are sampled, by one for all or a list.
+
+    `taken` checks one and says what is made of it. Raises ArgumentError with all that it says of every one, and for a
+    list of another length.
+    """
+    if not isinstance(sampling, list | tuple):
+        params = taken(sampling)
+        return Asked((params,) * num_prompts, params)
+    violations, each = [], []
+    if len(sampling) != num_prompts:
+        remedy = "Pass one for all prompts, or a list with one for each"
+        violations.append(Violation("sampling", f"a list of {len(sampling)} for {num_prompts} prompts", remedy))
+    for index, one in enumerate(sampling):
+        try:
+            each.append(taken(one))
+        except ArgumentError as error:
+            violations += [replace(found, key=_at(found.key, index)) for found in error.findings]
+    if violations:
+        raise ArgumentError(violations)
+    return Asked(tuple(each), None)
+
+
+def _at(key: str, index: int) -> str:
+    """`sampling.n` of the list's element: `sampling[2].n`."""
+    return key.replace("sampling", f"sampling[{index}]", 1)
+
+
+def sampling_of(message: bytes, shared: Any, seed: int | None) -> Any:
+    """vLLM's parameters of one prompt: of what `Asked.messages` says, or `shared`; completion i draws by seed + i."""
+    from vllm import SamplingParams
+
+    params = decode(message, SamplingParams) if message else shared
+    if params.seed is None:
+        return params
     own = params.clone()
     own.seed = seed
     return own
+
+
+def caller_fields(params: SamplingParams) -> dict[str, Any]:
+    """All that the caller decides, by name: the `repr` of `SamplingParams` leaves some of it out, as `logit_bias`."""
+    return {name: getattr(params, name) for name in params.__struct_fields__ if not name.startswith("_")}
 
 
 def needs_tokenizer(params: SamplingParams) -> bool:
@@ -104,12 +171,10 @@ def _from_ours(sampling: Sampling) -> Any:
 
 def _impossible(params: SamplingParams) -> Iterator[Violation]:
     if params.output_kind.name == "DELTA":
-        remedy = "Leave it out; to stream, use `inference.llm`"
-        yield Violation("sampling.output_kind", "DELTA, but completions come back whole", remedy)
-    for name in _NOT_IN_COMPLETIONS:
-        if getattr(params, name, None) is not None:
-            remedy = "Leave it out; `inference.prompt_logprobs([token_ids])` computes log-probabilities of prompts"
-            yield Violation(f"sampling.{name}", "completions do not carry it", remedy)
+        yield Violation("sampling.output_kind", "DELTA, but completions come back whole", STREAMING)
+    if getattr(params, "prompt_logprob_token_ids", None) is not None:
+        remedy = "Leave it out; prompt_logprobs asks for those of the prompt's own tokens"
+        yield Violation("sampling.prompt_logprob_token_ids", "completions do not carry it", remedy)
 
 
 # -- completions -------------------------------------------------------------------------------------------------------
@@ -117,24 +182,40 @@ def _impossible(params: SamplingParams) -> Iterator[Violation]:
 
 def completions_of(output: Any, params: Any, tokenizer: Decoder) -> list[Completion]:
     prompt = tuple(output.prompt_token_ids)
-    return [_completion_of(choice, prompt, params, tokenizer) for choice in output.outputs]
+    scored = _scored(output.prompt_logprobs[1:], prompt[1:]) if output.prompt_logprobs else ()
+    top = _all_scored(output.prompt_logprobs[1:]) if params.prompt_logprobs else ()
+    return [_completion_of(choice, prompt, params, tokenizer, (scored, top)) for choice in output.outputs]
 
 
-def _completion_of(choice: Any, prompt: tuple[int, ...], params: Any, tokenizer: Decoder) -> Completion:
+def _completion_of(
+    choice: Any, prompt: tuple[int, ...], params: Any, tokenizer: Decoder, of_prompt: tuple[Any, Any]
+) -> Completion:
     tokens = tuple(choice.token_ids)
     positions = choice.logprobs or ()
     has_top = bool(params.logprobs or params.logprob_token_ids)
+    prompt_logprobs, prompt_top_logprobs = of_prompt
     return Completion(
         tokens,
-        tuple(position[token].logprob for position, token in zip(positions, tokens, strict=False)),
+        _scored(positions, tokens),
         str(choice.finish_reason),
         choice.stop_reason,
         prompt,
-        tuple({each: at.logprob for each, at in position.items()} for position in positions) if has_top else (),
+        _all_scored(positions) if has_top else (),
         choice.text if params.detokenize else None,
         tokenizer,
         params.temperature or 1.0,
+        prompt_logprobs,
+        prompt_top_logprobs,
     )
+
+
+def _scored(positions: Sequence[Any], tokens: Sequence[int]) -> tuple[float, ...]:
+    """Of each token, at its position; none where there are no positions."""
+    return tuple(position[token].logprob for position, token in zip(positions, tokens, strict=False))
+
+
+def _all_scored(positions: Sequence[Any]) -> tuple[dict[int, float], ...]:
+    return tuple({each: at.logprob for each, at in position.items()} for position in positions)
 
 
 def logprobs_of_prompt(rows: Sequence[Any], token_ids: Sequence[int]) -> torch.Tensor:
@@ -275,17 +356,17 @@ def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
-def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: int) -> None:
-    """Raise StateError unless there is one output for each prompt, of this prompt, with so many completions, and
+def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: Sequence[int]) -> None:
+    """Raise StateError unless there is one output for each prompt, of this prompt, with as many completions, and
     GenerationError for NaN among the log-probabilities that were asked for."""
     problem = None
     if len(outputs) != len(prompts):
         problem = f"{len(outputs)} results for {len(prompts)} prompts"
-    for index, (output, prompt) in enumerate(zip(outputs, prompts, strict=False)):
+    for index, (output, prompt, num) in enumerate(zip(outputs, prompts, num_each, strict=False)):
         if list(output.prompt_token_ids) != list(prompt):
             problem = problem or f"result {index} is of another prompt"
-        elif len(output.outputs) != num_each:
-            problem = problem or f"result {index} has {len(output.outputs)} completions in place of {num_each}"
+        elif len(output.outputs) != num:
+            problem = problem or f"result {index} has {len(output.outputs)} completions in place of {num}"
     if problem:
         raise StateError(
             f"vLLM mixed up requests: {problem}. Is its engine used from elsewhere at the same time? "

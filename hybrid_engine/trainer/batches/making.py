@@ -55,7 +55,7 @@ TokenIds = Sequence[int]
 
 
 class Drawn(Protocol):
-    """A completion as engines return it."""
+    """A completion as engines return it; with `is_drawn`, a bool for each token, some were given and not drawn."""
 
     @property
     def token_ids(self) -> TokenIds: ...
@@ -71,14 +71,14 @@ def build_batch(
 
     Args:
         prompts: token ids of B prompts, one per completion.
-        completions: B `Completion`s, which know their temperature, or token ids of each, drawn at 1.
+        completions: B `Completion`s or conversations, which know their temperature, or token ids of each, drawn at 1.
         seq_length: S; a sequence may have S + 1 tokens, of which the last is only predicted.
         pad_token_id: fills rows up; any token id will do.
 
     Returns `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`; `mask` [B, S]
-    fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`; and `temperature` [B]
-    where one is not 1. Raises BatchError, which is a ValueError, naming everything that is not token ids, and every
-    sequence that does not fit.
+    fp32, 1 where the label is a token that was drawn: of the completion, or of an answer in a conversation; `weights`
+    [B, S], see `mean_weights`; and `temperature` [B] where one is not 1. Raises BatchError, which is a ValueError,
+    naming everything that is not token ids, and every sequence that does not fit.
     """
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
     rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
@@ -101,6 +101,7 @@ class Sample:
 
     token_ids: tuple[int, ...]
     prompt_length: int
+    is_drawn: tuple[bool, ...]
     temperature: float
 
     @property
@@ -110,8 +111,8 @@ class Sample:
 
     @property
     def mask(self) -> torch.Tensor:
-        """[length] fp32, 1 where the label is a token of the completion."""
-        return (torch.arange(self.length) >= self.prompt_length - 1).float()
+        """[length] fp32, 1 where the label is a token that was drawn."""
+        return torch.tensor([False] * (self.prompt_length - 1) + list(self.is_drawn)).float()
 
 
 def samples_of(
@@ -132,7 +133,12 @@ def samples_of(
     if found:
         raise BatchError(found)
     samples = [
-        Sample((*start, *end), len(start), float(getattr(one, "temperature", 1.0)))
+        Sample(
+            (*start, *end),
+            len(start),
+            tuple(getattr(one, "is_drawn", (True,) * len(end))),
+            float(getattr(one, "temperature", 1.0)),
+        )
         for start, end, one in zip(starts, ends, drawn, strict=True)
     ]
     for number, sample in enumerate(samples):

@@ -193,7 +193,7 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
 
 
 PROPOSED = {
-    "generation_config": "Did you mean generate_config",
+    "generation_config": "Did you mean generate_config?",
     "actor": "Use actor_config",
     "lr": "Use actor_config.optimizer.lr",
     "actor_config.lr": "Use actor_config.optimizer.lr",
@@ -206,13 +206,13 @@ PROPOSED = {
     "actor_config.revision": "Use revision at the top level",
     "actor_config.max_model_len": "Use generate_config.max_model_len",
     "actor_config.tp": "Use tensor_model_parallel_size",
-    "actor_config.lora.rnak": "Did you mean rank",
+    "actor_config.lora.rnak": "Did you mean rank?",
     "actor_config.optimizer.betas": "Use adam_beta1, adam_beta2",
-    "actor_config.optimizer.warmup_steps": "Did you mean actor_config.optimizer.schedule.lr_warmup_steps",
-    "actor_config.weight_decy": "Did you mean actor_config.optimizer.weight_decay",
+    "actor_config.optimizer.warmup_steps": "Did you mean actor_config.optimizer.schedule.lr_warmup_steps?",
+    "actor_config.weight_decy": "Did you mean actor_config.optimizer.weight_decay?",
     "critic_config.tensor_model_parallel_size": "Use actor_config.tensor_model_parallel_size",
     "generate_config.tensor_model_parallel_size": "Use infer_tensor_parallel_size",
-    "generate_config.tensor_parallel_size": "Did you mean infer_tensor_parallel_size",
+    "generate_config.tensor_parallel_size": "Did you mean infer_tensor_parallel_size?",
     "critic_config.color": "Known keys: model, pipeline_model_parallel_layout, params_dtype",
 }
 """Unknown key -> how the remedy begins."""

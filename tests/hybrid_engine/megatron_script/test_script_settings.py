@@ -127,7 +127,7 @@ def test_megatron_cores_own_configuration_is_refused(files: dict[str, Path]) -> 
         ('model: x\nsampling: "n"', "sampling: expected a mapping, got 'n'"),
         ("model: x\nsampling: {5: 1}", "sampling: unknown keys 5. Known keys: n, temperature"),
         ("model: /nowhere", "config.json cannot be read: No such file"),
-        ("model: x\ngenerate_config: {bucket: 3}", "Did you mean bucket_mb"),
+        ("model: x\ngenerate_config: {bucket: 3}", "Did you mean bucket_mb?"),
     ],
 )
 def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, message: str) -> None:

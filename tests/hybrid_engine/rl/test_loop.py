@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from hybrid_engine import ActorHybridWorker, Completion, ReshardReport, Sampling
 from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
-from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, train
+from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, train
 from hybrid_engine.rl.loop import _Tally, combined
 from hybrid_engine.switch.states import SwitchHooks
 from tests.harness.launch import REPO_ROOT, Ranks
 from tests.zoo import workers
+from tests.zoo.tokenizers import save_characters
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -78,7 +81,85 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
         found["resumed"] = run("resumed", reward)
         found["again"] = run("resumed", reward)
         found["hooks"] = worker.sharding._end_hooks == hooks
+        found["talk"] = talk(worker, algorithm)
     return found
+
+
+def asks_twice(prompt: Any) -> Any:
+    replies = iter([[{"role": "tool", "content": "7"}, {"role": "user", "content": "?"}], "so:"])
+    return lambda answer: next(replies, None)
+
+
+def talk(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> dict[str, Any]:
+    """Two steps of conversations: what vLLM was given and drew, what was rewarded (rank 0), what was trained on."""
+    found: dict[str, Any] = {"answered": [], "rewarded": [], "batches": []}
+    generate, update = worker.inference.llm.generate, worker.update
+
+    def answered(*asked: Any, **how: Any) -> Any:
+        outputs = generate(*asked, **how)
+        found["answered"] += [
+            (tuple(each.prompt_token_ids), tuple(one.token_ids)) for each in outputs for one in each.outputs
+        ]
+        return outputs
+
+    def trained(batch: Any, loss: Any) -> dict[str, float]:
+        found["batches"].append(dict(batch))
+        return update(batch, loss)
+
+    def reward(prompt: Any, conversation: Conversation) -> float:
+        found["rewarded"].append([(one.prompt_token_ids, one.token_ids, one.logprobs) for one in conversation.turns])
+        return sum(token % 3 for turn in conversation.turns for token in turn.token_ids)
+
+    settings = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 26, "temperature": 0.8}
+    config = algorithm(**settings, minibatches=2, stop_token_ids=list(range(0, 100, 2)))
+    chats = [{"prompt": [{"role": "user", "content": text}]} for text in ("x", "yz")]
+    with (
+        mock.patch.object(worker.inference.llm, "generate", answered),
+        mock.patch.object(worker, "update", trained),
+    ):
+        found["rows"] = train(worker, chats, reward, config, environment=asks_twice, chat_template_kwargs={"x": 1})
+    return found
+
+
+def check_talk(*of_ranks: dict[str, Any]) -> None:
+    """What is trained on is what vLLM was given and drew, and nothing else counts."""
+    first, second = of_ranks
+    answered, conversations = Counter(first["answered"] + second["answered"]), first["rewarded"]
+    turns = Counter((given, drawn) for turns in conversations for given, drawn, _ in turns)
+    assert answered.keys() == turns.keys(), "what vLLM itself was given and drew, each replica its share"
+    assert max(len(turns) for turns in conversations) == 3
+    assert second["rewarded"] == []
+    whole = {}
+    for turns in conversations:
+        given, drawn, _ = turns[-1]
+        columns = [
+            (len(given) + at - 1, token, logprob)
+            for given, drawn, logprobs in turns
+            for at, (token, logprob) in enumerate(zip(drawn, logprobs, strict=True))
+        ]
+        whole[(*given, *drawn)] = columns
+    num_rows = 0
+    for batch in first["batches"]:
+        rows = torch.cat([batch["tokens"][:, :1], batch["labels"]], dim=1).tolist()
+        for number, row in enumerate(rows):
+            (columns,) = [
+                columns
+                for token_ids, columns in whole.items()
+                if tuple(row[: len(token_ids)]) == token_ids and not any(row[len(token_ids) :])
+            ]
+            learned = batch["mask"][number].nonzero().flatten().tolist()
+            assert learned == [column for column, _, _ in columns]
+            assert [row[column + 1] for column in learned] == [token for _, token, _ in columns]
+            logprobs = torch.tensor([logprob for _, _, logprob in columns])
+            for name in ("sampled_log_probs", "old_log_probs"):
+                torch.testing.assert_close(batch[name][number, learned], logprobs, atol=1e-4, rtol=0)
+            assert not batch["weights"][number][batch["mask"][number] == 0].any()
+            num_rows += 1
+    assert num_rows == len(conversations) == 16
+    for row in first["rows"]:
+        assert row["logprob_diff"] < 1e-4
+        assert 1 <= row["turns"] <= 3
+    assert first["rows"] == second["rows"]
 
 
 @pytest.mark.slow
@@ -87,6 +168,7 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
 ) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    save_characters(model)
     first, second = engines.launch(runs, 2, model, tmp_path, algorithm, settings)
     assert first["whole"] == second["whole"]
     assert ([row["step"] for row in first["stopped"]], first["model"]) == ([1], False)
@@ -96,6 +178,7 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert [row["step"] for row in first["resumed"]] == [3], "step 2 had a checkpoint"
     assert first["again"] == []
     assert first["hooks"], "none of a run that has ended, or failed"
+    check_talk(first["talk"], second["talk"])
     trained = whole
     if algorithm is PpoConfig:
         trained = whole[1:]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
-from hybrid_engine.backends.vllm.prompts import ModelTokenizer, Prompts, check_token_ids, token_ids_of
+from hybrid_engine.backends.vllm.prompts import ChatArguments, ModelTokenizer, Prompts, check_token_ids, token_ids_of
 from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
+from hybrid_engine.backends.vllm.requests import asked_for
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ArgumentError, GenerationError, ServerError, Violation
 from hybrid_engine.memory.offloader import Offloader
@@ -24,7 +25,7 @@ from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.roles import NoInference
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm.requests import AnySampling
+    from hybrid_engine.backends.vllm.requests import Samplings
 
 _PROMPTS_OF_A_REQUEST = 64
 """Servers decode requests together; one of many prompts would be parsed while nothing is decoded."""
@@ -75,26 +76,28 @@ class ServedInference:
     def generate_over_replicas(
         self,
         prompts: Prompts,
-        sampling: AnySampling | None = None,
+        sampling: Samplings | None = None,
         lora: str | None = None,
         attention_mask: torch.Tensor | None = None,
         data: Data = "global",
+        chat: ChatArguments | None = None,
     ) -> list[list[Completion]]:
-        """See `InferenceEngine.generate_over_replicas`; `sampling` is a `Sampling`. Collective.
+        """See `InferenceEngine.generate_over_replicas`; `sampling` is a `Sampling`, or a list of them. Collective.
 
         Each rank asks for its share of the prompts, each of another server.
         """
         job = self.job
         with job.agreement.phase("checking prompts"):
             check_data(data)
-            wanted = _wanted(sampling)
-            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask)
-            self.check_prompts(token_ids, wanted.max_tokens or 1)
+            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
+            wanted = asked_for(sampling, len(token_ids), _over_http)
+            self.check_prompts(token_ids, wanted.max_tokens)
+        seeds = stream_seeds(wanted.seeds, token_ids, data, job)
+        each = [replace(one, seed=seed) for one, seed in zip(wanted.each, seeds, strict=True)]
         step = job.world_size if data == "global" else 1
-        own = token_ids[job.rank % step :: step]
-        seeds = stream_seeds(wanted.seed, token_ids, data, job)
+        own = slice(job.rank % step, None, step)
         with job.agreement.phase("generate", kind=GenerationError):
-            completed = self._complete(own, seeds[job.rank % step :: step], wanted)
+            completed = self._complete(token_ids[own], each[own])
         if data == "local" or step == 1:
             return completed
         sent = [[replace(one, prompt_token_ids=(), tokenizer=None) for one in of] for of in completed]
@@ -107,7 +110,7 @@ class ServedInference:
             for index, prompt in enumerate(token_ids)
         ]
 
-    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> None:
         """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
         check_token_ids(prompts, max_tokens, self._longest, int(self._limits.get("vocab_size") or 2**31))
 
@@ -120,12 +123,11 @@ class ServedInference:
         ((completion,),) = self._ask(next(self._turns) % len(self._servers), [prompt], replace(sampling, n=1))
         return completion
 
-    def _complete(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int | None], sampling: Sampling
-    ) -> list[list[Completion]]:
-        """By this rank's requests, all under way together. A request has one seed and one length, so prompts with their
-        own are asked apart."""
-        size = 1 if sampling.seed is not None or sampling.max_tokens is None else _PROMPTS_OF_A_REQUEST
+    def _complete(self, prompts: Sequence[Sequence[int]], each: Sequence[Sampling]) -> list[list[Completion]]:
+        """By this rank's requests, all under way together. A request has one sampling with one seed, and one length, so
+        prompts with their own are asked apart."""
+        is_alike = len(set(each)) == 1 and each[0].max_tokens is not None
+        size = _PROMPTS_OF_A_REQUEST if is_alike else 1
         starts = range(0, len(prompts), size)
         if not starts:
             return []
@@ -135,7 +137,7 @@ class ServedInference:
                     self._ask,
                     (self.job.rank + number) % len(self._servers),
                     prompts[start : start + size],
-                    replace(sampling, seed=seeds[start]),
+                    each[start],
                 )
                 for number, start in enumerate(starts)
             ]
@@ -176,7 +178,7 @@ class ServedInference:
         """Servers are not ended."""
 
 
-def _wanted(sampling: object) -> Sampling:
+def _over_http(sampling: object) -> Sampling:
     if sampling is None or isinstance(sampling, Sampling):
         return sampling or Sampling()
     remedy = "Pass hybrid_engine.Sampling, or ask the server yourself for what it does not say"

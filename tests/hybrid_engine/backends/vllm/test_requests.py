@@ -14,7 +14,14 @@ import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, in_form_of, token_ids_of
-from hybrid_engine.backends.vllm.requests import calling_near_end, sampling_params, zero_caches
+from hybrid_engine.backends.vllm.requests import (
+    asked_for,
+    caller_fields,
+    calling_near_end,
+    sampling_of,
+    sampling_params,
+    zero_caches,
+)
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ports import NearEnd
@@ -95,6 +102,42 @@ def test_an_unknown_name_is_answered_with_ours() -> None:
     assert pickle.loads(pickle.dumps(Sampling(n=2))) == replace(Sampling(), n=2) == Sampling(2)
 
 
+@pytest.mark.slow
+def test_everything_wrong_with_a_list_is_said_at_once() -> None:
+    from vllm import SamplingParams
+
+    each: Any = [Sampling(), Sampling(min_tokens=17), 5, SamplingParams(prompt_logprob_token_ids=[[1]])]
+    with pytest.raises(ArgumentError) as caught:
+        asked_for(each, 3, sampling_params)
+    found = caught.value.findings
+    assert [one.key for one in found] == [
+        "sampling",
+        "sampling[1]",
+        "sampling[2]",
+        "sampling[3].prompt_logprob_token_ids",
+    ]
+    assert found[0].problem == "a list of 4 for 3 prompts"
+
+
+@pytest.mark.slow
+def test_each_prompt_is_sampled_by_its_own() -> None:
+    """Also where another process completes it; what one sampling says for all is told to nobody."""
+    from vllm import SamplingParams
+
+    each = [Sampling(n=2, seed=3), SamplingParams(temperature=0.0, logit_bias={5: 1.0}, stop=["x"]), Sampling(seed=4)]
+    asked = asked_for(each, 3, sampling_params)
+    assert (asked.seeds, asked.max_tokens) == ([3, None, 4], [16, 16, 16])
+    told = [sampling_of(message, None, seed) for message, seed in zip(asked.messages(), (70, 71, 72), strict=True)]
+    assert [one.seed for one in told] == [70, None, 72]
+    for one, params in zip(told, asked.each, strict=True):
+        params.seed = one.seed
+        assert caller_fields(one) == caller_fields(params)
+    same = asked_for(Sampling(seed=3), 2, sampling_params)
+    assert (same.seeds, same.messages()) == (3, [b"", b""])
+    assert sampling_of(b"", same.shared, 70).seed == 70
+    assert same.shared.seed == 3, "the next prompt's is made of it, too"
+
+
 def test_stop_tokens_may_be_a_list_and_a_stop_string_alone() -> None:
     assert Sampling(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
     assert Sampling(stop="x").stop == Sampling(stop=["x"]).stop == ("x",)
@@ -132,6 +175,91 @@ def test_every_form_becomes_token_ids(tokenizer: ModelTokenizer, prompts: Any, t
 def test_a_mask_takes_padding_away_on_both_sides(tokenizer: ModelTokenizer) -> None:
     mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
     assert token_ids_of(torch.tensor([[0, 1, 2], [3, 4, 0]]), tokenizer, mask) == [[1, 2], [3, 4]]
+
+
+def weather(city: str, days: int = 1) -> str:
+    """Say what the weather will be.
+
+    Args:
+        city: of which.
+        days: from now.
+    """
+    return f"{city} {days}"
+
+
+def without_hints(city):  # type: ignore[no-untyped-def]
+    return city
+
+
+SHOWN = (
+    "{% for tool in tools or [] %}{{ tool.function.parameters.properties | length }} {% endfor %}"
+    "{% if is_brief %}6 {% endif %}"
+    "{% for message in messages %}7 {{ message['content'] }} {% if not loop.last %}5 {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}8{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("chat", "token_ids"),
+    [
+        ({}, [7, 1, 5, 7, 2, 3, 8]),
+        ({"tools": [weather]}, [2, 7, 1, 5, 7, 2, 3, 8]),
+        ({"tools": [{"function": {"parameters": {"properties": {"a": {}}}}}]}, [1, 7, 1, 5, 7, 2, 3, 8]),
+        ({"chat_template_kwargs": {"is_brief": True}}, [6, 7, 1, 5, 7, 2, 3, 8]),
+        ({"chat_template_kwargs": {"chat_template": "4"}}, [4]),
+        ({"add_generation_prompt": False}, [7, 1, 5, 7, 2, 3]),
+        ({"continue_final_message": True}, [7, 1, 5, 7, 2, 3]),
+        ({"tools": None, "chat_template_kwargs": None}, [7, 1, 5, 7, 2, 3, 8]),
+    ],
+    ids=str,
+)
+def test_a_template_has_tools_and_variables(tmp_path: Path, chat: Any, token_ids: list[int]) -> None:
+    save_numbers(tmp_path, SHOWN)
+    assert token_ids_of([CHAT], ModelTokenizer(str(tmp_path)), None, chat) == [token_ids]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "chat", "messages"),
+    [
+        (
+            ["1"],
+            {"tools": [weather], "continue_final_message": True},
+            ["tools: is for chats", "continue_final_message"],
+        ),
+        (torch.tensor([[1]]), {"chat_template_kwargs": {"x": 1}}, ["chat_template_kwargs: is for chats"]),
+        ([[1]], {"stream": True}, ["stream: is no argument", "A server streams: set generate_config.servers"]),
+        (
+            [[1]],
+            {"temperature": 1, "max_new_tokens": 5},
+            ["Pass Sampling(temperature=…)", "Pass Sampling(max_tokens=…)"],
+        ),
+        ([[1]], {"tols": []}, ["tols: is no argument of this call. Did you mean tools?"]),
+        ([CHAT], {"tools": weather}, ["tools: got <function"]),
+        (
+            [CHAT],
+            {
+                "tools": [weather, without_hints, 5],
+                "chat_template_kwargs": {"tokenize": False, "tools": []},
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            [
+                "tools[1]: no schema can be made of it",
+                "tools[2]: no schema can be made of it: got 5",
+                "chat_template_kwargs.tokenize: is no variable of a template. Leave it out",
+                "chat_template_kwargs.tools: is no variable of a template. Pass it as an argument",
+                "add_generation_prompt: true, but continue_final_message",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_what_no_template_takes_is_said_at_once(
+    tokenizer: ModelTokenizer, prompts: Any, chat: Any, messages: list[str]
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        token_ids_of(prompts, tokenizer, None, chat)
+    assert [message for message in messages if message not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(

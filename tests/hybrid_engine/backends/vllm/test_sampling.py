@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -25,9 +25,18 @@ from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import Drawn, build, job, sizes
 from tests.zoo.tokenizers import save_numbers
 
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm.requests import Samplings
+
 CONFIG = {**support.LLAMA, "torch_dtype": "float32"}
 PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 10, 11, 12, 13], [14, 15]]
 SAMPLING = Sampling(n=4, max_tokens=8, ignore_eos=True, seed=10)
+EACH = [
+    replace(SAMPLING, n=1, max_tokens=3),
+    replace(SAMPLING, n=1, seed=None, temperature=0.0),
+    replace(SAMPLING, seed=11, temperature=0.5),
+    replace(SAMPLING, n=2),
+]
 WAYS = {"temperature": {"temperature": 0.7}, "top-k": {"temperature": 0.7, "top_k": 5}, "greedy": {"temperature": 0.0}}
 
 
@@ -74,10 +83,11 @@ def draw(directory: str, **chosen: int) -> dict[str, Drawn]:
     """By way of asking."""
     engine = built(directory, **chosen)
 
-    def drawn(prompts: Prompts, sampling: Sampling = SAMPLING, **how: Any) -> Drawn:
+    def drawn(prompts: Prompts, sampling: Samplings = SAMPLING, **how: Any) -> Drawn:
         groups = engine.generate_over_replicas(prompts, sampling, **how)
         return [[one.token_ids for one in group] for group in groups]
 
+    own = range(4)[job().rank :: job().world_size]
     ranks_prompts = [[PROMPTS[0], PROMPTS[1]], [PROMPTS[0], PROMPTS[2], PROMPTS[0]]][: job().world_size]
     padded = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
     found = {
@@ -89,6 +99,10 @@ def draw(directory: str, **chosen: int) -> dict[str, Drawn]:
         "next seed": drawn(PROMPTS, replace(SAMPLING, seed=11)),
         "fewer of each": drawn(PROMPTS, replace(SAMPLING, n=2)),
         "no seed": drawn(PROMPTS, replace(SAMPLING, seed=None)),
+        "a list": drawn(PROMPTS, [SAMPLING] * 4),
+        "of each": drawn(PROMPTS, EACH),
+        "one by one": [group for prompt, one in zip(PROMPTS, EACH, strict=True) for group in drawn([prompt], one)],
+        "lists of ranks": drawn([PROMPTS[rank] for rank in own], [EACH[rank] for rank in own], data="local"),
         "local": drawn(ranks_prompts[job().rank], data="local"),
         "of all ranks": drawn([prompt for own in ranks_prompts for prompt in own]),
     }
@@ -121,12 +135,19 @@ def test_who_is_asked_and_how_changes_no_completion(engines: Ranks, outcomes: Ou
     (alone,) = outcomes["drawn"]
     found: Sequence[dict[str, Drawn]] = engines.launch(draw, 2, str(tmp_path), timeout=600)
     for of_rank in (alone, *found):
-        assert all(of_rank[way] == alone["whole"] for way in ("whole", "split, the last first", "texts", "rows"))
+        assert all(
+            of_rank[way] == alone["whole"] for way in ("whole", "split, the last first", "texts", "rows", "a list")
+        )
+        assert of_rank["of each"] == alone["of each"] == of_rank["one by one"]
+        assert [len(group) for group in of_rank["of each"]] == [1, 1, 4, 2]
+        assert len(of_rank["of each"][0][0]) == 3
         assert of_rank["repeated"][:2] == [alone["whole"][1], alone["whole"][0]]
         assert [group[:2] for group in alone["whole"]] == of_rank["fewer of each"]
         everything = [of_rank[way] for way in ("whole", "next seed", "no seed")] + [of_rank["repeated"][2:]]
         tokens = [one for groups in everything for group in groups for one in group]
         assert len(set(tokens)) == len(tokens) == 4 * 4 * 3 + 4, "no two of them share a stream"
+    assert alone["lists of ranks"] == alone["of each"]
+    assert [found[rank]["lists of ranks"] for rank in (0, 1)] == [alone["of each"][rank::2] for rank in (0, 1)]
     assert alone["local"] == alone["of all ranks"]
     assert found[0]["local"] + found[1]["local"] == found[0]["of all ranks"] == found[1]["of all ranks"]
     assert found[0]["repeated"] == found[1]["repeated"] == alone["repeated"]

@@ -99,3 +99,16 @@ def test_one_rank_asks_one_server_after_the_other(served: tuple[ServedInference,
     assert [body["n"] for body in first.bodies] == [1]
     with pytest.raises(ArgumentError, match=f"3 tokens and {LONGEST} to generate, but {LONGEST} fit together"):
         inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
+
+
+def test_prompts_with_samplings_of_their_own_are_asked_apart(served: tuple[ServedInference, Asked]) -> None:
+    inference, server = served
+    inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3), Sampling(n=2, max_tokens=2, seed=5)])
+    (seed,) = stream_seeds(5, PROMPTS[1:], "global", inference.job)
+    asked = sorted((body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies)
+    assert asked == [([PROMPTS[1]], 2, 2, seed), ([PROMPTS[0]], 1, 3, None)]
+    inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3)] * 2)
+    assert server.bodies[-1]["prompt"] == PROMPTS, "alike, in one request"
+    with pytest.raises(ArgumentError) as caught:
+        inference.generate_over_replicas(PROMPTS, [5, Sampling(), "x"])  # type: ignore[arg-type]
+    assert [found.key for found in caught.value.findings] == ["sampling", "sampling[0]", "sampling[2]"]

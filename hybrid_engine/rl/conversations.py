@@ -1,0 +1,270 @@
+"""Conversations of several turns by token ids: what the policy drew is never tokenized again.
+
+    given     the prompt's token ids, of its chat template
+    drawn     an answer: vLLM goes on from all token ids so far
+    given     what the environment replies: messages in the rest of the template, a text, or token ids
+    drawn     the next answer; and so on, until the environment ends it or `max_tokens` are behind the prompt
+
+So the token ids that are trained on are those that vLLM was given and drew, and log-probabilities belong to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from hybrid_engine.errors import ArgumentError, Violation, shortened
+from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.ranks.digests import text_digest
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion, Sampling
+    from hybrid_engine.backends.vllm.prompts import ChatArguments, Message, ModelTokenizer
+
+    Reply = Sequence[Message] | str | Sequence[int] | None
+    """Messages, a text or token ids, which the conversation goes on with; None ends it."""
+
+Environment = Callable[[Any], "Callable[[Completion], Reply]"]
+"""(prompt) -> what replies to each answer of one conversation; called on rank 0 alone."""
+
+
+_OF_ALL_TURNS = ("tools", "chat_template_kwargs")
+_OF_ONE_ANSWER = "is no argument of a conversation: every turn begins with an answer of the model"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of one conversation, each of which begins with all of the one before.
+
+    Attributes:
+        turns: answers. The prompt of each is all that vLLM was given for it.
+        is_cut: the environment's last reply did not fit, and is not in it.
+        messages: the chat with answers and replies; on rank 0 and of prompts that are chats, else empty.
+        environment: what replied; on rank 0, for the reward.
+
+    Raises ValueError for turns that are none of one conversation.
+    """
+
+    turns: tuple[Completion, ...]
+    is_cut: bool = False
+    messages: tuple[Message, ...] = field(default=(), compare=False)
+    environment: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        before: tuple[int, ...] = ()
+        for number, turn in enumerate(self.turns):
+            if turn.prompt_token_ids[: len(before)] != before:
+                raise ValueError(f"turn {number} was given other token ids than the turns before it have")
+            if turn.temperature != self.temperature:
+                raise ValueError(f"turn {number} was drawn at temperature {turn.temperature}, not {self.temperature}")
+            before = (*turn.prompt_token_ids, *turn.token_ids)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """What the first turn was given."""
+        return self.turns[0].prompt_token_ids
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All behind the prompt, drawn and given."""
+        last = self.turns[-1]
+        return (*last.prompt_token_ids, *last.token_ids)[len(self.prompt_token_ids) :]
+
+    @property
+    def is_drawn(self) -> tuple[bool, ...]:
+        """Of each of `token_ids`, whether the policy drew it."""
+        drawn: list[bool] = []
+        for turn in self.turns:
+            given = len(turn.prompt_token_ids) - len(self.prompt_token_ids) - len(drawn)
+            drawn += [False] * given + [True] * len(turn.token_ids)
+        return tuple(drawn)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of the tokens that were drawn."""
+        return tuple(value for turn in self.turns for value in turn.logprobs)
+
+    @property
+    def temperature(self) -> float:
+        """Of all turns."""
+        return self.turns[0].temperature
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the last turn; "length" where the conversation was cut."""
+        return "length" if self.is_cut else self.turns[-1].finish_reason
+
+    @property
+    def text(self) -> str:
+        """Of the last answer."""
+        return self.turns[-1].text
+
+
+def converse(
+    engine: HybridEngine[Any],
+    prompts: Sequence[Any],
+    sampling: Sampling,
+    environment: Environment,
+    **chat: Unpack[ChatArguments],
+) -> list[list[Conversation]]:
+    """`n` conversations of each prompt. Collective, in the rollout context; prompts are the same on all ranks.
+
+    Args:
+        engine: a worker, or another engine.
+        prompts: texts, chats or lists of token ids, or mappings that have one of these under "prompt".
+        sampling: of every turn; `max_tokens` bounds all that follows the prompt, drawn and given.
+        environment: called on rank 0 with an element of `prompts`, for each conversation. What it returns is called
+            with each answer that did not use up `max_tokens`, and returns the reply: messages, where prompts are chats,
+            a text or token ids, which are appended as they are, or None to end the conversation.
+        chat: `tools`, `chat_template_kwargs`; as of `generate`.
+
+    Each conversation draws by streams of its own. Raises ArgumentError for an environment that fails or replies
+    anything else, and what `generate_sequences` raises.
+    """
+    from hybrid_engine.backends.vllm import Sampling
+
+    if not isinstance(sampling, Sampling) or sampling.max_tokens is None:
+        remedy = "Pass hybrid_engine.Sampling with max_tokens, which bounds a conversation"
+        raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
+    if violations := [Violation(name, _OF_ONE_ANSWER, "Leave it out") for name in chat if name not in _OF_ALL_TURNS]:
+        raise ArgumentError(violations)
+    most = sampling.max_tokens
+    host = _Host(engine, environment, chat)
+    groups = engine.generate_sequences([prompt_of(each) for each in prompts], sampling, **chat)
+    everyone = [
+        _UnderWay(prompt, f"prompt {index}, completion {number}", [first])
+        for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        for number, first in enumerate(group)
+    ]
+    host.begin(everyone)
+    going, turn = everyone, 1
+    while going := [each for each in going if each.turns[-1].finish_reason != "length"]:
+        for each, reply in zip(going, host.replies(going), strict=True):
+            each.take(reply, most)
+        if not (going := [each for each in going if each.context]):
+            break
+        turn += 1
+        seed = None if sampling.seed is None else text_digest(str(sampling.seed), str(turn))
+        left = [most - each.length for each in going]
+        how = [
+            replace(sampling, n=1, seed=seed, max_tokens=num, min_tokens=min(num, sampling.min_tokens)) for num in left
+        ]
+        answers = engine.generate_sequences([each.context for each in going], how)
+        for each, (answer,) in zip(going, answers, strict=True):
+            each.turns.append(answer)
+    done = iter(everyone)
+    return [[next(done).ended() for _ in group] for group in groups]
+
+
+def prompt_of(each: Any) -> Any:
+    """What is asked, of an element of `prompts`."""
+    return each["prompt"] if isinstance(each, Mapping) else each
+
+
+@dataclass
+class _UnderWay:
+    """A conversation that goes on. All ranks have turns and context, rank 0 the rest.
+
+    Attributes:
+        place: in messages.
+        context: token ids that the next turn is given; empty: there is none.
+        messages: of a chat, before the last answer; None where the prompt is none.
+        replied: messages of the last reply.
+    """
+
+    prompt: Any
+    place: str
+    turns: list[Completion]
+    context: list[int] = field(default_factory=list)
+    is_cut: bool = False
+    messages: list[Message] | None = None
+    replied: Sequence[Message] = ()
+    respond: Any = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context behind the prompt."""
+        return len(self.context) - len(self.turns[0].prompt_token_ids)
+
+    def take(self, reply: list[int] | None, most: int) -> None:
+        """Go on with a reply, where that leaves room for an answer of one token at least."""
+        last = self.turns[-1]
+        self.context = [] if reply is None else [*last.prompt_token_ids, *last.token_ids, *reply]
+        self.is_cut = reply is not None and self.length >= most
+        if self.is_cut:
+            self.context = []
+        if self.messages is not None and self.context:
+            self.messages += [_said(last), *self.replied]
+
+    def ended(self) -> Conversation:
+        messages = () if self.messages is None else (*self.messages, _said(self.turns[-1]))
+        return Conversation(tuple(self.turns), self.is_cut, messages, self.respond)
+
+
+def _said(answer: Completion) -> Message:
+    return {"role": "assistant", "content": answer.text}
+
+
+class _Host:
+    """Environments of all conversations, on rank 0; the others hear what they reply."""
+
+    def __init__(self, engine: HybridEngine[Any], environment: Environment, chat: ChatArguments) -> None:
+        self._engine, self._environment, self._chat = engine, environment, chat
+        self._tokenizer: ModelTokenizer = engine.inference.tokenizer
+
+    def begin(self, everyone: Sequence[_UnderWay]) -> None:
+        """Make an environment for each. Raises ArgumentError on all ranks where that fails."""
+        from hybrid_engine.backends.vllm.prompts import form_of
+
+        with self._engine.job.agreement.phase("environment"):
+            for each in everyone if self._engine.rank == 0 else ():
+                asked = prompt_of(each.prompt)
+                each.messages = list(asked) if form_of(asked) == "a chat" else None
+                with _named(each.place):
+                    each.respond = self._environment(each.prompt)
+
+    def replies(self, going: Sequence[_UnderWay]) -> list[list[int] | None]:
+        """Token ids of the reply to each last answer; None ends the conversation. Raises as `begin`."""
+        agreement, found = self._engine.job.agreement, list[list[int] | None]()
+        with agreement.phase("environment"):
+            if self._engine.rank == 0:
+                found = [self._reply(each) for each in going]
+        replies: list[list[int] | None] = agreement.gather(found, list[list[int] | None], "environment")[0]
+        return replies
+
+    def _reply(self, each: _UnderWay) -> list[int] | None:
+        with _named(each.place):
+            reply = each.respond(each.turns[-1])
+            token_ids = None if reply is None else self._token_ids(reply, each)
+            if token_ids == []:
+                raise ValueError("the reply has no tokens, and None would end the conversation")
+        return token_ids
+
+    def _token_ids(self, reply: Any, each: _UnderWay) -> list[int]:
+        from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
+
+        form, each.replied = form_of(reply), ()
+        if form == "token ids":
+            return [int(token) for token in reply]
+        if form == "a text":
+            return self._tokenizer.encode([reply], add_special_tokens=False)[0]
+        if form != "a chat":
+            raise ValueError(f"the reply is {form}")
+        if each.messages is None:
+            raise ValueError("the reply has messages, but the prompt is no chat, so no template says how they go on")
+        each.replied = reply
+        rendering = rendering_of(self._chat, self._tokenizer)
+        return self._tokenizer.encode_reply(each.messages, each.turns[-1].token_ids, reply, rendering)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Raise ArgumentError naming the conversation for whatever its environment raises."""
+    try:
+        yield
+    except Exception as error:
+        remedy = "Reply with messages, a text, token ids, or None to end the conversation"
+        problem = f"{type(error).__name__} for {place}: {error}"
+        raise ArgumentError([Violation("environment", problem, remedy)]) from error

@@ -1,0 +1,248 @@
+"""Conversations against what was given and drawn, turn by turn, by a stand-in for vLLM; real engines: test_loop.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine import Completion, Sampling, build_batch, pack
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, rendering_of, token_ids_of
+from hybrid_engine.errors import ArgumentError
+from hybrid_engine.rl import Conversation, converse
+from hybrid_engine.rl.losses import align_log_probs
+from tests.zoo.tokenizers import save_characters
+
+pytestmark = pytest.mark.slow  # imports vLLM's settings and transformers
+
+CHATML = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}~\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = "~"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    """A character is a token; a turn ends with one that the model draws, and a line break that it does not."""
+    path = tmp_path_factory.mktemp("model")
+    save_characters(path, CHATML)
+    return ModelTokenizer(str(path))
+
+
+# -- what a conversation is --------------------------------------------------------------------------------------------
+
+parts = st.lists(st.integers(1, 100), min_size=1, max_size=4)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    context = draw(parts)
+    turns = []
+    for number in range(draw(st.integers(1, 4))):
+        context = [*context, *(draw(parts) if number else [])]
+        drawn = draw(parts)
+        logprobs = tuple(-float(token) for token in drawn)
+        turns.append(Completion(tuple(drawn), logprobs, "stop", prompt_token_ids=tuple(context), temperature=0.7))
+        context = [*context, *drawn]
+    return Conversation(tuple(turns))
+
+
+@given(st.lists(conversations(), min_size=1, max_size=3))
+def test_rows_have_what_was_given_and_learn_from_what_was_drawn(drawn: list[Conversation]) -> None:
+    length = 40
+    prompts = [one.prompt_token_ids for one in drawn]
+    batch, packed = build_batch(prompts, drawn, length), pack(prompts, drawn, length)
+    sampled = align_log_probs([one.logprobs for one in drawn], batch["mask"])
+    masks = packed.unpack(packed.batch["mask"])
+    for row, (one, mask) in enumerate(zip(drawn, masks, strict=True)):
+        last = one.turns[-1]
+        whole = [*last.prompt_token_ids, *last.token_ids]
+        assert [*one.prompt_token_ids, *one.token_ids] == whole
+        assert [*batch["tokens"][row, :1].tolist(), *batch["labels"][row].tolist()][: len(whole)] == whole
+        columns = batch["mask"][row].bool()
+        expected = [token for turn in one.turns for token in turn.token_ids]
+        assert batch["labels"][row][columns].tolist() == expected
+        assert (-sampled[row][columns]).tolist() == expected
+        assert mask.tolist() == batch["mask"][row, : len(whole) - 1].tolist()
+        for turn in one.turns:  # each token of a turn is behind what the turn was given
+            start = len(turn.prompt_token_ids)
+            assert batch["mask"][row, start - 1 : start - 1 + len(turn.token_ids)].all()
+    assert batch["temperature"].tolist() == pytest.approx([0.7] * len(drawn))
+
+
+def test_turns_of_no_conversation_are_refused() -> None:
+    first = Completion((4, 5), (), "stop", prompt_token_ids=(1, 2))
+    with pytest.raises(ValueError, match="turn 1 was given other token ids"):
+        Conversation((first, Completion((7,), (), "stop", prompt_token_ids=(1, 2, 4, 6))))
+    with pytest.raises(ValueError, match=r"turn 1 was drawn at temperature 0\.5, not 1\.0"):
+        Conversation((first, Completion((7,), (), "stop", prompt_token_ids=(1, 2, 4, 5), temperature=0.5)))
+
+
+# -- what follows an answer --------------------------------------------------------------------------------------------
+
+texts = st.text("abc <>:", max_size=5)
+
+
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3), st.booleans())
+def test_a_reply_is_what_the_template_has_behind_an_answer(
+    tokenizer: ModelTokenizer, turns: list[tuple[str, str]], is_ended: bool
+) -> None:
+    """A token is a character here, so that the whole chat in one go is an oracle."""
+    rendering = rendering_of(None, tokenizer)
+    chat = [{"role": "user", "content": "?"}]
+    token_ids = tokenizer.encode_chat(chat, rendering)
+    for answer, result in turns:
+        (drawn,) = tokenizer.encode([answer + (END if is_ended else "")]) if answer or is_ended else [[]]
+        reply = [{"role": "tool", "content": result}, {"role": "user", "content": "!"}]
+        token_ids += [*drawn, *tokenizer.encode_reply(chat, drawn, reply, rendering)]
+        chat += [{"role": "assistant", "content": answer}, *reply]
+    assert token_ids == tokenizer.encode_chat(chat, rendering)
+
+
+def test_a_template_without_answers_cannot_go_on(tmp_path: Path) -> None:
+    save_characters(
+        tmp_path, "{% for message in messages if message['role'] == 'user' %}{{ message['content'] }}{% endfor %}"
+    )
+    tokenizer = ModelTokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="leaves out an answer"):
+        tokenizer.encode_reply([{"role": "user", "content": "?"}], [5], [{"role": "user", "content": "!"}], {})
+
+
+# -- conversations with a stand-in -------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Answers "a", "b" ... and the end of a turn, as far as there is room; notes what it is asked for."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        agreement = SimpleNamespace(phase=lambda _: nullcontext(), gather=lambda found, *_: [found])
+        self.inference, self.job, self.rank = (
+            SimpleNamespace(tokenizer=tokenizer),
+            SimpleNamespace(agreement=agreement),
+            0,
+        )
+        self.asked: list[tuple[Any, list[Sampling]]] = []
+
+    def generate_sequences(self, prompts: Sequence[Any], sampling: Any, **chat: Any) -> list[list[Completion]]:
+        tokenizer = self.inference.tokenizer
+        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        token_ids = token_ids_of(prompts, tokenizer, None, chat)  # type: ignore[arg-type]
+        self.asked.append((token_ids, each))
+        found = []
+        for prompt, how in zip(token_ids, each, strict=True):
+            answers = tokenizer.encode([f"{'abcdefgh'[number % 8]}{END}" for number in range(how.n)])
+            group = []
+            for drawn in answers:
+                kept = tuple(drawn[: how.max_tokens])
+                ending = "stop" if len(kept) == len(drawn) else "length"
+                logprobs = tuple(-1.0 for _ in kept)
+                group.append(Completion(kept, logprobs, ending, None, tuple(prompt), tokenizer=tokenizer))
+            found.append(group)
+        return found
+
+
+CHATS = [{"prompt": [{"role": "user", "content": text}], "times": times} for text, times in (("x", 0), ("yz", 2))]
+
+
+def asks_again(prompt: Any) -> Callable[[Completion], Any]:
+    """Replies as often as the prompt says."""
+    seen: list[str] = []
+
+    def reply(answer: Completion) -> Any:
+        seen.append(answer.text)
+        return [{"role": "user", "content": str(len(seen))}] if len(seen) <= prompt["times"] else None
+
+    return reply
+
+
+def test_a_conversation_goes_on_from_the_very_tokens(tokenizer: ModelTokenizer) -> None:
+    engine = Engine(tokenizer)
+    groups = converse(engine, CHATS, Sampling(n=2, max_tokens=50, seed=3), asks_again)  # type: ignore[arg-type]
+    assert [[len(one.turns) for one in group] for group in groups] == [[1, 1], [3, 3]]
+    once, twice = groups[1]
+    assert [message["content"] for message in twice.messages] == ["yz", "b", "1", "a", "2", "a"]
+    assert tokenizer.loaded.decode([*once.prompt_token_ids, *once.token_ids]) == (
+        "<user>yz~\n<assistant>a~\n<user>1~\n<assistant>a~\n<user>2~\n<assistant>a~"
+    )
+    assert (once.text, once.finish_reason, once.is_cut) == ("a", "stop", False)
+    assert [len(prompts) for prompts, _ in engine.asked] == [2, 2, 2], "those that ended are not asked"
+    used = [[how.seed for how in each] for _, each in engine.asked]
+    assert len({seed for of_turn in used for seed in of_turn}) == 3, "one for each turn"
+    for conversation in (once, twice):
+        for (prompts, _), turn in zip(engine.asked, conversation.turns, strict=True):
+            assert list(turn.prompt_token_ids) in prompts
+
+
+@pytest.mark.parametrize("most", range(1, 45, 4))
+def test_no_conversation_is_longer_than_it_may_be(tokenizer: ModelTokenizer, most: int) -> None:
+    """Whatever the environment says, which never ends."""
+    engine = Engine(tokenizer)
+    forever = [{**CHATS[0], "times": 1000}]
+    ((one,),) = converse(engine, forever, Sampling(max_tokens=most, min_tokens=1), asks_again)  # type: ignore[arg-type]
+    assert len(one.token_ids) <= most
+    assert one.finish_reason == "length"
+    assert one.is_drawn[-1], "a reply that nothing follows is left out"
+    assert one.is_cut == (one.turns[-1].finish_reason == "stop")
+    for prompts, each in engine.asked:
+        room = [most - (len(prompt) - len(one.prompt_token_ids)) for prompt in prompts]
+        assert [how.max_tokens for how in each] == room
+
+
+def test_texts_and_token_ids_are_appended_as_they_are(tokenizer: ModelTokenizer) -> None:
+    replies: list[Any] = ["{c}", [7, 8], None]
+    groups = converse(Engine(tokenizer), [[5, 6]], Sampling(max_tokens=30), lambda _: lambda _: replies.pop(0))  # type: ignore[arg-type]
+    ((one,),) = groups
+    given = [token for token, is_drawn in zip(one.token_ids, one.is_drawn, strict=True) if not is_drawn]
+    assert given == [*tokenizer.encode(["{c}"])[0], 7, 8]
+    assert one.messages == ()
+
+
+def fails(_: Completion) -> Any:
+    raise RuntimeError("the sandbox is gone")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "message"),
+    [
+        ("chat", fails, "RuntimeError for prompt 1, completion 0: the sandbox is gone"),
+        ("chat", lambda _: 5, "ValueError for prompt 1, completion 0: the reply is 5, outside of a list"),
+        ("chat", lambda _: [], "the reply has no tokens, and None would end the conversation"),
+        ("chat", lambda _: {"role": "user", "content": "x"}, "the reply is a message outside of a chat"),
+        ("ids", lambda _: [{"role": "user", "content": "x"}], "the reply has messages, but the prompt is no chat"),
+    ],
+)
+def test_an_environment_that_fails_is_named(tokenizer: ModelTokenizer, prompt: str, reply: Any, message: str) -> None:
+    prompts: list[Any] = [each["prompt"] for each in CHATS] if prompt == "chat" else [[5], [6]]
+    calls: list[Any] = []
+
+    def environment(asked: Any) -> Any:
+        calls.append(asked)
+        return reply if len(calls) == 2 else lambda _: None
+
+    with pytest.raises(ArgumentError) as caught:
+        converse(Engine(tokenizer), prompts, Sampling(max_tokens=9), environment)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert calls == prompts
+
+
+def test_what_bounds_no_conversation_is_refused(tokenizer: ModelTokenizer) -> None:
+    engine: Any = Engine(tokenizer)
+    for sampling in (Sampling(max_tokens=None), None):
+        with pytest.raises(ArgumentError, match="with max_tokens, which bounds a conversation"):
+            converse(engine, CHATS, sampling, asks_again)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="continue_final_message: is no argument of a conversation"):
+        converse(engine, CHATS, Sampling(), asks_again, continue_final_message=True)
+
+
+def test_a_batch_of_conversations_is_no_other_where_there_is_one_turn() -> None:
+    turn = Completion((4, 5), (-1.0, -2.0), "stop", prompt_token_ids=(1, 2))
+    batches = [build_batch([(1, 2)], [one], 8) for one in (turn, Conversation((turn,)))]
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
