@@ -80,12 +80,12 @@ def test_torchrun_and_the_example_take_what_ranks_are_given(name: str, world_siz
     num_hosts = 1 if options.standalone else int(options.nnodes)
     assert num_hosts * int(options.nproc_per_node) == world_size
     check_settings(options.training_script_args, world_size)
+    assert pod_of(name)["terminationGracePeriodSeconds"] == options.shutdown_timeout
     if num_hosts > 1:
-        service, job = documents(name)
+        service, job, _ = documents(name)
         first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
         assert options.rdzv_endpoint == f"{first}:29500"
         assert job["spec"]["completions"] == job["spec"]["parallelism"] == num_hosts
-        assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == options.shutdown_timeout
         assert_found_by_name(name)
 
 
@@ -108,11 +108,14 @@ class Parsed(Exception):
 
 
 def assert_found_by_name(name: str) -> None:
-    """Pods of the job have names that the service gives them."""
-    service, job = documents(name)
+    """Pods of the job have names that the service gives them, and are reached by each other alone."""
+    service, job, policy = documents(name)
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
+    selector = {"matchLabels": service["spec"]["selector"]}
+    assert (policy["kind"], policy["spec"]["podSelector"]) == ("NetworkPolicy", selector)
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": selector}]}]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what Ray imports
@@ -177,8 +180,9 @@ def test_containers_have_their_volumes_and_no_capability(name: str) -> None:
         assert set(mounts.values()) <= volumes
         assert "/dev/shm" in mounts
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert container["image"] == "hybrid-engine"
+        assert (container["image"], container["imagePullPolicy"]) == ("hybrid-engine", "IfNotPresent")
     assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["automountServiceAccountToken"] is False
 
 
 # -- a pod -------------------------------------------------------------------------------------------------------------

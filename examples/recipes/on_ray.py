@@ -81,7 +81,7 @@ def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path
             meeting = [f"generate_config.server_address={address}"] if TOKEN in os.environ else []
             places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
             starts = zip(actors, places, strict=True)
-            ray.get([actor.train.remote(place, config, out, [*overrides, *meeting]) for actor, place in starts])
+            ray.get([actor.train.remote(place, config, out, [*meeting, *overrides]) for actor, place in starts])
             return
         except (RayActorError, LostRankError, ServerError) as error:
             if not left:

@@ -151,6 +151,8 @@ class _Requests:
         self._params = asked[0][2] if asked else self._params
         rooms = sorted({params.max_tokens for _, _, params in asked})
         findings = []
+        if self._params is None:  # what a rank asks for, all must
+            findings.append(Violation("prompts", "this rank has none in the first rollout", "Give each rank some"))
         if any(params != self._params for _, _, params in asked):
             problem = f"requests of one rollout differ: max_tokens {', '.join(map(str, rooms))}"
             remedy = "Set it to the longest prompt and max_completion_length; completion_length_limit_scope: per_round"

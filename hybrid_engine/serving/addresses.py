@@ -10,7 +10,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def addresses_of(host: str) -> list[Address]:
-    """Those of a host's name, or of what is an address. Raises OSError, and ValueError for what is no name."""
+    """Addresses of a host's name, or an address itself. Raises OSError, and ValueError for what is not a name."""
     found = {str(each[4][0]).partition("%")[0] for each in socket.getaddrinfo(host, None)}
     return sorted(map(_as_sent, found), key=str)
 
@@ -21,6 +21,6 @@ def public_ones(addresses: Iterable[Address]) -> list[str]:
 
 
 def _as_sent(address: str) -> Address:
-    """Where packets go: an IPv4 address in the clothes of IPv6 counts as private whatever it is."""
+    """Where packets go: an IPv4 address that is mapped into IPv6 counts as private, whatever it is."""
     read = ipaddress.ip_address(address)
     return read.ipv4_mapped or read if isinstance(read, ipaddress.IPv6Address) else read

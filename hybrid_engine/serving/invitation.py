@@ -186,7 +186,8 @@ class MeetingPlace:
             return
         require_token()
         # By itself, a TCPStore listens on all interfaces, whatever host name it is given.
-        ((family, *_), *_) = socket.getaddrinfo(address, None)
+        found = addresses_of(address)[0]
+        address, family = str(found), socket.AF_INET6 if found.version == 6 else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(

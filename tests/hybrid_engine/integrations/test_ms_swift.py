@@ -310,3 +310,5 @@ def test_requests_of_a_rollout_are_alike_and_all_ranks_answer(monkeypatch: pytes
         requests.add_request(str(number), {"prompt_token_ids": [1]}, SimpleNamespace(max_tokens=number))
     requests.step()
     assert asked[2][2] == ["vllm_max_model_len"]
+    ours._Requests(lambda: None).step()  # type: ignore[arg-type,return-value]
+    assert asked[3][2] == ["prompts"], "said before the ranks meet, so by all of them"
