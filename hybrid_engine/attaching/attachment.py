@@ -115,7 +115,7 @@ def live_config(
     table, _ = read_model(config.model)
     refused = live_refusals(chunks, optimizer)  # what of Megatron's configuration does not go with a switch
     found += [Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in refused]
-    found += model_findings(table, chunks)
+    found += model_findings(table, chunks, f"{config.model}/config.json")
     if found:
         raise ConfigError(found)
     return config, table
@@ -131,8 +131,9 @@ def _contradictions(given: Mapping[str, Any], live: Mapping[str, Any]) -> Iterat
             yield Violation(f"actor_config.{key}", problem, "Leave it out, or make them agree")
 
 
-def model_findings(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> list[Violation]:
-    """Report where Megatron's model is not the table's. What a class of the user's own computes is taken on trust.
+def model_findings(table: ModelTable, chunks: Sequence[torch.nn.Module], source: str) -> list[Violation]:
+    """Report where Megatron's model is not the table's, which was read from `source`. What a class of the user's own
+    computes is taken on trust.
 
     Raises ConfigError for a table that the megatron-core in use cannot build.
     """
@@ -141,7 +142,7 @@ def model_findings(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> list
     found: list[Violation] = []
     for chunk in chunks:
         arguments, config = megatron.model_arguments(chunk), megatron.config_of(chunk)
-        found += model_mismatches(table, arguments, config, LIVE)
+        found += model_mismatches(table, arguments, config, LIVE, source)
         found += vocabulary_mismatches(table, arguments, LIVE)
     found = list(dict.fromkeys(found))
     if (own := megatron.own_class(chunks[0])) is None:

@@ -44,6 +44,9 @@ _MEGATRON_SCALING = RotaryScaling("llama3", 8.0, 1.0, 4.0, 8192)
 _FREQUENCY_ERROR = 1e-5
 """Relative. Larger ones turn a head by another angle after some 10,000 tokens."""
 
+_EPSILONS = {"RMSNorm": "rms_norm_eps", "LayerNorm": "layer_norm_epsilon"}
+"""Kind of norm -> its epsilon's key in config.json."""
+
 _ARGS = {
     "position_embedding_type": "position_embedding_type",
     "rotary_base": "rotary_base",
@@ -89,7 +92,9 @@ LIVE = Names("TransformerConfig.{}".format, lambda name: f"GPTModel.{_KEYWORDS.g
 """Megatron's objects."""
 
 
-def model_mismatches(table: ModelTable, args: Namespace, config: Any, names: Names = FLAGS) -> list[Violation]:
+def model_mismatches(
+    table: ModelTable, args: Namespace, config: Any, names: Names = FLAGS, source: str = "the Hugging Face config"
+) -> list[Violation]:
     """Every difference between the table's model and Megatron's.
 
     Args:
@@ -98,10 +103,11 @@ def model_mismatches(table: ModelTable, args: Namespace, config: Any, names: Nam
             `vocabulary_mismatches`.
         config: megatron-core's TransformerConfig.
         names: of what differs.
+        source: what the table was read from, in messages.
     """
     has_pattern = getattr(args, "hybrid_layer_pattern", None) is not None
     return [
-        *_layers(table, config, has_pattern, names),
+        *_layers(table, config, has_pattern, names, source),
         *_outside_layers(table, args, names),
         *_rotary(table, args, names),
         *_beyond_megatron(table),
@@ -118,7 +124,7 @@ def vocabulary_mismatches(table: ModelTable, args: Namespace, names: Names = FLA
     return [Violation(key, f"{padded} rows after padding, the Hugging Face config has {wanted}", remedy)]
 
 
-def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names) -> Iterator[Violation]:
+def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names, source: str) -> Iterator[Violation]:
     """Every field that changes what is computed is what megatron-core itself makes of the table."""
     from hybrid_engine.backends.megatron.megatron_config import described_config
 
@@ -131,7 +137,8 @@ def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names) -> 
     # a field that only one of them reads follows from another one, in which they differ
     for name in (name for name in wanted if name in found and name not in unread):
         if found[name] != wanted[name]:
-            yield _mismatch(names.setting(name), found[name], wanted[name])
+            said_by = f"{_EPSILONS[wanted['normalization']]} in {source}" if name == "layernorm_epsilon" else source
+            yield _mismatch(names.setting(name), found[name], wanted[name], said_by)
 
 
 def _computed(config: Any) -> dict[str, Any]:
@@ -260,5 +267,5 @@ def _group_score(table: ModelTable) -> int | None:
     return table.transformer["moe_router_topk"] // groups if groups else None
 
 
-def _mismatch(key: str, found: Any, wanted: Any) -> Violation:
-    return Violation(key, f"Megatron has {found}, the Hugging Face config asks for {wanted}", "Make them agree")
+def _mismatch(key: str, found: Any, wanted: Any, source: str = "the Hugging Face config") -> Violation:
+    return Violation(key, f"Megatron has {found}, {source} asks for {wanted}", "Make them agree")

@@ -232,7 +232,8 @@ class ScriptEngine:
         from hybrid_engine.backends.megatron.model_tensors import move_loose_parameters
 
         with _listing():
-            _refuse(model_findings(self.settings.table, model_chunks))
+            source = f"{self.settings.config.model}/config.json"
+            _refuse(model_findings(self.settings.table, model_chunks, source))
         move_loose_parameters(model_chunks)
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:

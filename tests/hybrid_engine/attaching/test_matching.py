@@ -192,6 +192,13 @@ def test_differences_of_live_objects_are_under_their_fields() -> None:
     }
 
 
+def test_an_epsilon_is_named_by_its_key_and_its_file() -> None:
+    table = table_for({**LLAMA, "rms_norm_eps": 1e-3})
+    (found,) = model_mismatches(table, Namespace(**ARGS), transformer_config(), LIVE, "/models/llama/config.json")
+    assert found.key == "TransformerConfig.layernorm_epsilon"
+    assert "rms_norm_eps in /models/llama/config.json asks for 0.001" in found.problem
+
+
 def test_differences_of_megatron_alone_are_found() -> None:
     found = mismatches({}, {"qk_layernorm": True, "activation_func": gelu, "gated_linear_unit": False})
     assert set(found) == {"--qk-layernorm", "--swiglu", next(flag for flag in found if "--squared-relu" in flag)}
