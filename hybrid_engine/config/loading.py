@@ -251,16 +251,33 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "critic": ("critic_config",),
     "optim": ("optimizer",),
     "ppo_micro_batch_size_per_gpu": ("micro_batch_size",),
-    "total_training_steps": ("lr_decay_steps",),
+    "clip_ratio_low": ("clip_ratio",),
+    "kl_loss_coef": ("kl_coefficient",),
+    "loss_agg_mode": ("aggregation",),
+    "n": ("samples_per_prompt",),
+    "ppo_epochs": ("epochs",),
+    "response_length": ("max_tokens",),
+    "total_training_steps": ("lr_decay_steps", "steps"),
     # TRL, PEFT and transformers
     "betas": ("adam_beta1", "adam_beta2"),
     "gradient_checkpointing": ("recompute_granularity", "activation_checkpointing"),
+    "beta": ("kl_coefficient",),
+    "epsilon": ("clip_ratio",),
+    "epsilon_high": ("clip_ratio_high",),
+    "eval_steps": ("evaluate_every",),
     "learning_rate": ("lr",),
+    "loss_type": ("aggregation",),
     "lr_scheduler_type": ("lr_decay_style",),
+    "max_completion_length": ("max_tokens",),
     "max_grad_norm": ("clip_grad",),
+    "max_new_tokens": ("max_tokens",),
+    "max_steps": ("steps",),
     "model_name_or_path": ("model",),
+    "num_generations": ("samples_per_prompt",),
+    "num_iterations": ("epochs",),
     "per_device_train_batch_size": ("micro_batch_size",),
     "r": ("rank",),
+    "save_steps": ("save_every",),
     "torch_dtype": ("params_dtype",),
     "warmup_ratio": ("lr_warmup_fraction",),
     # short forms, and Megatron's names on the side of inference
@@ -296,11 +313,12 @@ def proposal(place: Place, section: type[Section], root: type[Section], prefix: 
         prefix: of keys below `root`, in messages.
     """
     here, name = place[:-1], clipped(place[-1])
-    if name in NO_KEYS:
-        return NO_KEYS[name]
     paths = [path for path in paths_of(root) if path[0] != _BESIDE or here[:1] == (_BESIDE,)]
+    meant = {name, *ALIASES.get(name, ())}
+    if name in NO_KEYS and meant.isdisjoint(path[-1] for path in paths):
+        return NO_KEYS[name]
     close = nearest(name, section.model_fields) or nearest(name, {path[-1] for path in paths})
-    for said, names in (("Use {}", {name, *ALIASES.get(name, ())}), ("Did you mean {}?", {close})):
+    for said, names in (("Use {}", meant), ("Did you mean {}?", {close})):
         found = [path for path in paths if path[-1] in names]
         shared = [sum(path[:depth] == here[:depth] for depth in range(1, len(here) + 1)) for path in found]
         best = [path for path, depth in zip(found, shared, strict=True) if depth == max(shared)]

@@ -10,12 +10,13 @@ So the token ids that are trained on are those that vLLM was given and drew, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hybrid_engine.errors import ArgumentError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
 
@@ -30,8 +31,9 @@ Environment = Callable[[Any], "Callable[[Completion], Reply]"]
 """(prompt) -> what replies to each answer of one conversation; called on rank 0 alone."""
 
 
+_REPLIES = "Reply with messages, a text, token ids, or None to end the conversation"
 _OF_ALL_TURNS = ("tools", "chat_template_kwargs")
-_OF_ONE_ANSWER = "is no argument of a conversation: every turn begins with an answer of the model"
+_OF_ONE_ANSWER = ("add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def converse(
     if not isinstance(sampling, Sampling) or sampling.max_tokens is None:
         remedy = "Pass hybrid_engine.Sampling with max_tokens, which bounds a conversation"
         raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
-    if violations := [Violation(name, _OF_ONE_ANSWER, "Leave it out") for name in chat if name not in _OF_ALL_TURNS]:
+    if violations := [*no_arguments(chat, ("environment", "sampling"))]:
         raise ArgumentError(violations)
     most = sampling.max_tokens
     host = _Host(engine, environment, chat)
@@ -156,6 +158,16 @@ def converse(
             each.turns.append(answer)
     done = iter(everyone)
     return [[next(done).ended() for _ in group] for group in groups]
+
+
+def no_arguments(chat: Iterable[str], others: Iterable[str]) -> Iterator[Violation]:
+    """What says that names are no arguments of a conversation, which has these `others`."""
+    for name in chat:
+        if name in _OF_ONE_ANSWER:
+            yield Violation(name, "every turn begins with an answer of the model", "Leave it out")
+        elif name not in _OF_ALL_TURNS:
+            meant = nearest(name, [*_OF_ALL_TURNS, *others])
+            yield Violation(name, "is no argument of this call", f"Did you mean {meant}?" if meant else "Leave it out")
 
 
 def prompt_of(each: Any) -> Any:
@@ -224,6 +236,9 @@ class _Host:
                 each.messages = list(asked) if form_of(asked) == "a chat" else None
                 with _named(each.place):
                     each.respond = self._environment(each.prompt)
+                if not callable(each.respond):
+                    problem = f"for {each.place} it returned {shortened(each.respond)}"
+                    raise ArgumentError([Violation("environment", problem, "Return what is called with each answer")])
 
     def replies(self, going: Sequence[_UnderWay]) -> list[list[int] | None]:
         """Token ids of the reply to each last answer; None ends the conversation. Raises as `begin`."""
@@ -237,9 +252,15 @@ class _Host:
     def _reply(self, each: _UnderWay) -> list[int] | None:
         with _named(each.place):
             reply = each.respond(each.turns[-1])
-            token_ids = None if reply is None else self._token_ids(reply, each)
-            if token_ids == []:
+        if reply is None:
+            return None
+        try:
+            token_ids = self._token_ids(reply, each)
+            if not token_ids:
                 raise ValueError("the reply has no tokens, and None would end the conversation")
+            self._engine.inference.check_prompts([token_ids], 1)
+        except (ConfigError, ValueError) as error:
+            raise ArgumentError([Violation("environment", f"for {each.place}: {error}", _REPLIES)]) from error
         return token_ids
 
     def _token_ids(self, reply: Any, each: _UnderWay) -> list[int]:
@@ -261,10 +282,11 @@ class _Host:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Raise ArgumentError naming the conversation for whatever its environment raises."""
+    """Raise ArgumentError naming the conversation, and the line, for whatever its environment raises."""
     try:
         yield
     except Exception as error:
-        remedy = "Reply with messages, a text, token ids, or None to end the conversation"
+        *_, last = traceback.extract_tb(error.__traceback__)
         problem = f"{type(error).__name__} for {place}: {error}"
+        remedy = f"It was raised by {last.filename}:{last.lineno}"
         raise ArgumentError([Violation("environment", problem, remedy)]) from error

@@ -16,6 +16,7 @@ a run that goes on from a checkpoint does what it would have done without the in
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortene
 from hybrid_engine.files.durable import naming
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
-from hybrid_engine.rl.conversations import Conversation, Environment, converse, prompt_of
+from hybrid_engine.rl.conversations import Conversation, Environment, converse, no_arguments, prompt_of
 from hybrid_engine.rl.critic import Critic
 from hybrid_engine.rl.run_files import Events, Progress, Row, RunFiles
 from hybrid_engine.switch.report import ReshardReport
@@ -142,7 +143,8 @@ class Loop:
         self.worker, self.reward, self.config, self.done = worker, reward, config, 0
         self.environment, self._chat = environment, chat
         self.prompts = prompts if callable(prompts) else list(prompts)
-        if violations := [*_row_violations(worker, config)]:
+        others = [*inspect.signature(train).parameters, "on_phase"]
+        if violations := [*no_arguments(chat, others), *_row_violations(worker, config)]:
             raise ConfigError(violations)
         if not callable(self.prompts) and not self.prompts:
             raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])

@@ -11,7 +11,7 @@ NUMBERS_TEMPLATE = (
 )
 CHARACTERS_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% if add_generation_prompt %}a:{% endif %}{{ suffix }}"
 )
 
 

@@ -135,8 +135,14 @@ def _field_types() -> Mapping[str, pydantic.TypeAdapter[Any]]:
     return {name: pydantic.TypeAdapter(hint, config=config) for name, hint in hints.items()}
 
 
-OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "num_generations": "n"}
-"""Names in transformers and TRL -> ours."""
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "num_generations": "n",
+    "num_return_sequences": "n",
+    "num_samples": "n",
+    "stop_strings": "stop",
+}
+"""Names in transformers, TRL and elsewhere -> ours."""
 
 
 def _unknown(name: str, known: Iterable[str]) -> Violation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -189,11 +190,23 @@ def _is_integer(dtype: torch.dtype | np.dtype[Any]) -> bool:
     return np.issubdtype(dtype, np.integer)
 
 
+_OF_PROMPTS = "Pass vllm.SamplingParams(prompt_logprobs=0) as `sampling`: completions have them"
+_MEANT = {
+    "generation_config": "Use sampling",
+    "prompt_logprobs": _OF_PROMPTS,
+    "return_logprobs": "Leave it out: every Completion has logprobs",
+    "sampling_params": "Use sampling",
+}
+"""Arguments of others' calls -> remedy."""
+
+
 def _unknown_argument(name: str) -> Violation:
     """What to say of an argument that no call for completions has."""
     problem = "is no argument of this call"
     if name == "stream":
         return Violation(name, f"{problem}: completions come back whole", STREAMING)
+    if name in _MEANT:
+        return Violation(name, problem, _MEANT[name])
     if name in (of_sampling := [*OTHER_NAMES, *(field.name for field in fields(Sampling))]):
         return Violation(name, problem, f"Pass Sampling({OTHER_NAMES.get(name, name)}=…)")
     close = nearest(name, [*ChatArguments.__annotations__, "sampling", "attention_mask", "data", *of_sampling])
@@ -228,9 +241,7 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[
         remedy = "Pass a dict of variables of the template"
         violations.append(Violation("chat_template_kwargs", f"got {shortened(variables)}", remedy))
         variables = {}
-    for name in tokenizer.reserved & variables.keys():
-        remedy = "Pass it as an argument" if name in ChatArguments.__annotations__ else "Leave it out"
-        violations.append(Violation(f"chat_template_kwargs.{name}", "is no variable of a template", remedy))
+    violations += [*_no_variables(variables, tools, tokenizer)]
     continues = bool(chat.get("continue_final_message"))
     begins = chat.get("add_generation_prompt", not continues)
     if continues and begins:
@@ -240,6 +251,21 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[
         raise ArgumentError(violations)
     own = {"tools": tools or None, "add_generation_prompt": begins, "continue_final_message": continues}
     return {**own, **variables}
+
+
+def _no_variables(variables: Mapping[str, Any], tools: Sequence[Any], tokenizer: ModelTokenizer) -> Iterator[Violation]:
+    """What says that a name is no variable of the template, which would ignore it."""
+    template = variables.get("chat_template") or (variables and tokenizer.template(tools))
+    words = set(re.findall(r"\w+", str(template)))  # a variable that is read is among them
+    for name in variables:
+        key = f"chat_template_kwargs.{name}"
+        if name in tokenizer.reserved:
+            remedy = "Pass it as an argument" if name in ChatArguments.__annotations__ else "Leave it out"
+            yield Violation(key, "is no variable of a template", remedy)
+        elif name not in words | _READ_BESIDE:
+            close = nearest(name, words)
+            remedy = f"Did you mean {close}?" if close else "Leave it out"
+            yield Violation(key, "is no variable of the model's template, which would ignore it", remedy)
 
 
 def _schema_of(tool: object) -> Mapping[str, Any]:
@@ -267,6 +293,8 @@ def _encode_chats(
     return encoded
 
 
+_READ_BESIDE = {"chat_template", "documents"}
+"""Read by `apply_chat_template`, beside the variables of the template."""
 _FORMS = ("a text", "a chat", "token ids")
 """Of a prompt, as messages name them."""
 _ANSWER = "⁂answer⁂"
@@ -310,7 +338,13 @@ class ModelTokenizer:
         """Names of what is said to `apply_chat_template` itself, and is no variable of a template."""
         parameters = inspect.signature(self.loaded.apply_chat_template).parameters
         named = {name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
-        return frozenset(named - {"chat_template", "documents"})
+        return frozenset(named - _READ_BESIDE)
+
+    def template(self, tools: Sequence[Any]) -> str:
+        """The template of chats with these tools; "" without one."""
+        tokenizer = self.loaded
+        found: str = tokenizer.get_chat_template(tools=tools or None) if tokenizer.chat_template else ""
+        return found
 
     def encode_chat(self, messages: Sequence[Message], rendering: Mapping[str, Any]) -> list[int]:
         """Token ids of a chat, by default up to where the assistant's answer begins.

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hybrid_engine.config import FromProgram, HybridConfig, load_config
-from hybrid_engine.config.loading import ALIASES, generate_values, paths_of, read_train_config
+from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
 
 MODEL = {
@@ -225,11 +225,6 @@ def test_an_unknown_key_is_answered_with_the_key_that_is_meant(key: str) -> None
     (found,) = caught.value.findings
     assert found.key == key
     assert found.remedy.startswith(PROPOSED[key])
-
-
-def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
-    known = {path[-1] for path in paths_of(HybridConfig)}
-    assert set().union(*ALIASES.values()) <= known
 
 
 def test_the_number_of_ranks_is_the_environments_where_none_is_passed(

@@ -122,8 +122,11 @@ def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
     page = (REPO_ROOT / "docs" / "generation.md").read_text()
     for snippet in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(snippet, "docs/generation.md", "exec"), names)
-    turns = {name: names[name] for name in ("turn", "chats", "sampled")}
-    return {**turns, "raw": list(names["outputs"][0].outputs[0].token_ids)}
+    return {
+        "conversations": [(each.turns, each.is_drawn) for each in (names["one"], names["other"])],
+        "messages": [message["role"] for message in names["one"].messages],
+        "raw": list(names["outputs"][0].outputs[0].token_ids),
+    }
 
 
 def _boundary(worker: Any) -> dict[str, Any]:
@@ -225,10 +228,15 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
 
 def test_the_snippets_about_generation_run(launched: Outcomes) -> None:
     for found in launched["switched"]:
-        (chat,), (sampled,) = found["snippets"]["chats"], found["snippets"]["sampled"]
-        assert len(sampled) == len(chat) == 3 * len(found["snippets"]["turn"]) + sum(sampled)
-        assert sum(sampled) > 0
+        assert found["snippets"]["conversations"] == launched["switched"][0]["snippets"]["conversations"]
+        assert all(any(is_drawn) for _, is_drawn in found["snippets"]["conversations"])
         assert found["snippets"]["raw"] == launched["switched"][0]["snippets"]["raw"]
+
+
+def test_one_rank_has_the_environments(launched: Outcomes) -> None:
+    first, second = (found["snippets"]["messages"] for found in launched["switched"])
+    assert first[:3] == ["system", "user", "assistant"]
+    assert second == []
 
 
 def test_a_closed_worker_says_so_whatever_is_asked(launched: Outcomes) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine import Completion, Sampling, build_batch, pack
-from hybrid_engine.backends.vllm.prompts import ModelTokenizer, rendering_of, token_ids_of
+from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, rendering_of, token_ids_of
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import Conversation, converse
 from hybrid_engine.rl.losses import align_log_probs
@@ -125,7 +125,9 @@ class Engine:
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         agreement = SimpleNamespace(phase=lambda _: nullcontext(), gather=lambda found, *_: [found])
         self.inference, self.job, self.rank = (
-            SimpleNamespace(tokenizer=tokenizer),
+            SimpleNamespace(
+                tokenizer=tokenizer, check_prompts=lambda prompts, num: check_token_ids(prompts, num, 1000, 102)
+            ),
             SimpleNamespace(agreement=agreement),
             0,
         )
@@ -212,8 +214,9 @@ def fails(_: Completion) -> Any:
 @pytest.mark.parametrize(
     ("prompt", "reply", "message"),
     [
-        ("chat", fails, "RuntimeError for prompt 1, completion 0: the sandbox is gone"),
-        ("chat", lambda _: 5, "ValueError for prompt 1, completion 0: the reply is 5, outside of a list"),
+        ("chat", fails, f"RuntimeError for prompt 1, completion 0: the sandbox is gone. It was raised by {__file__}:"),
+        ("chat", lambda _: 5, "environment: for prompt 1, completion 0: the reply is 5, outside of a list"),
+        ("chat", lambda _: [99999], "environment: for prompt 1, completion 0: invalid"),
         ("chat", lambda _: [], "the reply has no tokens, and None would end the conversation"),
         ("chat", lambda _: {"role": "user", "content": "x"}, "the reply is a message outside of a chat"),
         ("ids", lambda _: [{"role": "user", "content": "x"}], "the reply has messages, but the prompt is no chat"),
@@ -238,8 +241,14 @@ def test_what_bounds_no_conversation_is_refused(tokenizer: ModelTokenizer) -> No
     for sampling in (Sampling(max_tokens=None), None):
         with pytest.raises(ArgumentError, match="with max_tokens, which bounds a conversation"):
             converse(engine, CHATS, sampling, asks_again)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="continue_final_message: is no argument of a conversation"):
-        converse(engine, CHATS, Sampling(), asks_again, continue_final_message=True)
+    for said, argument in (
+        ("continue_final_message: every turn begins with an answer", {"continue_final_message": True}),
+        (r"tool: is no argument of this call\. Did you mean tools\?", {"tool": []}),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            converse(engine, CHATS, Sampling(), asks_again, **argument)
+    with pytest.raises(ArgumentError, match="environment: for prompt 0, completion 0 it returned None"):
+        converse(engine, CHATS, Sampling(), lambda _: None)  # type: ignore[arg-type,return-value]
 
 
 def test_a_batch_of_conversations_is_no_other_where_there_is_one_turn() -> None:

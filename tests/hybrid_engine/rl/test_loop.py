@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from hybrid_engine import ActorHybridWorker, Completion, ReshardReport, Sampling
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.loading import ALIASES, paths_of
 from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
 from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, train
 from hybrid_engine.rl.loop import _Tally, combined
@@ -117,7 +119,9 @@ def talk(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> 
         mock.patch.object(worker.inference.llm, "generate", answered),
         mock.patch.object(worker, "update", trained),
     ):
-        found["rows"] = train(worker, chats, reward, config, environment=asks_twice, chat_template_kwargs={"x": 1})
+        found["rows"] = train(
+            worker, chats, reward, config, environment=asks_twice, chat_template_kwargs={"suffix": ""}
+        )
     return found
 
 
@@ -229,8 +233,24 @@ def test_the_learning_rate_rises_and_falls(schedule: str, rates: list[float]) ->
 
 def test_a_configuration_names_everything_that_is_wrong() -> None:
     with pytest.raises(ConfigError) as caught:
-        GrpoConfig(samples_per_prompt=1, clipratio=0.1)
-    assert {found.key for found in caught.value.findings} == {"GrpoConfig.samples_per_prompt", "GrpoConfig.clipratio"}
+        GrpoConfig(samples_per_prompt=1, clipratio=0.1, beta=0.1, max_new_tokens=8)
+    remedies = {found.key.removeprefix("GrpoConfig."): found.remedy for found in caught.value.findings}
+    assert remedies == {
+        "samples_per_prompt": "Correct the value",
+        "clipratio": "Did you mean clip_ratio?",
+        "beta": "Use kl_coefficient",
+        "max_new_tokens": "Use max_tokens",
+    }
+
+
+def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
+    known = {path[-1] for section in (HybridConfig, GrpoConfig) for path in paths_of(section)}
+    assert set().union(*ALIASES.values()) <= known
+
+
+def test_what_a_run_does_not_take_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"enviroment: is no argument of this call\. Did you mean environment\?"):
+        Loop(mock.MagicMock(), "ab", mock.Mock(), GrpoConfig(), enviroment=mock.Mock())  # type: ignore[call-arg]
 
 
 def without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:

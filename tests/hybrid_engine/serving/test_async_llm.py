@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.trainer.megatron.actor import build_actor
-from tests.harness.launch import Ranks
+from tests.harness.launch import REPO_ROOT, Ranks
 from tests.harness.vllm_server import ENVIRONMENT, fork_processes
 from tests.hybrid_engine.serving.test_servers import PROMPTS, config_of, write_model
 
@@ -34,6 +35,16 @@ def complete(server: VllmActor) -> list[Any]:
         "choices"
     ]
     return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+
+def streamed(server: VllmActor, publisher: WeightPublisher) -> list[list[int]]:
+    """What the snippet of docs/servers.md has drawn, part by part, and what is drawn at once."""
+    page = (REPO_ROOT / "docs" / "servers.md").read_text().partition("## Streaming")[2]
+    (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {"server": server, "publisher": publisher}
+    exec(compile(snippet, "docs/servers.md", "exec"), names)
+    whole = server.complete({"prompt": [[5, 6, 7]], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
+    return [*map(list, names["parts"]), whole]
 
 
 def publish_to_async_llm(model: str) -> dict[str, Any]:
@@ -54,6 +65,8 @@ def publish_to_async_llm(model: str) -> dict[str, Any]:
                 for name in ("first", "second"):
                     publisher.publish()
                     found[name] = complete(server)
+                    if name == "first":
+                        found["streamed"] = streamed(server, publisher)
                     publisher.withdraw()
                     for buffer in trainer.weights.buffers().values():
                         buffer.mul_(1.5)
@@ -75,5 +88,8 @@ def test_an_async_llm_is_filled(engines: Ranks, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     (found,) = engines.launch(publish_to_async_llm, 1, model, timeout=400)
     assert found["first"] == engines.launch(generate_in_process, 1, model, timeout=300)[0]
+    *parts, whole = found["streamed"]
+    assert len(parts) > 1
+    assert [token for part in parts for token in part] == whole
     assert found["second"] != found["first"]
     assert found["is paused"]

@@ -24,10 +24,14 @@ _OF_THE_ROUTE = ("prompt", "return_token_ids", "return_tokens_as_token_ids")
 
 
 class AsyncServer(Server):
-    """An `AsyncLLM` in this process, whose event loop runs in another thread."""
+    """An `AsyncLLM` in this process, whose event loop runs in another thread.
+
+    Attributes:
+        engine, loop: for requests of one's own, which may stream.
+    """
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
-        self._engine, self._loop, self._timeout = engine, loop, timeout_seconds
+        self.engine, self.loop, self._timeout = engine, loop, timeout_seconds
         self._request_ids = map("hybrid-engine-{}".format, itertools.count())
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,22 +49,22 @@ class AsyncServer(Server):
         return {"choices": [{**choice, "index": at} for at, choice in enumerate(itertools.chain(*answers))]}
 
     async def _answer(self, prompt: list[int], sampling: Any) -> list[dict[str, Any]]:
-        async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, next(self._request_ids)):
+        async for output in self.engine.generate({"prompt_token_ids": prompt}, sampling, next(self._request_ids)):
             last = output
         return [_choice(each) for each in sorted(last.outputs, key=lambda each: each.index)]
 
     def num_workers(self) -> int:
-        return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
+        return int(self.engine.vllm_config.parallel_config.world_size_across_dp)
 
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
         if (request := _REQUESTS.get(name)) is not None:
             fields = {"request": request.load()(**fields)}
-        method = getattr(self._engine, f"{name}_generation" if name in ("pause", "resume") else name)
+        method = getattr(self.engine, f"{name}_generation" if name in ("pause", "resume") else name)
         return self._wait_for(method(**fields), name, self._timeout if ends else None)
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, Any], name: str, seconds: float | None) -> Any:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(seconds)
         except Exception as error:
             raise ServerError(f"AsyncLLM.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
 
@@ -82,11 +86,11 @@ class VllmActor(AsyncServer):
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, name="vLLM's event loop", daemon=True).start()
         super().__init__(None, loop, timeout_seconds)
-        self._engine = self._wait_for(_engine(arguments), "from_engine_args", None)
+        self.engine = self._wait_for(_engine(arguments), "from_engine_args", None)
 
     def shutdown(self) -> None:
         """End the engine."""
-        self._engine.shutdown()
+        self.engine.shutdown()
 
 
 def _choice(output: Any) -> dict[str, Any]:

@@ -213,6 +213,7 @@ SHOWN = (
         ({"tools": [{"function": {"parameters": {"properties": {"a": {}}}}}]}, [1, 7, 1, 5, 7, 2, 3, 8]),
         ({"chat_template_kwargs": {"is_brief": True}}, [6, 7, 1, 5, 7, 2, 3, 8]),
         ({"chat_template_kwargs": {"chat_template": "4"}}, [4]),
+        ({"chat_template_kwargs": {"chat_template": "{{ x }}", "x": 4, "documents": []}}, [4]),
         ({"add_generation_prompt": False}, [7, 1, 5, 7, 2, 3]),
         ({"continue_final_message": True}, [7, 1, 5, 7, 2, 3]),
         ({"tools": None, "chat_template_kwargs": None}, [7, 1, 5, 7, 2, 3, 8]),
@@ -240,6 +241,13 @@ def test_a_template_has_tools_and_variables(tmp_path: Path, chat: Any, token_ids
             ["Pass Sampling(temperature=…)", "Pass Sampling(max_tokens=…)"],
         ),
         ([[1]], {"tols": []}, ["tols: is no argument of this call. Did you mean tools?"]),
+        ([[1]], {"sampling_params": 1, "prompt_logprobs": 0}, ["Use sampling", "SamplingParams(prompt_logprobs=0)"]),
+        (
+            [CHAT],
+            {"chat_template_kwargs": {"add_generation_promt": False, "x": 1, "chat_template": "{{ thinking }}"}},
+            ["kwargs.add_generation_promt: is no variable of the model's template", "kwargs.x: is no variable"],
+        ),
+        ([CHAT], {"chat_template_kwargs": {"mesages": 1}}, ["kwargs.mesages: ", "Did you mean messages?"]),
         ([CHAT], {"tools": weather}, ["tools: got <function"]),
         (
             [CHAT],
