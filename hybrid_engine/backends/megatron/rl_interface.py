@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.rl.inference import InferenceRequest, InferenceResponse, LLMChatMessage, ReturnsRaw, ReturnsTokens
@@ -26,6 +27,8 @@ from megatron.training.global_vars import get_args, get_tokenizer
 from pydantic import PrivateAttr
 
 logger = logging.getLogger("hybrid_engine")
+
+_T = TypeVar("_T")
 
 SECONDS_BETWEEN_MEETINGS = 2.0
 """Of all ranks, while agents ask the first: the others do not know how long they will take."""
@@ -68,7 +71,7 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
     """In place of `MegatronLocal`, with the same order of calls."""
 
     _rollouts: Rollouts = PrivateAttr()
-    _requests: ThreadPoolExecutor = PrivateAttr()
+    _requests: asyncio.Semaphore = PrivateAttr()
     _meetings: asyncio.Task[None] | None = PrivateAttr(None)
     _draws: bool = PrivateAttr(False)
     _epoch: int = PrivateAttr(0)
@@ -77,7 +80,7 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
     async def launch(cls, rollouts: Rollouts) -> ServedRollouts:
         server = cls()
         server._rollouts = rollouts
-        server._requests = ThreadPoolExecutor(rollouts.most_requests, "rollout")
+        server._requests = asyncio.Semaphore(rollouts.most_requests)
         return server
 
     def set_generation_epoch(self, generation_epoch: int) -> None:
@@ -109,7 +112,6 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
 
     async def kill(self) -> None:
         await self.suspend()
-        self._requests.shutdown()
         self._rollouts.end()
 
     async def base_generate(self, request: InferenceRequest) -> InferenceResponse:
@@ -129,7 +131,8 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
             top_k=max(wanted.top_k or 0, 0),
         )
         try:
-            drawn = await asyncio.get_running_loop().run_in_executor(self._requests, drawing)
+            async with self._requests:
+                drawn = await _in_thread(drawing)
         except Exception as error:  # of which Megatron's agents may say no more than that there are no rollouts
             logger.error("[Reshard] a rollout failed: %s: %s", type(error).__name__, error)
             raise
@@ -150,6 +153,22 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
         while True:
             self._rollouts.meet(is_done=False)
             await asyncio.sleep(SECONDS_BETWEEN_MEETINGS)
+
+
+def _in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
+    """What the call returns. Where another rollout fails, the process ends without waiting for this one, as it would
+    for an executor's: until it ends, the other ranks hear nothing."""
+    answer: Future[_T] = Future()
+    answer.set_running_or_notify_cancel()  # whoever waits may give up; the call goes on
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # raised where it is waited for
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="rollout", daemon=True).start()
+    return asyncio.wrap_future(answer)
 
 
 def _prompt(request: InferenceRequest, tokenizer: Any) -> list[int]:

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 from collections import UserDict
 from collections.abc import Callable
@@ -538,3 +539,43 @@ def test_what_fails_on_another_rank_ends_the_rollouts(interface: Any, monkeypatc
 
     asyncio.run(run())
     assert engine.calls == ["publish"]
+
+
+@dataclass
+class Endless(Drawing):
+    """Each completion takes until `ended`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.threads: list[threading.Thread] = []
+        self.ended = threading.Event()
+
+    def complete(self, prompt: list[int], **wanted: Any) -> Any:
+        self.threads.append(threading.current_thread())
+        assert self.ended.wait(60)
+        return super().complete(prompt, **wanted)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_does_not_wait_for_completions(interface: Any) -> None:
+    """Of which there are no more under way than the engine says; those that nobody waits for come to nothing."""
+    engine = Endless()
+
+    async def run() -> None:
+        server = await interface.ServedRollouts.launch(engine)
+        asking = [asyncio.create_task(server.base_generate(asked("ab"))) for _ in range(3)]
+        while len(engine.threads) < engine.most_requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    try:
+        asyncio.run(run())
+        assert [thread.daemon for thread in engine.threads] == [True, True]
+    finally:
+        engine.ended.set()
+        for thread in engine.threads:
+            thread.join(10)
+    assert len(engine.calls) == 2
