@@ -32,8 +32,15 @@ _REFUSED: Final = {
 """Megatron's argument -> why, and the remedy."""
 
 
-def rl_refusals(args: Namespace, options: ReshardingOptions, content: Mapping[str, Any]) -> Iterator[Violation]:
-    """What cannot be with `--perform-rl-step`. `content`: of the YAML file."""
+def rl_refusals(
+    args: Namespace, options: ReshardingOptions, content: Mapping[str, Any], model_limit: object = None
+) -> Iterator[Violation]:
+    """What cannot be with `--perform-rl-step`.
+
+    Args:
+        content: of the YAML file.
+        model_limit: tokens of the longest sequence, where that says nothing of it; None: not known.
+    """
     version = check_version(allow_version=True)
     if not all(patch.is_needed_by(version) for patch in PATCHES):
         problem = f"megatron-core {version} has another RL loop"
@@ -56,7 +63,7 @@ def rl_refusals(args: Namespace, options: ReshardingOptions, content: Mapping[st
     }
     for flag in (flag for flag, is_given in given.items() if is_given):
         yield Violation(flag, "Megatron's RL loop says what is drawn, and when", "Leave it out")
-    most = generate.get("max_model_len")
+    most = generate.get("max_model_len") or model_limit
     if isinstance(most, int) and most < args.inference_max_seq_length:
         problem = f"{most}, and --inference-max-seq-length is {args.inference_max_seq_length}"
         yield Violation("generate_config.max_model_len", problem, "Make them agree, with the servers' --max-model-len")

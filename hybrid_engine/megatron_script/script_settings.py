@@ -100,9 +100,10 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     callback = values.of(lambda: _import_callback(options.callback), None)
     if args.rank == 0:  # it alone writes
         values.of(lambda: _require_writable(options.output), None)
-    if performs_rl(args):
-        found += rl_refusals(args, options, content or {})
     config = values.of(lambda: _read_config(content, options, args), None)
+    if performs_rl(args):
+        limit = None if config is None else config.hf_config().get("max_position_embeddings")
+        found += rl_refusals(args, options, content or {}, limit)
     table = _table_of(content or {}, options)
     transformer_config = script.transformer_config()
     found += _refused_by_core(args, transformer_config)

@@ -253,6 +253,17 @@ def test_what_of_megatrons_rl_loop_is_refused(files: dict[str, Path]) -> None:
     assert {finding.key for finding in caught.value.findings} == {*ours, *keys, *theirs}
 
 
+@pytest.mark.usefixtures("newer_megatron")
+def test_rollouts_that_are_longer_than_the_model_takes_are_refused(files: dict[str, Path]) -> None:
+    """Where the file says no other length, that of config.json, before there is anything to draw."""
+    files["config"].write_text(SERVED.format(model=files["model"]))
+    options, most = ReshardingOptions(enabled=True, config=files["config"]), LLAMA["max_position_embeddings"]
+    read_settings(script_of(options, **{**RL, "inference_max_seq_length": most}))
+    problem = f"generate_config.max_model_len: {most}, and --inference-max-seq-length is {most + 1}"
+    with pytest.raises(ConfigError, match=problem):
+        read_settings(script_of(options, **{**RL, "inference_max_seq_length": most + 1}))
+
+
 def test_context_parallelism_and_older_rl_loops_are_refused(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
