@@ -24,7 +24,10 @@ from typing import Any
 import pydantic
 import pytest
 
+from hybrid_engine.backends.vllm.engine_settings import Sampling
+from hybrid_engine.errors import ArgumentError
 from hybrid_engine.megatron_script import rl_settings
+from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.ranks.launching import Ended, run_ranks
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import FILLED, PLAIN, serving
@@ -579,3 +582,14 @@ def test_a_process_that_fails_does_not_wait_for_completions(interface: Any) -> N
         for thread in engine.threads:
             thread.join(10)
     assert len(engine.calls) == 2
+
+
+def test_megatrons_end_token_alone_ends_a_completion() -> None:
+    """Not the model's own, which config.json may have beside it; a prompt that leaves no room is an error."""
+    engine, asks = RolloutEngine.__new__(RolloutEngine), []
+    engine.inference = SimpleNamespace(complete_one=lambda *given: asks.append(given))
+    engine.complete([5, 6], end_token=9, max_tokens=3, temperature=0.5, top_p=0.9, top_k=4)
+    ends = {"stop_token_ids": (9,), "ignore_eos": True}
+    assert asks == [([5, 6], Sampling(temperature=0.5, top_p=0.9, top_k=4, max_tokens=3, **ends))]
+    with pytest.raises(ArgumentError, match="prompt: 2 tokens, which leaves none to draw"):
+        engine.complete([5, 6], end_token=9, max_tokens=0, temperature=1.0, top_p=1.0, top_k=0)
