@@ -159,7 +159,7 @@ def test_the_model_that_was_built_is_compared_too(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.own_class", lambda chunk: None)
     engine = script_engine.ScriptEngine.__new__(script_engine.ScriptEngine)
-    engine.settings = SimpleNamespace(table=table_for(LLAMA))
+    engine.settings = SimpleNamespace(table=table_for(LLAMA), config=SimpleNamespace(model="llama"))
     with pytest.raises(ScriptError) as caught:
         engine.model_built([model, model])
     keys = [sentence.partition(":")[0] for sentence in caught.value.violations]
