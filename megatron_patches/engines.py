@@ -136,6 +136,11 @@ ENTRY_POINT_GROUP = "megatron_patches.engines"
 _INSTALL_HINT = "pip install 'hybrid-engine[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
 
 
+def performs_rl(args: argparse.Namespace) -> bool:
+    """Whether these arguments of Megatron's are of its RL loop; before 0.19 there is none."""
+    return bool(getattr(args, "perform_rl_step", False))
+
+
 @dataclass(frozen=True)
 class MegatronScript:
     """The running script, as an engine sees it.

@@ -39,6 +39,7 @@ from megatron_patches.engines import (
     ReshardingOptions,
     add_arguments,
     find_engine,
+    performs_rl,
 )
 from megatron_patches.errors import MegatronPatchError, ScriptError
 from megatron_patches.patch import Patch, apply, check_version
@@ -182,7 +183,7 @@ def _make_engine(script: MegatronScript) -> ReshardingEngine:
     check_version(allow_version=allow_version)  # in a patched source tree nothing has applied them
     apply(("hooks",), allow_version=allow_version)
     engine = factory(script)
-    if getattr(script.args, "perform_rl_step", False):  # not before: what these replace is imported for it alone
+    if performs_rl(script.args):  # not before: what these replace is imported for it alone
         apply(("rl",) if torch.cuda.is_available() else ("rl", "cpu_rl"), allow_version=allow_version)
     return engine
 

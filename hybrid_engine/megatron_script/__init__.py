@@ -24,6 +24,6 @@ def make_engine(script: MegatronScript) -> ScriptEngine:
     """Return the engine for this script. Raises ScriptError with every violation, before anything is built."""
     from hybrid_engine.megatron_script.rl_engine import RolloutEngine
     from hybrid_engine.megatron_script.script_engine import ScriptEngine
-    from hybrid_engine.megatron_script.script_settings import performs_rl
+    from megatron_patches.engines import performs_rl
 
     return RolloutEngine(script) if performs_rl(script.args) else ScriptEngine(script)

@@ -30,7 +30,7 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.megatron_script.rl_settings import rl_defaults, rl_refusals
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.engines import MegatronScript, ReshardingOptions
+from megatron_patches.engines import MegatronScript, ReshardingOptions, performs_rl
 from megatron_patches.review import argument_refusals
 
 _Value = TypeVar("_Value")
@@ -131,11 +131,6 @@ class _Collected:
         except ConfigError as error:
             self._found += error.findings
             return otherwise
-
-
-def performs_rl(args: Namespace) -> bool:
-    """Whether this is a run of Megatron's RL loop."""
-    return bool(getattr(args, "perform_rl_step", False))
 
 
 def actor_values(args: Namespace) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def converse(
 
 
 def no_arguments(chat: Iterable[str], others: Iterable[str]) -> Iterator[Violation]:
-    """What says that names are no arguments of a conversation, which has these `others`."""
+    """Report names that are no arguments of a conversation. `others`: further arguments that may be meant."""
     for name in chat:
         if name in _OF_ONE_ANSWER:
             yield Violation(name, "every turn begins with an answer of the model", "Leave it out")

@@ -7,6 +7,7 @@ names of its HTTP routes. Whoever has another way to reach a server writes a cla
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -175,8 +176,9 @@ class HttpServer(Server):
             # server closes, perhaps while the next call is on its way.
             with requests.Session() as session:
                 session.trust_env = False  # a proxy is not to see this
-                for prefix in list(session.adapters):
-                    session.mount(prefix, _kept_alive())
+                adapter = _kept_alive()()
+                for prefix in ("http://", "https://"):
+                    session.mount(prefix, adapter)
                 response = session.request(method, where, **said)
                 if response.status_code == requests.codes.not_found:
                     raise _NoRouteError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
@@ -187,16 +189,19 @@ class HttpServer(Server):
             raise ServerError(f"{where}: {error}") from error
 
 
-def _kept_alive() -> Any:
-    """Connections on which a host that is gone, without a word, is noticed after two minutes: for some answers there is
-    no timeout."""
+@functools.cache
+def _kept_alive() -> type[Any]:
+    """The class of connections on which a host that is gone is noticed after two minutes: some answers have no timeout.
+
+    Requests is imported by the first call of a server.
+    """
     from requests.adapters import HTTPAdapter
 
     class KeptAlive(HTTPAdapter):
         def init_poolmanager(self, *args: Any, **settings: Any) -> None:
             super().init_poolmanager(*args, socket_options=_SOCKET_OPTIONS, **settings)
 
-    return KeptAlive()
+    return KeptAlive
 
 
 _SOCKET_OPTIONS = (

@@ -31,11 +31,11 @@ logger = logging.getLogger("hybrid_engine")
 _T = TypeVar("_T")
 
 SECONDS_BETWEEN_MEETINGS = 2.0
-"""Of all ranks, while agents ask the first: the others do not know how long they will take."""
+"""Time between meetings of all ranks while agents run on the first, for as long as they need."""
 
 
 class Rollouts(Protocol):
-    """What answers. All methods but `complete` are collective."""
+    """The engine that draws completions for agents. All methods but `complete` are collective."""
 
     @property
     def is_first(self) -> bool:
@@ -64,7 +64,7 @@ class Rollouts(Protocol):
         """
 
     def end(self) -> None:
-        """There are no more rollouts."""
+        """Release what rollouts need."""
 
 
 class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
@@ -133,7 +133,7 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
         try:
             async with self._requests:
                 drawn = await _in_thread(drawing)
-        except Exception as error:  # of which Megatron's agents may say no more than that there are no rollouts
+        except Exception as error:  # Megatron's agents may hide it behind StopAsyncIteration
             logger.error("[Reshard] a rollout failed: %s: %s", type(error).__name__, error)
             raise
         text = TextGenerationController.detokenize(tokenizer, list(drawn.token_ids))
@@ -156,8 +156,8 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
 
 
 def _in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
-    """What the call returns. Where another rollout fails, the process ends without waiting for this one, as it would
-    for an executor's: until it ends, the other ranks hear nothing."""
+    """Run a call in a daemon thread. Python would join an executor's threads at exit, so a rank that fails would wait
+    for completions that are under way, and the other ranks would hear of it only then."""
     answer: Future[_T] = Future()
     answer.set_running_or_notify_cancel()  # whoever waits may give up; the call goes on
 

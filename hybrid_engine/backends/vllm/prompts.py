@@ -36,7 +36,7 @@ _REMEDY_FOR_IDS = "Pass a list of token ids for each sequence: [[5, 6, 7]], not 
 
 
 class ChatArguments(TypedDict, total=False):
-    """What chats are rendered with, beside their messages, as transformers' `apply_chat_template` takes it.
+    """Arguments with which chats are rendered, as transformers' `apply_chat_template` takes them.
 
     Attributes:
         tools: that the model may call: functions with type hints and a docstring, or their JSON schemas.
@@ -201,7 +201,7 @@ _MEANT = {
 
 
 def _unknown_argument(name: str) -> Violation:
-    """What to say of an argument that no call for completions has."""
+    """Describe an argument that no call for completions takes."""
     problem = "is no argument of this call"
     if name == "stream":
         return Violation(name, f"{problem}: completions come back whole", STREAMING)
@@ -222,7 +222,7 @@ def _require_none_given(chat: ChatArguments | None) -> None:
 
 
 def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """The same for `apply_chat_template`, with schemas in place of functions. Raises ArgumentError with all faults."""
+    """Keywords of `apply_chat_template`, with schemas in place of functions. Raises ArgumentError with all faults."""
     chat = chat or {}
     violations, tools = [], []
     given: Any = chat.get("tools") or ()
@@ -254,7 +254,7 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[
 
 
 def _no_variables(variables: Mapping[str, Any], tools: Sequence[Any], tokenizer: ModelTokenizer) -> Iterator[Violation]:
-    """What says that a name is no variable of the template, which would ignore it."""
+    """Report names that the template does not read, and so would ignore."""
     template = variables.get("chat_template") or (variables and tokenizer.template(tools))
     words = set(re.findall(r"\w+", str(template)))  # a variable that is read is among them
     for name in variables:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import ms_swift as ours
 from hybrid_engine.integrations import require_tested
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.integrations.installed import pretend
 from tests.hybrid_engine.integrations.test_trl import CLOSE, NUM_STEPS, accelerator, shard_by_fsdp2, write_model
 
 PLUGIN = """
@@ -184,12 +185,7 @@ def test_ms_swift_has_the_names_that_are_replaced() -> None:
 
 @pytest.mark.parametrize(("found", "said"), [(None, "not installed: pip"), ("4.60.0", r"ms-swift 4\.60\.0 is inst")])
 def test_what_is_missing_is_said(found: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if found is None:
-            raise metadata.PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(metadata, "version", version)
+    pretend(monkeypatch, found)
     with pytest.raises(DependencyError, match=said):
         ours.install()
 
@@ -230,7 +226,7 @@ class Engine:
 
 @pytest.fixture
 def mixin(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mixin]]:
-    monkeypatch.setattr(metadata, "version", lambda name: f"{ours.TESTED_VERSION}.0")
+    pretend(monkeypatch, f"{ours.TESTED_VERSION}.0")
     for name, value in (("rlhf_trainers.rollout_mixin", Mixin), ("infer_engine.vllm_engine", Engine)):
         kind = {Mixin: "RolloutTrainerMixin", Engine: "VllmEngine"}[value]
         monkeypatch.setitem(sys.modules, f"swift.{name}", SimpleNamespace(**{kind: value}))

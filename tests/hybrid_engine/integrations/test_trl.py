@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import HttpServer
 from tests.harness.launch import Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.hybrid_engine.integrations.installed import pretend
 from tests.zoo.tiny_models import save_model
 from tests.zoo.tokenizers import save_characters
 
@@ -310,16 +310,12 @@ def test_trl_has_the_names_that_are_replaced() -> None:
 
 @pytest.mark.parametrize("call", [lambda: ours.colocated().__enter__(), ours.WeightTransfer])
 def test_what_is_missing_is_said(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", missing)
+    pretend(monkeypatch, None)
     with pytest.raises(DependencyError, match=r"pip install 'hybrid-engine\[trl\]'"):
         call()
-    monkeypatch.setattr(metadata, "version", lambda name: "1.160.0")
+    pretend(monkeypatch, "1.160.0")
     with pytest.raises(DependencyError, match=r"trl 1\.160\.0 is installed, and 1\.16 was tested"):
         call()
-
-
-def missing(name: str) -> str:
-    raise metadata.PackageNotFoundError(name)
 
 
 def accelerator(how: str = "NO", fsdp_version: int | None = None) -> Any:
@@ -380,7 +376,7 @@ def test_images_of_one_rank_end_the_rollout_of_all(ranks: Ranks) -> None:
 
 
 def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: f"{ours.TESTED_VERSION}.0")
+    pretend(monkeypatch, f"{ours.TESTED_VERSION}.0")
     transfer = ours.WeightTransfer(server_max_lag=4)
     with pytest.raises(StateError, match="call attach"):
         transfer.init_weight_transfer()

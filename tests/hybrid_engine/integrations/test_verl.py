@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import require_tested
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import ENVIRONMENT, FILLED, PLAIN, serving
+from tests.hybrid_engine.integrations.installed import pretend
 from tests.zoo.tiny_models import save_model
 from tests.zoo.tokenizers import save_characters
 
@@ -196,12 +197,7 @@ def test_replicas_stay_the_same(ours: Any) -> None:
     ("found", "said"), [(None, "verl is not installed"), ("0.8.0", r"verl 0\.8\.0 is installed, and 0\.9\.1 was")]
 )
 def test_what_is_missing_is_said(found: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if found is None:
-            raise metadata.PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(metadata, "version", version)
+    pretend(monkeypatch, found)
     monkeypatch.delitem(sys.modules, OURS, raising=False)
     with pytest.raises(DependencyError, match=said):
         import_module(OURS)

@@ -204,6 +204,11 @@ class Impatient(Elsewhere):
     """Closes a connection that is kept, as it receives the next request."""
 
     protocol_version, num_requests = "HTTP/1.1", 0
+    num_connections = 0
+
+    def setup(self) -> None:
+        super().setup()
+        type(self).num_connections += 1
 
     def do_POST(self) -> None:
         self.num_requests += 1
@@ -242,6 +247,8 @@ def test_a_version_is_not_said_to_a_server_that_has_no_route_for_it() -> None:
 
 
 def test_no_call_goes_over_a_connection_that_a_server_may_close() -> None:
+    before = Impatient.num_connections
     with answering(Impatient) as server:
         for _ in range(2):
             server.start_weight_update()
+    assert Impatient.num_connections == before + 2
