@@ -117,7 +117,8 @@ def points() -> Iterator[Point]:
     for ranks in RANKS:
         yield Point("experts", ranks, DEEPSEEK_V3, _experts(ranks), InferenceParallelism(ranks, tensor=8, expert=8))
     for experts in (8, 16, 32, 64, 128, 256):
-        config = {**DEEPSEEK_V3, "n_routed_experts": experts}
+        # a token's experts are of 4 of 8 groups
+        config = {**DEEPSEEK_V3, "n_routed_experts": experts, "num_experts_per_tok": min(8, experts // 2)}
         yield Point("tensors", experts, config, _experts(512), InferenceParallelism(512, tensor=8, expert=8))
     for expert in (8, 32):
         train = TrainParallelism(2048, tensor=8, pipeline=16, expert=32, expert_tensor=1, **{ends[1]: 1})

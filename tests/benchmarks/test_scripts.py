@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import prefetch
+from benchmarks import planning, prefetch
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, MODELS, TINY_CASE, chosen
 from hybrid_engine.models import table_for
 from tests.harness.launch import REPO_ROOT
@@ -38,6 +38,15 @@ def test_the_quick_run_has_both_models_and_both_numbers_of_ranks() -> None:
     assert {case.ranks for case in quick} == {2, 4}
     assert [case.ranks for case in quick] == sorted(case.ranks for case in quick)
     assert {case.model for case in chosen(DENSE, quick=False)} == {DENSE}
+
+
+def test_every_job_that_is_planned_is_possible_and_a_small_one_of_each_series_is_planned() -> None:
+    smallest: dict[str, planning.Point] = {}
+    for point in planning.points():
+        table_for(point.config)  # raises for an impossible one
+        smallest.setdefault(point.series, point)
+    for series in ("dense", "tensors"):
+        assert planning.measure(smallest[series]).transfers > 0
 
 
 def tiniest_case_of(script: str, directory: Path, *options: str) -> dict[str, Any]:
