@@ -35,6 +35,10 @@ RESTARTS = 3
 class TrainerRank:
     """One rank of the job, in a process of its own."""
 
+    def node(self) -> str:
+        """Ray's id of the node it is on."""
+        return ray.get_runtime_context().get_node_id()
+
     def place(self) -> tuple[str, str]:
         """Where the ranks meet, if this is the first: its address, and a port that is free."""
         with socket.socket() as probe:
@@ -79,7 +83,12 @@ def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path
             common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}
             # the token is for ranks and servers of several nodes
             meeting = [f"generate_config.server_address={address}"] if TOKEN in os.environ else []
-            places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+            nodes = ray.get([actor.node.remote() for actor in actors])
+            # a rank's GPU is the one of its place among the ranks of its node
+            places = [
+                {**common, "RANK": str(rank), "LOCAL_RANK": str(nodes[:rank].count(node))}
+                for rank, node in enumerate(nodes)
+            ]
             starts = zip(actors, places, strict=True)
             ray.get([actor.train.remote(place, config, out, [*meeting, *overrides]) for actor, place in starts])
             return
