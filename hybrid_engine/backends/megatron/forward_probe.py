@@ -85,13 +85,11 @@ def hide_padding(chunks: Sequence[torch.nn.Module], vocab_size: int) -> None:
     """From now on tokens that pad the vocabulary have probability 0, as in vLLM: their logits are -inf, or left out of
     those that were gathered."""
 
-    def hook(
-        _layer: Any, _inputs: Any, given: Mapping[str, Any], outputs: tuple[torch.Tensor, Any]
-    ) -> tuple[torch.Tensor, Any]:
+    def hook(layer: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         logits, bias = outputs
-        if given.get("runtime_gather_output"):  # which autograd lets nobody write to
+        local_size = layer.output_size_per_partition
+        if logits.shape[-1] != local_size:  # gathered, which autograd lets nobody write to
             return logits[..., :vocab_size], bias
-        local_size = logits.shape[-1]
         num_real = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * local_size)
         if num_real < local_size:
             logits[..., num_real:] = float("-inf")
@@ -99,7 +97,7 @@ def hide_padding(chunks: Sequence[torch.nn.Module], vocab_size: int) -> None:
 
     for model in unwrap_model(list(chunks)):
         if model.post_process:
-            model.output_layer.register_forward_hook(hook, with_kwargs=True)
+            model.output_layer.register_forward_hook(hook)
 
 
 @contextlib.contextmanager

@@ -183,9 +183,15 @@ class _Output(torch.nn.Module):
     """An output layer of two ranks' four rows each, of which this is the second's, or all of them, as autograd gets
     them from one that gathers."""
 
+    output_size_per_partition = 4
+
+    def __init__(self, gather_output: bool = False) -> None:
+        super().__init__()
+        self.gather_output = gather_output
+
     def forward(self, hidden: torch.Tensor, runtime_gather_output: bool = False) -> tuple[torch.Tensor, None]:
-        logits = _Gathered.apply(hidden) if runtime_gather_output else hidden[..., 4:] * 1
-        return logits, None
+        is_gathered = runtime_gather_output or self.gather_output
+        return _Gathered.apply(hidden) if is_gathered else hidden[..., 4:] * 1, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -198,16 +204,18 @@ class _Gathered(torch.autograd.Function):
         return gradient
 
 
-def test_tokens_that_pad_the_vocabulary_have_no_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("always", [False, True], ids=["asked for", "parallel_output=False"])
+def test_tokens_that_pad_the_vocabulary_have_no_probability(monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
     """Nor a gradient; and what was gathered is not written to, which autograd would refuse."""
     monkeypatch.setattr("megatron.core.parallel_state.get_tensor_model_parallel_rank", lambda: 1)
     model = torch.nn.Module()
-    model.post_process, model.output_layer = True, _Output()
+    model.post_process, model.output_layer = True, _Output(always)
     hide_padding([model], vocab_size=6)
     hidden = torch.zeros(2, 8, requires_grad=True)
-    split, _ = model.output_layer(hidden)
-    gathered, _ = model.output_layer(hidden, runtime_gather_output=True)
-    assert split.tolist() == [[0.0, 0.0, -torch.inf, -torch.inf]] * 2
+    if not always:
+        split, _ = model.output_layer(hidden)
+        assert split.tolist() == [[0.0, 0.0, -torch.inf, -torch.inf]] * 2
+    gathered, _ = model.output_layer(hidden, **({} if always else {"runtime_gather_output": True}))
     assert gathered.shape == (2, 6)
     gathered.logsumexp(-1).sum().backward()
     torch.testing.assert_close(hidden.grad, torch.tensor([[1 / 6] * 6 + [0.0] * 2] * 2))
