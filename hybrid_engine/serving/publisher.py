@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +50,7 @@ from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World
@@ -437,19 +437,18 @@ class WeightPublisher(Switch):
 
         A server may take longer to answer than ranks wait for each other, so they meet every few seconds.
         """
-        answer: Future[_T] = Future()
+        answers: list[_T] = []
 
-        def waiting() -> Iterator[None]:
+        def asking() -> Iterator[None]:
             if self._servers:
-                threading.Thread(target=_answer, args=(answer, phase, ask), name=phase, daemon=True).start()
+                answer = in_background(functools.partial(_told_of_servers, phase, ask), phase)
+                yield from steps_until(answer, _SECONDS_BETWEEN_LOOKS)
+                answers.append(answer.result())
             else:
-                answer.set_result(ask())
-            while not wait([answer], _SECONDS_BETWEEN_LOOKS).done:
-                yield
-            answer.result()
+                answers.append(ask())
 
-        self.job.agreement.rounds(phase, waiting())
-        return answer.result()
+        self.job.agreement.rounds(phase, asking())
+        return answers[0]
 
     def _await(self, calls: Sequence[_Call]) -> None:
         for call in calls:
@@ -524,15 +523,13 @@ def _refuse(
             world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}", meeting)
 
 
-def _answer(answer: Future[_T], phase: str, ask: Callable[[], _T]) -> None:
+def _told_of_servers(phase: str, ask: Callable[[], _T]) -> _T:
     try:
-        answer.set_result(ask())
-    except HybridEngineError as error:
-        answer.set_exception(error)
-    except BaseException as error:  # handed to whoever waits
-        failure = ServerError(f"{phase}: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        answer.set_exception(failure)
+        return ask()
+    except HybridEngineError:
+        raise
+    except BaseException as error:
+        raise ServerError(f"{phase}: {type(error).__name__}: {error}") from error
 
 
 class _Call:
@@ -547,19 +544,13 @@ class _Call:
     def __init__(
         self, call: Callable[[dict[str, Any]], None], told: Told, refused: Callable[[str], None] = lambda why: None
     ) -> None:
-        self._future: Future[None] = Future()
-        self._refused = refused
-        threading.Thread(target=self._run, args=(call, told), name="call of a server", daemon=True).start()
+        def tell(answer: Future[None]) -> None:
+            if error := answer.exception():
+                with suppress(RuntimeError):  # a store that is gone, with the job
+                    refused(str(error))
 
-    def _run(self, call: Callable[[dict[str, Any]], None], told: Told) -> None:
-        try:
-            call(told.said())
-        except BaseException as error:  # handed to whoever waits
-            self._future.set_exception(error)
-            with suppress(RuntimeError):  # a store that is gone, with the job
-                self._refused(str(error))
-        else:
-            self._future.set_result(None)
+        self._future = in_background(lambda: call(told.said()), "call of a server")
+        self._future.add_done_callback(tell)
 
     def result(self, seconds: float) -> None:
         """Wait for the answer. Raises ServerError."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +29,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import LoadableWeights
+from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
@@ -67,27 +66,8 @@ def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
         raise ConfigError([Violation(key, f"ranks have different models: {found}", remedy)])
     if snapshot is not None:
         is_first = job.hosts.index(job.hosts[job.rank]) == job.rank
-        steps = _in_background(partial(snapshot.download, key)) if is_first else ()
+        steps = steps_until(in_background(partial(snapshot.download, key), "download"), 1) if is_first else ()
         job.agreement.rounds("downloading the model's weights", steps)
-
-
-def _in_background(work: Callable[[], None]) -> Iterator[None]:
-    """Step by step, for as long as `work` takes in a thread; raises what it raised."""
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    # a daemon: the process need not wait for a download where another rank has failed
-    threading.Thread(target=run, name="download", daemon=True).start()
-    while not wait([outcome], timeout=1).done:
-        yield
-    outcome.result()
 
 
 def load_pretrained(model: Path, weights: LoadableWeights, table: ModelTable, job: Job, *, key: str = "model") -> None:

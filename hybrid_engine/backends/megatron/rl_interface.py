@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.rl.inference import InferenceRequest, InferenceResponse, LLMChatMessage, ReturnsRaw, ReturnsTokens
@@ -26,9 +24,9 @@ from megatron.rl.server.api import InferenceServer
 from megatron.training.global_vars import get_args, get_tokenizer
 from pydantic import PrivateAttr
 
-logger = logging.getLogger("hybrid_engine")
+from hybrid_engine.ranks.background import in_background
 
-_T = TypeVar("_T")
+logger = logging.getLogger("hybrid_engine")
 
 SECONDS_BETWEEN_MEETINGS = 2.0
 """Time between meetings of all ranks while agents run on the first, for as long as they need."""
@@ -132,7 +130,7 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
         )
         try:
             async with self._requests:
-                drawn = await _in_thread(drawing)
+                drawn = await asyncio.wrap_future(in_background(drawing, "rollout"))
         except Exception as error:  # Megatron's agents may hide it behind StopAsyncIteration
             logger.error("[Reshard] a rollout failed: %s: %s", type(error).__name__, error)
             raise
@@ -153,22 +151,6 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
         while True:
             self._rollouts.meet(is_done=False)
             await asyncio.sleep(SECONDS_BETWEEN_MEETINGS)
-
-
-def _in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Run a call in a daemon thread. Python would join an executor's threads at exit, so a rank that fails would wait
-    for completions that are under way, and the other ranks would hear of it only then."""
-    answer: Future[_T] = Future()
-    answer.set_running_or_notify_cancel()  # whoever waits may give up; the call goes on
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # raised where it is waited for
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="rollout", daemon=True).start()
-    return asyncio.wrap_future(answer)
 
 
 def _prompt(request: InferenceRequest, tokenizer: Any) -> list[int]:
