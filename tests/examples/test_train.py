@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -26,17 +25,23 @@ def config(tmp_path: Path) -> Path:
     return short_config("tp2_to_dp2.yaml", tmp_path)
 
 
-@pytest.mark.engines
-@pytest.mark.slow
-def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
-    out, directory = tmp_path / "run", run_files(tmp_path / "run")
+def interrupted(config: Path, out: Path) -> str:
+    """What a run prints that is interrupted after two rows."""
     process = start(config, out)
-    wait_for_rows(directory, 2, process)
+    wait_for_rows(run_files(out), 2, process)
     process.send_signal(signal.SIGINT)
     output = finish(process)
+    assert process.returncode == 128 + signal.SIGINT, output
+    return output
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_a_run_is_interrupted_and_taken_for_finished(config: Path, tmp_path: Path) -> None:
+    out, directory = tmp_path / "run", run_files(tmp_path / "run")
+    output = interrupted(config, out)
     assert "the same command goes on from there" in output
     assert "Traceback" not in output
-    assert process.returncode == 128 + signal.SIGINT
     check_progress(output)
     rows = directory.metrics.rows()
     last = rows[-1]["iteration"]
@@ -45,28 +50,34 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert (out / "reward.png").is_file()
     check_rows(rows)
 
-    # as if it had been killed an iteration earlier
+    once_more = start(config, out, f"rl_config.iterations={last}")
+    assert "is finished" in finish(once_more)
+    assert once_more.returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.engines
+@pytest.mark.slow
+def test_a_run_goes_on_as_if_it_had_been_killed_an_iteration_earlier(config: Path, tmp_path: Path) -> None:
+    out, directory = tmp_path / "run", run_files(tmp_path / "run")
+    interrupted(config, out)
+    rows = directory.metrics.rows()
+    last = rows[-1]["iteration"]
     (directory.checkpoint(last) / "progress.json").unlink()
-    copy = tmp_path / "copy"
-    shutil.copytree(out, copy)
     terminal = Terminal(80)
-    again = start(config, copy, f"rl_config.iterations={last}", terminal=terminal.theirs)
+    again = start(config, out, f"rl_config.iterations={last}", terminal=terminal.theirs)
     finish(again)
     shown = terminal.lines()
     output = "\n".join(shown)
     assert again.returncode == 0, output
-    assert [line for line in shown if len(line) > 80 and str(copy) not in line] == []
+    assert [line for line in shown if len(line) > 80 and str(out) not in line] == []
     assert [line.split()[0] for line in shown if line.split()[1:2]][: last + 2] == ["iter", *map(str, range(last + 1))]
-    resumed = run_files(copy).metrics.rows()
+    resumed = directory.metrics.rows()
     assert [row["iteration"] for row in resumed] == list(range(last + 1))
     assert resumed[:-1] == rows[:-1]
     assert {key: resumed[-1][key] for key in RESULTS} == {key: rows[-1][key] for key in RESULTS}
     check_terminal(output)
-    assert "[Reshard] direction=train->infer" in (copy / "log-rank0.txt").read_text()
-
-    once_more = start(config, copy, f"rl_config.iterations={last}")
-    assert "is finished" in finish(once_more)
-    assert once_more.returncode == 0
+    assert "[Reshard] direction=train->infer" in (out / "log-rank0.txt").read_text()
 
 
 @pytest.mark.long
