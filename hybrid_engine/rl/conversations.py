@@ -118,8 +118,8 @@ def converse(
         prompts: texts, chats or lists of token ids, or mappings that have one of these under "prompt".
         sampling: of every turn; `max_tokens` bounds all that follows the prompt, drawn and given.
         environment: called on rank 0 with an element of `prompts`, for each conversation. What it returns is called
-            with each answer that did not use up `max_tokens`, and returns the reply: messages, where prompts are chats,
-            a text or token ids, which are appended as they are, or None to end the conversation.
+            with each answer that `max_tokens` did not cut off, and returns the reply: messages, where prompts are
+            chats, a text or token ids, which are appended as they are, or None to end the conversation.
         chat: `tools`, `chat_template_kwargs`; as of `generate`.
 
     Each conversation draws by streams of its own. Raises ArgumentError for an environment that fails or replies
@@ -132,30 +132,29 @@ def converse(
         raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
     if violations := [*no_arguments(chat, ("environment", "sampling"))]:
         raise ArgumentError(violations)
-    most = sampling.max_tokens
     host = _Host(engine, environment, chat)
     groups = engine.generate_sequences([prompt_of(each) for each in prompts], sampling, **chat)
     everyone = [
-        _UnderWay(prompt, f"prompt {index}, completion {number}", [first])
+        _UnderWay(prompt, f"prompt {index}, completion {number}", sampling.max_tokens)
         for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-        for number, first in enumerate(group)
+        for number in range(len(group))
     ]
+    going, answers, turn = everyone, [one for group in groups for one in group], 1
     host.begin(everyone)
-    going, turn = everyone, 1
-    while going := [each for each in going if each.turns[-1].finish_reason != "length"]:
-        for each, reply in zip(going, host.replies(going), strict=True):
-            each.take(reply, most)
-        if not (going := [each for each in going if each.context]):
-            break
+    while going:
+        for each, answer in zip(going, answers, strict=True):
+            each.answered(answer)
+        asked = [each for each in going if each.turns[-1].finish_reason != "length"]
+        going = [each for each, reply in zip(asked, host.replies(asked), strict=True) if each.take(reply)]
         turn += 1
         seed = None if sampling.seed is None else text_digest(str(sampling.seed), str(turn))
-        left = [most - each.length for each in going]
         how = [
-            replace(sampling, n=1, seed=seed, max_tokens=num, min_tokens=min(num, sampling.min_tokens)) for num in left
+            replace(sampling, n=1, seed=seed, max_tokens=room, min_tokens=min(room, sampling.min_tokens))
+            for room in (each.room for each in going)
         ]
-        answers = engine.generate_sequences([each.context for each in going], how)
-        for each, (answer,) in zip(going, answers, strict=True):
-            each.turns.append(answer)
+        if going:
+            drawn = engine.generate_sequences([each.context for each in going], how)
+            answers = [answer for (answer,) in drawn]
     done = iter(everyone)
     return [[next(done).ended() for _ in group] for group in groups]
 
@@ -181,14 +180,16 @@ class _UnderWay:
 
     Attributes:
         place: in messages.
-        context: token ids that the next turn is given; empty: there is none.
+        most: tokens behind the prompt.
+        context: all token ids so far, which the next turn is given.
         messages: of a chat, before the last answer; None where the prompt is none.
         replied: messages of the last reply.
     """
 
     prompt: Any
     place: str
-    turns: list[Completion]
+    most: int
+    turns: list[Completion] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
     is_cut: bool = False
     messages: list[Message] | None = None
@@ -196,19 +197,24 @@ class _UnderWay:
     respond: Any = None
 
     @property
-    def length(self) -> int:
-        """Tokens of the context behind the prompt."""
-        return len(self.context) - len(self.turns[0].prompt_token_ids)
+    def room(self) -> int:
+        """Tokens that may follow the context."""
+        return self.most - (len(self.context) - len(self.turns[0].prompt_token_ids))
 
-    def take(self, reply: list[int] | None, most: int) -> None:
-        """Go on with a reply, where that leaves room for an answer of one token at least."""
-        last = self.turns[-1]
-        self.context = [] if reply is None else [*last.prompt_token_ids, *last.token_ids, *reply]
-        self.is_cut = reply is not None and self.length >= most
-        if self.is_cut:
-            self.context = []
-        if self.messages is not None and self.context:
-            self.messages += [_said(last), *self.replied]
+    def answered(self, answer: Completion) -> None:
+        """Note what was drawn."""
+        self.turns.append(answer)
+        self.context = [*answer.prompt_token_ids, *answer.token_ids]
+
+    def take(self, reply: list[int] | None) -> bool:
+        """Go on with a reply, where that leaves room for an answer of one token at least; whether it does."""
+        self.is_cut = reply is not None and len(reply) >= self.room
+        if reply is None or self.is_cut:
+            return False
+        self.context += reply
+        if self.messages is not None:
+            self.messages += [_said(self.turns[-1]), *self.replied]
+        return True
 
     def ended(self) -> Conversation:
         messages = () if self.messages is None else (*self.messages, _said(self.turns[-1]))
@@ -258,6 +264,7 @@ class _Host:
             token_ids = self._token_ids(reply, each)
             if not token_ids:
                 raise ValueError("the reply has no tokens, and None would end the conversation")
+            token_ids = token_ids[: max(1, each.room)]  # one that does not fit is left out, however long it is
             self._engine.inference.check_prompts([token_ids], 1)
         except (ConfigError, ValueError) as error:
             raise ArgumentError([Violation("environment", f"for {each.place}: {error}", _REPLIES)]) from error

@@ -198,6 +198,18 @@ def test_no_conversation_is_longer_than_it_may_be(tokenizer: ModelTokenizer, mos
         assert [how.max_tokens for how in each] == room
 
 
+@pytest.mark.parametrize(
+    "reply", [[7] * 2000, "x" * 2000, [{"role": "user", "content": "x" * 2000}]], ids=["token ids", "text", "messages"]
+)
+def test_a_reply_longer_than_the_model_ends_its_conversation_alone(tokenizer: ModelTokenizer, reply: Any) -> None:
+    def environment(prompt: Any) -> Callable[[Completion], Any]:
+        return asks_again(prompt) if prompt["times"] else lambda _: reply
+
+    ((cut,), (other,)) = converse(Engine(tokenizer), CHATS, Sampling(max_tokens=50), environment)  # type: ignore[arg-type]
+    assert (cut.is_cut, cut.finish_reason, len(cut.turns)) == (True, "length", 1)
+    assert (other.is_cut, other.finish_reason, len(other.turns)) == (False, "stop", 3)
+
+
 def test_texts_and_token_ids_are_appended_as_they_are(tokenizer: ModelTokenizer) -> None:
     replies: list[Any] = ["{c}", [7, 8], None]
     groups = converse(Engine(tokenizer), [[5, 6]], Sampling(max_tokens=30), lambda _: lambda _: replies.pop(0))  # type: ignore[arg-type]
