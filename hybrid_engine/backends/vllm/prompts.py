@@ -357,8 +357,8 @@ class ModelTokenizer:
     def encode_reply(
         self, chat: Sequence[Message], answer: Sequence[int], reply: Sequence[Message], rendering: Mapping[str, Any]
     ) -> list[int]:
-        """Token ids that follow an answer to a chat, up to where the next answer begins: the reply's, as the template
-        has them, behind the end of a turn, unless the answer has drawn that.
+        """Token ids that follow an answer to a chat, up to where the next answer begins: the end of a turn and the
+        reply, as the template has them, without what the answer has drawn of them.
 
         The answer itself is not read: something else stands for it, and what the template puts behind that is
         tokenized. Raises as `encode_chat`, and ValueError for a template that leaves the answer out.
@@ -369,7 +369,20 @@ class ModelTokenizer:
         if not found:
             raise ValueError("the model's chat template leaves out an answer that messages follow")
         (token_ids,) = self.encode([behind], add_special_tokens=False)
-        return token_ids[1:] if token_ids[:1] == list(answer[-1:]) else token_ids
+        return token_ids[self._num_drawn(token_ids, list(answer)) :]
+
+    def _num_drawn(self, behind: list[int], answer: list[int]) -> int:
+        """Of the tokens `behind` an answer, how many it ends with: as much of the end of a turn and of the next message
+        as a stop string has, or an end token, and white space that the template has before that."""
+        for stop in range(min(len(behind) - 1, len(answer)), 0, -1):
+            if behind[stop - 1] == answer[-1] and behind[:stop] == answer[-stop:]:
+                return stop
+        for start, token in enumerate(behind):
+            if answer[-1:] == [token] and token in self.loaded.all_special_ids:
+                return start + 1
+            if self.loaded.decode([token]).strip():
+                break
+        return 0
 
     def _rendered(self, messages: Sequence[Message], rendering: Mapping[str, Any], **result: bool) -> Any:
         if not self.loaded.chat_template:

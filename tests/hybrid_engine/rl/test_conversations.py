@@ -107,6 +107,40 @@ def test_a_reply_is_what_the_template_has_behind_an_answer(
     assert token_ids == tokenizer.encode_chat(chat, rendering)
 
 
+BY_LINES = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "drawn", "expected"),
+    [
+        (CHATML, "a~", "\n<user>1~\n<assistant>"),
+        (CHATML, "a", "~\n<user>1~\n<assistant>"),
+        (CHATML, "a\n", "~\n<user>1~\n<assistant>"),
+        (CHATML.replace("~", " ~"), "a~", "\n<user>1 ~\n<assistant>"),
+        (CHATML.replace("~", " ~"), "a ~", "\n<user>1 ~\n<assistant>"),
+        (CHATML.replace("~", " ~"), "a", " ~\n<user>1 ~\n<assistant>"),
+        (CHATML.replace("~", "###"), "a###", "\n<user>1###\n<assistant>"),
+        (CHATML.replace("~", "###"), "a#b", "###\n<user>1###\n<assistant>"),
+        (BY_LINES, "a\nuser:", " 1\nassistant: "),
+        (BY_LINES, "a", "\nuser: 1\nassistant: "),
+        (BY_LINES, "au", "\nuser: 1\nassistant: "),
+        (BY_LINES, "a\nuser: 1\nassistant: ", "\nuser: 1\nassistant: "),
+    ],
+)
+def test_what_an_answer_drew_of_the_end_of_its_turn_is_not_put_again(
+    tmp_path: Path, template: str, drawn: str, expected: str
+) -> None:
+    """Llama 2 has a space before its end token; a stop string may be as long as the next message's role."""
+    save_characters(tmp_path, template, eos_token=END)
+    tokenizer = ModelTokenizer(str(tmp_path))
+    chat, reply = ([{"role": "user", "content": text}] for text in "?1")
+    token_ids = tokenizer.encode_reply(chat, tokenizer.encode([drawn])[0], reply, rendering_of(None, tokenizer))
+    assert tokenizer.loaded.decode(token_ids) == expected
+
+
 def test_a_template_without_answers_cannot_go_on(tmp_path: Path) -> None:
     save_characters(
         tmp_path, "{% for message in messages if message['role'] == 'user' %}{{ message['content'] }}{% endfor %}"
