@@ -122,20 +122,23 @@ def converse(
             chats, a text or token ids, which are appended as they are, or None to end the conversation.
         chat: `tools`, `chat_template_kwargs`; as of `generate`.
 
-    Each conversation draws by streams of its own. Raises ArgumentError for an environment that fails or replies
-    anything else, and what `generate_sequences` raises.
+    Each conversation draws by streams of its own. Raises on rank 0 ArgumentError for an environment that fails or
+    replies anything else, and RemoteError with its text on the others; and what `generate_sequences` raises.
     """
     from hybrid_engine.backends.vllm import Sampling
 
-    if not isinstance(sampling, Sampling) or sampling.max_tokens is None:
-        remedy = "Pass hybrid_engine.Sampling with max_tokens, which bounds a conversation"
-        raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
-    if violations := [*no_arguments(chat, ("environment", "sampling"))]:
-        raise ArgumentError(violations)
+    with engine.job.agreement.phase("checking a conversation"):
+        violations = [*no_arguments(chat, ("environment", "sampling"))]
+        if not isinstance(sampling, Sampling) or sampling.max_tokens is None:
+            remedy = "Pass hybrid_engine.Sampling with max_tokens, which bounds a conversation"
+            violations.append(Violation("sampling", f"got {shortened(sampling)}", remedy))
+        if violations:
+            raise ArgumentError(violations)
     host = _Host(engine, environment, chat)
-    groups = engine.generate_sequences([prompt_of(each) for each in prompts], sampling, **chat)
+    asked = prompts if isinstance(prompts, str | Mapping) else [prompt_of(each) for each in prompts]
+    groups = engine.generate_sequences(asked, sampling, **chat)
     everyone = [
-        _UnderWay(prompt, f"prompt {index}, completion {number}", sampling.max_tokens)
+        _UnderWay(prompt, f"prompt {index}, completion {number}", sampling.max_tokens or 0)
         for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
         for number in range(len(group))
     ]
@@ -144,8 +147,8 @@ def converse(
     while going:
         for each, answer in zip(going, answers, strict=True):
             each.answered(answer)
-        asked = [each for each in going if each.turns[-1].finish_reason != "length"]
-        going = [each for each, reply in zip(asked, host.replies(asked), strict=True) if each.take(reply)]
+        open_ = [each for each in going if each.turns[-1].finish_reason != "length"]
+        going = [each for each, reply in zip(open_, host.replies(open_), strict=True) if each.take(reply)]
         turn += 1
         seed = None if sampling.seed is None else text_digest(str(sampling.seed), str(turn))
         how = [
@@ -171,7 +174,7 @@ def no_arguments(chat: Iterable[str], others: Iterable[str]) -> Iterator[Violati
 
 def prompt_of(each: Any) -> Any:
     """What is asked, of an element of `prompts`."""
-    return each["prompt"] if isinstance(each, Mapping) else each
+    return each["prompt"] if isinstance(each, Mapping) and "prompt" in each else each
 
 
 @dataclass
@@ -233,7 +236,7 @@ class _Host:
         self._tokenizer: ModelTokenizer = engine.inference.tokenizer
 
     def begin(self, everyone: Sequence[_UnderWay]) -> None:
-        """Make an environment for each. Raises ArgumentError on all ranks where that fails."""
+        """Make an environment for each. Raises as `converse` where that fails."""
         from hybrid_engine.backends.vllm.prompts import form_of
 
         with self._engine.job.agreement.phase("environment"):

@@ -293,6 +293,13 @@ def test_what_bounds_no_conversation_is_refused(tokenizer: ModelTokenizer) -> No
     ):
         with pytest.raises(ArgumentError, match=said):
             converse(engine, CHATS, Sampling(), asks_again, **argument)
+    for said, prompts in (
+        (r"prompts\[0\]: a message outside of a chat, which is a list of messages", CHATS[0]["prompt"]),
+        (r"prompts\[0\]: a dict of question; pass its text or its messages", [{"question": "x"}]),
+        ("prompts: got 'x'. Pass a list of prompts", "x"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            converse(engine, prompts, Sampling(), asks_again)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="environment: for prompt 0, completion 0 it returned None"):
         converse(engine, CHATS, Sampling(), lambda _: None)  # type: ignore[arg-type,return-value]
 

@@ -16,7 +16,7 @@ from hybrid_engine import ActorHybridWorker, Completion, ReshardReport, Sampling
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.loading import ALIASES, paths_of
 from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
-from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, train
+from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, converse, train
 from hybrid_engine.rl.loop import _Tally, combined
 from hybrid_engine.switch.states import SwitchHooks
 from tests.harness.launch import REPO_ROOT, Ranks
@@ -122,7 +122,26 @@ def talk(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> 
         found["rows"] = train(
             worker, chats, reward, config, environment=asks_twice, chat_template_kwargs={"suffix": ""}
         )
+    check_faults(worker, chats)
     return found
+
+
+def check_faults(worker: ActorHybridWorker, chats: list[Any]) -> None:
+    """What fails on one rank is raised on both, and the next call is as if it had not been."""
+
+    def failing(prompt: Any) -> Any:
+        reply = asks_twice(prompt)
+        return lambda answer: reply(answer) if len(answer.prompt_token_ids) < 12 else 1 / 0
+
+    sampling = Sampling(n=2, max_tokens=26, seed=1, stop_token_ids=list(range(0, 100, 2)))
+    of_one_rank = Sampling(max_tokens=None) if worker.rank else sampling
+    with worker.rollout_context():
+        before = converse(worker, chats, sampling, asks_twice)
+        with pytest.raises(HybridEngineError, match="which bounds a conversation"):
+            converse(worker, chats, of_one_rank, asks_twice)
+        with pytest.raises(HybridEngineError, match=r"ZeroDivisionError for prompt \d, completion \d: "):
+            converse(worker, chats, sampling, failing)
+        assert converse(worker, chats, sampling, asks_twice) == before
 
 
 def check_talk(*of_ranks: dict[str, Any]) -> None:
