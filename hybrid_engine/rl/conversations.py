@@ -43,7 +43,8 @@ class Conversation:
     Attributes:
         turns: answers. The prompt of each is all that vLLM was given for it.
         is_cut: the environment's last reply did not fit, and is not in it.
-        messages: the chat with answers and replies; on rank 0 and of prompts that are chats, else empty.
+        messages: the chat with answers and replies, of which texts and token ids are in the assistant's message that
+            they go on in; on rank 0 and of prompts that are chats, else empty.
         environment: what replied; on rank 0, for the reward.
 
     Raises ValueError for turns that are none of one conversation.
@@ -185,8 +186,9 @@ class _UnderWay:
         place: in messages.
         most: tokens behind the prompt.
         context: all token ids so far, which the next turn is given.
-        messages: of a chat, before the last answer; None where the prompt is none.
-        replied: messages of the last reply.
+        messages: of a chat, before the assistant's message that the last answer is in; None where the prompt is none.
+        begun: of that message, what is before the last answer.
+        replied: messages of the last reply; or the last answer and the reply as text, which join that message.
     """
 
     prompt: Any
@@ -196,7 +198,8 @@ class _UnderWay:
     context: list[int] = field(default_factory=list)
     is_cut: bool = False
     messages: list[Message] | None = None
-    replied: Sequence[Message] = ()
+    begun: str = ""
+    replied: Sequence[Message] | str = ""
     respond: Any = None
 
     @property
@@ -215,17 +218,19 @@ class _UnderWay:
         if reply is None or self.is_cut:
             return False
         self.context += reply
-        if self.messages is not None:
-            self.messages += [_said(self.turns[-1]), *self.replied]
+        if isinstance(self.replied, str):
+            self.begun += self.replied
+        elif self.messages is not None:
+            self.messages += [self._said(), *self.replied]
+            self.begun = ""
         return True
 
     def ended(self) -> Conversation:
-        messages = () if self.messages is None else (*self.messages, _said(self.turns[-1]))
+        messages = () if self.messages is None else (*self.messages, self._said())
         return Conversation(tuple(self.turns), self.is_cut, messages, self.respond)
 
-
-def _said(answer: Completion) -> Message:
-    return {"role": "assistant", "content": answer.text}
+    def _said(self) -> Message:
+        return {"role": "assistant", "content": self.begun + self.turns[-1].text}
 
 
 class _Host:
@@ -259,6 +264,8 @@ class _Host:
         return replies
 
     def _reply(self, each: _UnderWay) -> list[int] | None:
+        from hybrid_engine.backends.vllm.prompts import form_of
+
         with _named(each.place):
             reply = each.respond(each.turns[-1])
         if reply is None:
@@ -271,12 +278,15 @@ class _Host:
             self._engine.inference.check_prompts([token_ids], 1)
         except (ConfigError, ValueError) as error:
             raise ArgumentError([Violation("environment", f"for {each.place}: {error}", _REPLIES)]) from error
+        if each.messages is not None:
+            is_chat = form_of(reply) == "a chat"
+            each.replied = reply if is_chat else self._tokenizer.decode([*each.turns[-1].token_ids, *token_ids])
         return token_ids
 
     def _token_ids(self, reply: Any, each: _UnderWay) -> list[int]:
         from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
 
-        form, each.replied = form_of(reply), ()
+        form = form_of(reply)
         if form == "token ids":
             return [int(token) for token in reply]
         if form == "a text":
@@ -285,7 +295,6 @@ class _Host:
             raise ValueError(f"the reply is {form}")
         if each.messages is None:
             raise ValueError("the reply has messages, but the prompt is no chat, so no template says how they go on")
-        each.replied = reply
         rendering = rendering_of(self._chat, self._tokenizer)
         return self._tokenizer.encode_reply(each.messages, each.turns[-1].token_ids, reply, rendering)
 

@@ -253,6 +253,19 @@ def test_texts_and_token_ids_are_appended_as_they_are(tokenizer: ModelTokenizer)
     assert one.messages == ()
 
 
+def test_a_text_goes_on_in_the_message_of_its_answer(tmp_path: Path) -> None:
+    """So that a template which wants roles in turn takes messages after it."""
+    refusal = "{% if loop.previtem and loop.previtem.role == message.role %}{{ raise_exception('twice') }}{% endif %}"
+    save_characters(tmp_path, CHATML.replace("<{{", f"{refusal}<{{{{"))
+    replies: list[Any] = ["{c}", [7, 8], [{"role": "user", "content": "1"}], "{d}", None]
+    engine, prompts = Engine(ModelTokenizer(str(tmp_path))), [CHATS[0]["prompt"]]
+    ((one,),) = converse(engine, prompts, Sampling(max_tokens=90), lambda _: lambda _: replies.pop(0))  # type: ignore[arg-type]
+    said = engine.inference.tokenizer.decode([7, 8])
+    roles = ["user", "assistant", "user", "assistant"]
+    assert [message["role"] for message in one.messages] == roles
+    assert [message["content"] for message in one.messages] == ["x", f"a~{{c}}a~{said}a", "1", "a~{d}a"]
+
+
 def fails(_: Completion) -> Any:
     raise RuntimeError("the sandbox is gone")
 
