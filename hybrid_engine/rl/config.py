@@ -25,7 +25,9 @@ class LoopConfig(Section):
     samples_per_prompt: Annotated[Count, Field(le=2**14)] = 8
     """Completions of each prompt."""
     max_tokens: Count = 256
-    """Most tokens of a completion."""
+    """Most tokens of a completion; of a conversation, of all that follows the prompt."""
+    max_tokens_per_turn: Count | None = None
+    """Most tokens of an answer in a conversation; default: max_tokens."""
     temperature: Annotated[Positive, Field(ge=0.01, le=2)] = 1.0
     """Temperature of sampling, and of all log-probabilities."""
     stop_token_ids: tuple[int, ...] = ()

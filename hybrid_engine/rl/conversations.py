@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
+from hybrid_engine.trainer.batches.making import required_whole
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import Completion, Sampling
+    from hybrid_engine.backends.vllm import Completion
     from hybrid_engine.backends.vllm.prompts import ChatArguments, Message, ModelTokenizer
+    from hybrid_engine.backends.vllm.requests import Samplings
 
     Reply = Sequence[Message] | str | Sequence[int] | None
     """Messages, a text or token ids, which the conversation goes on with; None ends it."""
@@ -108,8 +110,10 @@ class Conversation:
 def converse(
     engine: HybridEngine[Any],
     prompts: Sequence[Any],
-    sampling: Sampling,
+    sampling: Samplings,
     environment: Environment,
+    *,
+    max_tokens_per_turn: int | None = None,
     **chat: Unpack[ChatArguments],
 ) -> list[list[Conversation]]:
     """`n` conversations of each prompt. Collective, in the rollout context; prompts are the same on all ranks.
@@ -117,30 +121,36 @@ def converse(
     Args:
         engine: a worker, or another engine.
         prompts: texts, chats or lists of token ids, or mappings that have one of these under "prompt".
-        sampling: of every turn; `max_tokens` bounds all that follows the prompt, drawn and given.
+        sampling: of every turn, ours or `vllm.SamplingParams`, one for all prompts or a list with one for each;
+            `max_tokens` bounds all that follows the prompt, drawn and given.
         environment: called on rank 0 with an element of `prompts`, for each conversation. What it returns is called
             with each answer that `max_tokens` did not cut off, and returns the reply: messages, where prompts are
             chats, a text or token ids, which are appended as they are, or None to end the conversation.
+        max_tokens_per_turn: bounds each answer; one that it cuts off ("length") is replied to like any other.
         chat: `tools`, `chat_template_kwargs`; as of `generate`.
 
     Each conversation draws by streams of its own. Raises on rank 0 ArgumentError for an environment that fails or
     replies anything else, and RemoteError with its text on the others; and what `generate_sequences` raises.
     """
-    from hybrid_engine.backends.vllm import Sampling
+    from hybrid_engine.backends.vllm.requests import asked_for
 
     with engine.job.agreement.phase("checking a conversation"):
-        violations = [*no_arguments(chat, ("environment", "sampling"))]
-        if not isinstance(sampling, Sampling) or sampling.max_tokens is None:
-            remedy = "Pass hybrid_engine.Sampling with max_tokens, which bounds a conversation"
-            violations.append(Violation("sampling", f"got {shortened(sampling)}", remedy))
+        violations = [*no_arguments(chat, ("environment", "sampling", "max_tokens_per_turn"))]
+        if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
+            violations.append(Violation("prompts", f"got {shortened(prompts)}", "Pass a list of prompts"))
+        if max_tokens_per_turn is not None:
+            remedy = "Pass a number of tokens, at least 1"
+            violations += required_whole(max_tokens_per_turn, "max_tokens_per_turn", remedy, least=1)
         if violations:
             raise ArgumentError(violations)
+        bounded = asked_for(sampling, len(prompts), _bounded).each
     host = _Host(engine, environment, chat)
-    asked = prompts if isinstance(prompts, str | Mapping) else [prompt_of(each) for each in prompts]
-    groups = engine.generate_sequences(asked, sampling, **chat)
+    most = max_tokens_per_turn
+    first = bounded if most is None else [_of_turn(one, one.max_tokens, most) for one in bounded]
+    groups = engine.generate_sequences([prompt_of(each) for each in prompts], list(first), **chat)
     everyone = [
-        _UnderWay(prompt, f"prompt {index}, completion {number}", sampling.max_tokens or 0)
-        for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        _UnderWay(prompt, f"prompt {index}, completion {number}", one)
+        for index, (prompt, one, group) in enumerate(zip(prompts, bounded, groups, strict=True))
         for number in range(len(group))
     ]
     going, answers, turn = everyone, [one for group in groups for one in group], 1
@@ -148,15 +158,11 @@ def converse(
     while going:
         for each, answer in zip(going, answers, strict=True):
             each.answered(answer)
-        open_ = [each for each in going if each.turns[-1].finish_reason != "length"]
-        going = [each for each, reply in zip(open_, host.replies(open_), strict=True) if each.take(reply)]
+        asked = [each for each in going if each.turns[-1].finish_reason != "length" or each.room]
+        going = [each for each, reply in zip(asked, host.replies(asked), strict=True) if each.take(reply)]
         turn += 1
-        seed = None if sampling.seed is None else text_digest(str(sampling.seed), str(turn))
-        how = [
-            replace(sampling, n=1, seed=seed, max_tokens=room, min_tokens=min(room, sampling.min_tokens))
-            for room in (each.room for each in going)
-        ]
         if going:
+            how = [_of_turn(each.sampling, each.room, most, turn) for each in going]
             drawn = engine.generate_sequences([each.context for each in going], how)
             answers = [answer for (answer,) in drawn]
     done = iter(everyone)
@@ -178,13 +184,39 @@ def prompt_of(each: Any) -> Any:
     return each["prompt"] if isinstance(each, Mapping) and "prompt" in each else each
 
 
+def _bounded(sampling: Any) -> Any:
+    """A sampling of either kind, which vLLM need not be installed for. Raises ArgumentError for one without an end."""
+    from hybrid_engine.backends.vllm import Sampling
+
+    is_one = isinstance(sampling, Sampling) or hasattr(sampling, "clone")
+    if is_one and getattr(sampling, "max_tokens", None) is not None:
+        return sampling
+    remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, with max_tokens, which bounds a conversation"
+    raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
+
+
+def _of_turn(sampling: Any, room: int, most: int | None, turn: int = 1) -> Any:
+    """The sampling of a turn that has `room`, and may have `most` tokens: from the second on one answer, by a seed of
+    the turn."""
+    num = min(room, most or room)
+    values: dict[str, Any] = {"max_tokens": num, "min_tokens": min(num, sampling.min_tokens)}
+    if turn > 1:
+        values |= {"n": 1, "seed": None if sampling.seed is None else text_digest(str(sampling.seed), str(turn))}
+    if not hasattr(sampling, "clone"):
+        return replace(sampling, **values)
+    params = sampling.clone()
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
+
+
 @dataclass
 class _UnderWay:
     """A conversation that goes on. All ranks have turns and context, rank 0 the rest.
 
     Attributes:
         place: in messages.
-        most: tokens behind the prompt.
+        sampling: as the caller has it; its `max_tokens` bounds all behind the prompt.
         context: all token ids so far, which the next turn is given.
         messages: of a chat, before the assistant's message that the last answer is in; None where the prompt is none.
         begun: of that message, what is before the last answer.
@@ -193,7 +225,7 @@ class _UnderWay:
 
     prompt: Any
     place: str
-    most: int
+    sampling: Any
     turns: list[Completion] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
     is_cut: bool = False
@@ -205,7 +237,8 @@ class _UnderWay:
     @property
     def room(self) -> int:
         """Tokens that may follow the context."""
-        return self.most - (len(self.context) - len(self.turns[0].prompt_token_ids))
+        num_taken = len(self.context) - len(self.turns[0].prompt_token_ids)
+        return int(self.sampling.max_tokens) - num_taken
 
     def answered(self, answer: Completion) -> None:
         """Note what was drawn."""

@@ -144,7 +144,11 @@ class Loop:
         self.environment, self._chat = environment, chat
         self.prompts = prompts if callable(prompts) else list(prompts)
         others = [*inspect.signature(train).parameters, "on_phase"]
-        if violations := [*no_arguments(chat, others), *_row_violations(worker, config)]:
+        violations = [*no_arguments(chat, others), *_row_violations(worker, config)]
+        if environment is None and config.max_tokens_per_turn is not None:
+            key, remedy = f"{config.name}.max_tokens_per_turn", "Pass an environment, or set max_tokens"
+            violations.append(Violation(key, "is of conversations, and there is no environment", remedy))
+        if violations:
             raise ConfigError(violations)
         if not callable(self.prompts) and not self.prompts:
             raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])
@@ -322,7 +326,8 @@ class Loop:
     def _draw(self, prompts: Sequence[Any], sampling: Sampling) -> Groups:
         """Completions, or conversations, of each prompt."""
         if self.environment is not None:
-            return converse(self.worker, prompts, sampling, self.environment, **self._chat)
+            most = self.config.max_tokens_per_turn
+            return converse(self.worker, prompts, sampling, self.environment, max_tokens_per_turn=most, **self._chat)
         return self.worker.generate_sequences([prompt_of(each) for each in prompts], sampling, **self._chat)
 
     def _rewards(self, prompts: Sequence[Any], groups: Groups) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine import Completion, Sampling, build_batch, pack
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, rendering_of, token_ids_of
+from hybrid_engine.backends.vllm.requests import caller_fields
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import Conversation, converse
 from hybrid_engine.rl.losses import align_log_probs
@@ -244,6 +245,37 @@ def test_a_reply_longer_than_the_model_ends_its_conversation_alone(tokenizer: Mo
     assert (other.is_cut, other.finish_reason, len(other.turns)) == (False, "stop", 3)
 
 
+def test_an_answer_that_its_own_bound_cuts_off_is_replied_to(tokenizer: ModelTokenizer) -> None:
+    engine = Engine(tokenizer)
+    sampling = Sampling(max_tokens=40, min_tokens=3)
+    ((one,),) = converse(engine, [{**CHATS[0], "times": 9}], sampling, asks_again, max_tokens_per_turn=1)  # type: ignore[arg-type]
+    assert [turn.finish_reason for turn in one.turns] == ["length"] * len(one.turns)
+    assert tokenizer.loaded.decode(one.token_ids) == "a~\n<user>1~\n<assistant>a"
+    assert (len(one.turns), one.is_cut, one.finish_reason) == (2, True, "length")
+    assert [(how.max_tokens, how.min_tokens) for _, each in engine.asked for how in each] == [(1, 1)] * 2
+    for most in (0, "1"):
+        with pytest.raises(ArgumentError, match=r"max_tokens_per_turn: is '?[01]'?\. Pass a number of tokens"):
+            converse(engine, CHATS, sampling, asks_again, max_tokens_per_turn=most)  # type: ignore[arg-type]
+
+
+def test_each_prompt_has_its_own_sampling_in_every_turn(tokenizer: ModelTokenizer) -> None:
+    from vllm import SamplingParams
+
+    engine, ours = Engine(tokenizer), Sampling(n=2, max_tokens=20, seed=3)
+    theirs = SamplingParams(max_tokens=50, temperature=0.5, logit_bias={5: 1.0})
+    groups = converse(engine, [CHATS[1]] * 2, [ours, theirs], asks_again)  # type: ignore[arg-type]
+    assert [len(group) for group in groups] == [2, 1]
+    assert [[(len(one.turns), one.is_cut) for one in group] for group in groups] == [[(1, True)] * 2, [(3, False)]]
+    (_, (first, second)), *later = engine.asked
+    assert (first, caller_fields(second)) == (ours, caller_fields(theirs))
+    for prompts, (how,) in later:
+        assert (how.n, how.temperature, how.logit_bias, how.seed) == (1, 0.5, {5: 1.0}, None)
+        assert how.max_tokens == 50 - (len(prompts[0]) - len(groups[1][0].prompt_token_ids))
+    assert theirs.max_tokens == 50, "it is the caller's"
+    with pytest.raises(ArgumentError, match=r"sampling\[1\]: got 5"):
+        converse(engine, CHATS, [ours, 5], asks_again)  # type: ignore[arg-type,list-item]
+
+
 def test_texts_and_token_ids_are_appended_as_they_are(tokenizer: ModelTokenizer) -> None:
     replies: list[Any] = ["{c}", [7, 8], None]
     groups = converse(Engine(tokenizer), [[5, 6]], Sampling(max_tokens=30), lambda _: lambda _: replies.pop(0))  # type: ignore[arg-type]
@@ -297,7 +329,7 @@ def test_an_environment_that_fails_is_named(tokenizer: ModelTokenizer, prompt: s
 
 def test_what_bounds_no_conversation_is_refused(tokenizer: ModelTokenizer) -> None:
     engine: Any = Engine(tokenizer)
-    for sampling in (Sampling(max_tokens=None), None):
+    for sampling in (Sampling(max_tokens=None), None, SimpleNamespace(max_tokens=5)):
         with pytest.raises(ArgumentError, match="with max_tokens, which bounds a conversation"):
             converse(engine, CHATS, sampling, asks_again)  # type: ignore[arg-type]
     for said, argument in (
@@ -309,6 +341,7 @@ def test_what_bounds_no_conversation_is_refused(tokenizer: ModelTokenizer) -> No
     for said, prompts in (
         (r"prompts\[0\]: a message outside of a chat, which is a list of messages", CHATS[0]["prompt"]),
         (r"prompts\[0\]: a dict of question; pass its text or its messages", [{"question": "x"}]),
+        ("prompts: got None. Pass a list of prompts", None),
         ("prompts: got 'x'. Pass a list of prompts", "x"),
     ):
         with pytest.raises(ArgumentError, match=said):

@@ -272,6 +272,17 @@ def test_what_a_run_does_not_take_is_named() -> None:
         Loop(mock.MagicMock(), "ab", mock.Mock(), GrpoConfig(), enviroment=mock.Mock())  # type: ignore[call-arg]
 
 
+def test_a_bound_of_turns_is_for_conversations() -> None:
+    worker, config = mock.MagicMock(), GrpoConfig(max_tokens_per_turn=5)
+    worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
+    with pytest.raises(ConfigError, match=r"GrpoConfig\.max_tokens_per_turn: is of conversations, and there is no"):
+        Loop(worker, "ab", mock.Mock(), config)
+    loop = Loop(worker, "ab", mock.Mock(), config, environment=mock.Mock())
+    with mock.patch("hybrid_engine.rl.loop.converse") as converse:
+        loop._draw(["a"], Sampling())
+    assert converse.call_args.kwargs == {"max_tokens_per_turn": 5}
+
+
 def without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
     worker = mock.MagicMock()
     worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
