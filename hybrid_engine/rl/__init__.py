@@ -4,7 +4,7 @@
 
     Loop.learn(n)  rollout_context   vLLM          samples_per_prompt completions of each prompt, or conversations with
                                                    an environment                                 (conversations.py)
-                   reward            rank 0
+                   reward            rank 0        as environments are: functions, or coroutines      (asking.py)
                    forward_context   reference     with a KL term alone
                    group_advantages  GRPO                                                        (losses.py)
                    train_context     critic        PPO: values, advantages, value_loss           (critic.py)

@@ -10,15 +10,14 @@ So the token ids that are trained on are those that vLLM was given and drew, and
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
+from hybrid_engine.rl.asking import ask_each, named
 from hybrid_engine.trainer.batches.making import required_whole
 
 if TYPE_CHECKING:
@@ -125,7 +124,8 @@ def converse(
             `max_tokens` bounds all that follows the prompt, drawn and given.
         environment: called on rank 0 with an element of `prompts`, for each conversation. What it returns is called
             with each answer that `max_tokens` did not cut off, and returns the reply: messages, where prompts are
-            chats, a text or token ids, which are appended as they are, or None to end the conversation.
+            chats, a text or token ids, which are appended as they are, or None to end the conversation. Where it is a
+            coroutine function, all conversations of a turn are replied to together.
         max_tokens_per_turn: bounds each answer; one that it cuts off ("length") is replied to like any other.
         chat: `tools`, `chat_template_kwargs`; as of `generate`.
 
@@ -281,7 +281,7 @@ class _Host:
             for each in everyone if self._engine.rank == 0 else ():
                 asked = prompt_of(each.prompt)
                 each.messages = list(asked) if form_of(asked) == "a chat" else None
-                with _named(each.place):
+                with named("environment", each.place):
                     each.respond = self._environment(each.prompt)
                 if not callable(each.respond):
                     problem = f"for {each.place} it returned {shortened(each.respond)}"
@@ -292,15 +292,14 @@ class _Host:
         agreement, found = self._engine.job.agreement, list[list[int] | None]()
         with agreement.phase("environment"):
             if self._engine.rank == 0:
-                found = [self._reply(each) for each in going]
+                said = ask_each("environment", [(each.place, each.respond, (each.turns[-1],)) for each in going])
+                found = [self._reply(each, reply) for each, reply in zip(going, said, strict=True)]
         replies: list[list[int] | None] = agreement.gather(found, list[list[int] | None], "environment")[0]
         return replies
 
-    def _reply(self, each: _UnderWay) -> list[int] | None:
+    def _reply(self, each: _UnderWay, reply: Any) -> list[int] | None:
         from hybrid_engine.backends.vllm.prompts import form_of
 
-        with _named(each.place):
-            reply = each.respond(each.turns[-1])
         if reply is None:
             return None
         try:
@@ -330,15 +329,3 @@ class _Host:
             raise ValueError("the reply has messages, but the prompt is no chat, so no template says how they go on")
         rendering = rendering_of(self._chat, self._tokenizer)
         return self._tokenizer.encode_reply(each.messages, each.turns[-1].token_ids, reply, rendering)
-
-
-@contextmanager
-def _named(place: str) -> Iterator[None]:
-    """Raise ArgumentError naming the conversation, and the line, for whatever its environment raises."""
-    try:
-        yield
-    except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        problem = f"{type(error).__name__} for {place}: {error}"
-        remedy = f"It was raised by {last.filename}:{last.lineno}"
-        raise ArgumentError([Violation("environment", problem, remedy)]) from error

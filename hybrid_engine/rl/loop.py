@@ -23,8 +23,8 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Unpack
@@ -35,6 +35,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
 from hybrid_engine.files.durable import naming
 from hybrid_engine.rl import losses
+from hybrid_engine.rl.asking import ask_each
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Conversation, Environment, converse, no_arguments, prompt_of
 from hybrid_engine.rl.critic import Critic
@@ -50,9 +51,9 @@ if TYPE_CHECKING:
 
 Prompts = Sequence[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step."""
-Reward = Callable[[Any, Any], float]
-"""(prompt, completion) -> what the completion is worth; called on rank 0 alone, which tells the others. With an
-environment it is given a `Conversation` in place of a `Completion`."""
+Reward = Callable[[Any, Any], float | Awaitable[float]]
+"""(prompt, completion) -> what the completion is worth; called on rank 0 alone, which tells the others; a coroutine
+function for all completions together. With an environment it is given a `Conversation` in place of a `Completion`."""
 Groups = Sequence[Sequence["Completion | Conversation"]]
 """n of each prompt."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
@@ -335,11 +336,13 @@ class Loop:
         agreement, rewards = self.worker.job.agreement, list[float]()
         with agreement.phase("reward"):
             if self.worker.rank == 0:
-                rewards = [
-                    _reward_of(self.reward, prompt, one, f"prompt {index}, completion {number}")
+                calls = [
+                    (f"prompt {index}, completion {number}", self.reward, (prompt, one))
                     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
                     for number, one in enumerate(group)
                 ]
+                values = ask_each("reward", calls)
+                rewards = [_number(value, place) for value, (place, *_) in zip(values, calls, strict=True)]
         return torch.tensor(agreement.gather(rewards, list[float], "reward")[0]).view(len(groups), -1)
 
     def _batch(self, groups: Groups) -> dict[str, torch.Tensor]:
@@ -394,16 +397,11 @@ def _order(seed: int, size: int, epoch: int) -> list[int]:
     return order
 
 
-def _reward_of(reward: Reward, prompt: Any, completion: Completion | Conversation, place: str) -> float:
-    try:
-        value = reward(prompt, completion)
-        if math.isfinite(number := float(value)):
+def _number(reward: Any, place: str) -> float:
+    with suppress(TypeError, ValueError):
+        if math.isfinite(number := float(reward)):
             return number
-        problem = f"is {shortened(value)} for {place}"
-    except Exception as error:
-        violation = Violation("reward", f"{type(error).__name__} for {place}: {error}", "Return a number for each")
-        raise ArgumentError([violation]) from error
-    raise ArgumentError([Violation("reward", problem, "Return a finite number")])
+    raise ArgumentError([Violation("reward", f"is {shortened(reward)} for {place}", "Return a finite number")])
 
 
 def _figures(batch: Mapping[str, torch.Tensor], groups: Groups, rewards: torch.Tensor) -> dict[str, float]:

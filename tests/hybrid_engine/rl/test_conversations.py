@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -296,6 +297,23 @@ def test_a_text_goes_on_in_the_message_of_its_answer(tmp_path: Path) -> None:
     roles = ["user", "assistant", "user", "assistant"]
     assert [message["role"] for message in one.messages] == roles
     assert [message["content"] for message in one.messages] == ["x", f"a~{{c}}a~{said}a", "1", "a~{d}a"]
+
+
+def test_coroutines_reply_to_all_conversations_of_a_turn_together(tokenizer: ModelTokenizer) -> None:
+    prompts, together = [[5], [6], [7]], asyncio.Barrier(3)
+
+    def environment(_: Any) -> Any:
+        turns = iter([[8], None])
+
+        async def reply(_: Completion) -> Any:
+            async with asyncio.timeout(60):
+                await together.wait()
+            return next(turns)
+
+        return reply
+
+    groups = converse(Engine(tokenizer), prompts, Sampling(max_tokens=30), environment)  # type: ignore[arg-type]
+    assert [len(one.turns) for (one,) in groups] == [2, 2, 2]
 
 
 def fails(_: Completion) -> Any:
