@@ -31,6 +31,7 @@ CONFIG: dict[str, Any] = {
     **{"epochs": 2, "minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
     **{"kl_coefficient": 0.01, "importance_cap": 2.0, "clip_ratio_high": 0.3, "evaluate_every": 2, "save_every": 2},
 }
+IN_TURNS = {**CONFIG, "max_tokens_per_turn": 2}
 OF_PPO = {**CONFIG, "critic_warmup_steps": 1, "critic_epochs": 2, "critic_learning_rate": 2e-2}
 
 
@@ -39,8 +40,14 @@ def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
 
 
 def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
-    ((one,),) = worker.generate_sequences([[5, 6]], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
-    return {"first_token": float(one.token_ids[0])}
+    sampling = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
+    ((one,),) = converse(worker, [[5, 6]], sampling, goes_on, max_tokens_per_turn=2)
+    return {"last_token": float(one.turns[1].token_ids[0])}
+
+
+def goes_on(prompt: Any) -> Any:
+    replies = iter([[7, 8]])
+    return lambda answer: next(replies, None)
 
 
 def interrupted(prompt: Mapping[str, Any], completion: Completion) -> float:
@@ -65,6 +72,8 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
             with worker.train_context():
                 worker.load_checkpoint(out / "start")
             config, places = algorithm(**{**settings, **changed}), {"out": out / name, "evaluate": evaluate}
+            if config.max_tokens_per_turn:
+                places["environment"] = goes_on
             done: list[dict[str, Any]] = []
             return train(
                 worker, PROMPTS, reward, config, **places, on_step=done.append, should_stop=lambda: stops and bool(done)
@@ -186,7 +195,7 @@ def check_talk(*of_ranks: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, CONFIG), (PpoConfig, OF_PPO)])
+@pytest.mark.parametrize(("algorithm", "settings"), [(GrpoConfig, IN_TURNS), (PpoConfig, OF_PPO)])
 def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     engines: Ranks, tmp_path: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
 ) -> None:
@@ -220,7 +229,8 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert kl[: 4 - len(trained)] == pytest.approx([0] * (4 - len(trained)), abs=1e-9)
     assert all(0 < value < 5 for value in kl[4 - len(trained) :])
     assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
-    assert ["first_token" in row for row in whole] == [False, True, True]
+    assert ["last_token" in row for row in whole] == [False, True, True]
+    assert all(row["turns"] > 1.5 for row in whole if "max_tokens_per_turn" in settings)
     assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
     assert f"{algorithm.__name__}.seed: the run in" in first["refused"]
     assert "not a multiple of" in first["rows"]
