@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
-from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED, wrapped_layers
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
@@ -84,6 +84,7 @@ class ModelTensors:
         self.chunks = list(chunks)
         self.table = _as_laid_out(table, self.chunks)
         self.noop_layers = frozenset(noop_layers)
+        self._in_lora_layers = {each for layer in wrapped_layers(self.chunks) for each in layer.parameters()}
         self.rank = torch.distributed.get_rank()
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         expert_group = parallel_state.get_expert_tensor_parallel_group()
@@ -114,9 +115,14 @@ class ModelTensors:
                 yield names.of(name), parameter
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters but LoRA's, and the persistent buffers that the name table knows (a router's expert bias)."""
+        """All parameters but LoRA's, and the persistent buffers that the name table knows (a router's expert bias).
+
+        Another library's adapters, which nobody here would add, keep their names, and those are in no table.
+        """
         for name, parameter in self.named_parameters():
-            if LORA not in name:
+            if parameter not in self._in_lora_layers:
+                yield name, parameter
+            elif LORA not in name:
                 yield name.replace(WRAPPED, ""), parameter
         yield from self.named_buffers()
 
@@ -128,7 +134,8 @@ class ModelTensors:
                     yield name, tensor
 
     def named_lora(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name)
+        own = self._in_lora_layers
+        return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name and parameter in own)
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
         """The weights that one of `named_weights` holds."""

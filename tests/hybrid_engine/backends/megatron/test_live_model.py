@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from packaging.version import Version
 
 from hybrid_engine.backends.megatron.forward_probe import hide_padding
@@ -157,7 +158,27 @@ def refuse_other_models(path: Path) -> dict[str, str]:
             with pytest.raises(ParameterMismatchError) as caught:
                 MegatronAdaptor(ModelTensors(chunks, table_for({**hf_config, **change}))).layout()
             messages[name] = str(caught.value)
+        attention = unwrap_model(chunks[0]).decoder.layers[0].self_attention
+        attention.linear_proj = AdaptedByOthers(attention.linear_proj)
+        with pytest.raises(ParameterMismatchError) as caught:
+            MegatronAdaptor(ModelTensors(chunks, table_for(hf_config))).layout()
+        messages["adapted by others"] = str(caught.value)
     return messages
+
+
+class AdaptedByOthers(torch.nn.Module):
+    """A layer with Megatron-Bridge's LoRA, as far as names go, which are those of ours."""
+
+    def __init__(self, to_wrap: torch.nn.Module) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = to_wrap, torch.nn.ModuleDict({"linear_in": torch.nn.Linear(2, 2, bias=False)})
+
+
+def test_an_adapter_that_nobody_would_add_is_refused(outcomes: Outcomes) -> None:
+    layer = "decoder.layers.0.self_attention.linear_proj"
+    for messages in outcomes["models"]:
+        for name in ("to_wrap.weight", "adapter.linear_in.weight"):
+            assert f"{layer}.{name}: the model's name table has no such" in messages["adapted by others"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
