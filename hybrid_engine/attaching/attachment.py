@@ -188,8 +188,6 @@ def attach(
     Raises, on all ranks and before anything is built: ConfigError with everything that does not fit, DependencyError
     for versions that were not tested. If vLLM cannot be built, model and optimizer are on the device as before.
     """
-    from hybrid_engine.backends.vllm import require_vllm
-
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     values, directory = read_source(config)
     with Ends() as owner:
@@ -198,7 +196,10 @@ def attach(
             with job.agreement.phase("checking Megatron's model"):
                 apply_patches()
                 checked, table = live_config(values, directory, chunks, optimizer)
-                require_vllm(allow_version=checked.generate_config.allow_version)
+                if not checked.generate_config.servers:
+                    from hybrid_engine.backends.vllm import require_vllm
+
+                    require_vllm(allow_version=checked.generate_config.allow_version)
                 job.require_timeout(checked.generate_config.timeout_seconds)
             find = partial(_live_model, chunks, optimizer, checked, table, num_steps, job, owner)
             engine = HybridEngine.beside(find, checked, table, job, owner)
