@@ -10,18 +10,18 @@ import pytest
 import yaml
 
 from tests.hybrid_engine.cli.test_plan_command import facts, run, saved
-from tests.zoo.published_configs import LLAMA_3_8B
+from tests.zoo.published_configs import LLAMA_3_8B, QWEN3_30B_A3B
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def written(directory: Path, strategy: str, **actor: Any) -> str:
+def written(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B, **actor: Any) -> str:
     """A file as `--cfg job` writes it, as far as it is read; its lengths are interpolated as in verl's own."""
     prompt, response = (f"${{oc.select:data.max_{each}_length,512}}" for each in ("prompt", "response"))
     rollout = {"name": "vllm", "tensor_model_parallel_size": 4, "gpu_memory_utilization": 0.6, "max_model_len": 4096}
     values = {
         "actor_rollout_ref": {
-            "model": {"path": saved(directory, LLAMA_3_8B), "enable_gradient_checkpointing": True},
+            "model": {"path": saved(directory, config), "enable_gradient_checkpointing": True},
             "actor": {"strategy": strategy, "ppo_micro_batch_size_per_gpu": 2, **actor},
             "rollout": {**rollout, "prompt_length": prompt, "response_length": response},
         },
@@ -64,6 +64,21 @@ def test_megatron_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Pa
     (told,) = found["remarks"]
     (tmp_path / "ours.yaml").write_text(told.partition(":\n")[2])
     assert same_plan(found, facts(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")), "can be pasted"
+
+
+def test_every_size_and_offload_of_megatrons_actor_is_kept(tmp_path: Path) -> None:
+    sizes = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 4}
+    kept: dict[str, Any] = {f"{name}_model_parallel_size": size for name, size in sizes.items() if name != "context"}
+    kept |= {"context_parallel_size": 2, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 2}
+    kept |= {"sequence_parallel": True, "use_distributed_optimizer": False}
+    offloads = {"param_offload": True, "optimizer_offload": True}
+    file = written(tmp_path, "megatron", QWEN3_30B_A3B, megatron={**kept, **offloads})
+    told, *others = facts(file, "--from", "verl", "trainer.n_gpus_per_node=8")["remarks"]
+    found = yaml.safe_load(told.partition(":\n")[2])
+    assert {key: found["actor_config"][key] for key in kept} == kept
+    moved = {key: found["generate_config"][f"offload_train_{key}"] for key in ("param", "grad", "optimizer")}
+    assert moved == dict.fromkeys(moved, True)
+    assert any("context" in remark for remark in others), "which Megatron's own loop may use"
 
 
 def test_fsdp_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Path) -> None:
@@ -128,6 +143,9 @@ def test_what_has_no_counterpart_is_said(tmp_path: Path) -> None:
         f"{ACTOR}.use_kl_loss=true",
         "actor_rollout_ref.model.lora_rank=8",
         "algorithm.adv_estimator=gae",
+        f"{ACTOR}.megatron.qat.enable=true",
+        f"{ACTOR}.megatron.dynamic_context_parallel=true",
+        f"{ACTOR}.optim.use_precision_aware_optimizer=true",
         f"+{ACTOR}.megatron.override_transformer_config.moe_shared_expert_overlap=true",
         f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8",
     )
@@ -135,5 +153,6 @@ def test_what_has_no_counterpart_is_said(tmp_path: Path) -> None:
     assert len(plain["remarks"]) == 1
     result = run(written(tmp_path, "megatron"), "--from", "verl", *words, "--json")
     remarks = json.loads(result.stdout)["remarks"][1:]
-    for part in ("sglang", "KV cache", "reference", "all weights", "critic", "moe_shared_expert_overlap", "kv_cache_d"):
+    parts = ("sglang", "KV cache", "reference", "all weights", "critic", "moe_shared_expert_overlap", "kv_cache_d")
+    for part in (*parts, "quantization", "sequences that no", "moments"):
         assert sum(part in remark for remark in remarks) == 1, part
