@@ -3,7 +3,7 @@
 trl.py          TRL's trainers with a colocated vLLM, and its AsyncGRPOTrainer
 ms_swift.py     ms-swift's trainers with a colocated vLLM
 accelerated.py  what these two share
-verl.py         verl's checkpoint engine, checkpoint manager and FSDP2 actors; verl imports it, and nobody else
+verl.py         verl's checkpoint engine, checkpoint manager and actors; verl imports it, and nobody else
 """
 
 from importlib import metadata

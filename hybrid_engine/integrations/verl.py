@@ -6,7 +6,8 @@
 
 verl imports this module by its entry point `verl.plugins`, in each of its processes. Each class has a place of verl's:
 
-    ShardedEngine    EngineRegistry, by the vendor     FSDP2's engine: it hands itself on with its weights
+    HandsItselfOn    EngineRegistry, by the vendor     in front of FSDP2's and Megatron's engines: they say whose the
+                                                       weights are
     Publisher        CheckpointEngineRegistry          in each actor: publishes them, instead of sending tensors
     Manager          checkpoint_manager_class          the controller's: tells actors where the servers are
 
@@ -21,10 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from hybrid_engine.attaching import attach, prepare
+from hybrid_engine.config.loading import generate_values
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested  # the name of verl's checkpoint engine and vendor, too
@@ -67,6 +70,18 @@ class HandsItselfOn:
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[LiveWeights, Any]:
         tensors, adapter = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
         return LiveWeights(self, tensors), adapter
+
+
+class BuildsElastic(HandsItselfOn):
+    """In front of Megatron's engine, whose DDP has its buffers in memory that a switch releases page by page."""
+
+    def initialize(self) -> None:
+        """As verl's. Raises ConfigError for an actor's settings that a switch cannot honour; a reference has none."""
+        engine: Any = self
+        if not engine.engine_config.forward_only and (found := [*_settings(engine)]):
+            raise ConfigError(found)
+        with prepare():
+            super().initialize()  # type: ignore[misc]
 
 
 @CheckpointEngineRegistry.register(NAME)
@@ -147,7 +162,10 @@ class Publisher(CheckpointEngine):
         if found := [*_findings(engine, servers)]:
             raise ConfigError(found)
         keys = {**_defaults(self._shares_devices), **self._config, "servers": [*servers]}
-        return HybridEngine(model=engine.module, rollout_config=keys, shard=False)
+        if not isinstance(engine.module, list):
+            return HybridEngine(model=engine.module, rollout_config=keys, shard=False)
+        config = {"model": engine.model_config.local_path, "generate_config": generate_values(keys)}
+        return attach(engine.module, engine.optimizer, config)  # a list is Megatron's chunks
 
 
 def _defaults(shares_devices: bool) -> dict[str, Any]:
@@ -162,22 +180,37 @@ def _findings(engine: Any, servers: Sequence[str]) -> Iterator[Violation]:
     """Settings of verl that a switch cannot honour."""
     if engine is None:
         problem = f"its engine is verl's own, and VERL_ENGINE_VENDOR is {os.environ.get('VERL_ENGINE_VENDOR')}"
-        yield Violation("actor.strategy", problem, f"Use fsdp2, and export VERL_ENGINE_VENDOR={NAME}")
+        yield Violation("actor.strategy", problem, f"Use fsdp2 or megatron, and export VERL_ENGINE_VENDOR={NAME}")
         return
-    strategy = engine.engine_config.strategy
-    if strategy != "fsdp2":
-        yield Violation("actor.strategy", strategy, "Use fsdp2")
-    offloads: Mapping[str, bool] = {
-        "param_offload": engine.is_param_offload_enabled,
-        "optimizer_offload": engine.is_optimizer_offload_enabled,
-        "offload_policy": engine.engine_config.offload_policy,
-    }
-    for key, is_set in offloads.items():
-        if is_set:
-            yield Violation(f"actor.fsdp_config.{key}", "true", "Set it to false: a switch moves training state")
+    yield from _settings(engine)
     if not servers:
         remedy = f"Set rollout.checkpoint_manager_class={__name__}.Manager"
         yield Violation("servers", "nobody has said where they are", remedy)
+
+
+def _settings(engine: Any) -> Iterator[Violation]:
+    config, moves = engine.engine_config, "Set it to false: a switch moves training state"
+    if config.strategy not in ("fsdp2", "megatron"):
+        yield Violation("actor.strategy", config.strategy, "Use fsdp2 or megatron")
+    section = "actor.megatron" if config.strategy == "megatron" else "actor.fsdp_config"
+    refused: dict[str, tuple[object, str]] = {
+        f"{section}.param_offload": (engine.is_param_offload_enabled, moves),
+        f"{section}.optimizer_offload": (engine.is_optimizer_offload_enabled, moves),
+    }
+    if config.strategy != "megatron":
+        refused[f"{section}.offload_policy"] = config.offload_policy, moves
+    else:
+        own_forms = "Set it to false: a switch knows Megatron's plain optimizer state alone"
+        refused |= {
+            f"{section}.use_megatron_fsdp": (config.use_megatron_fsdp, "Set it to false, or use fsdp2"),
+            f"{section}.qat.enable": (config.qat.enable, "Set it to false: weights arrive as they are trained"),
+            "actor.optim.use_precision_aware_optimizer": (
+                engine.optimizer_config.use_precision_aware_optimizer or config.dtype == "float16",
+                f"{own_forms}; with dtype float16 verl sets it, with bfloat16 not",
+            ),
+            "model.lora.rank": (engine.model_config.lora.get("rank"), "Use 0: Megatron-Bridge's adapters are not read"),
+        }
+    yield from (Violation(key, "is set", remedy) for key, (is_set, remedy) in refused.items() if is_set)
 
 
 class Manager(CheckpointEngineManager):
@@ -228,12 +261,18 @@ class Manager(CheckpointEngineManager):
 
 
 def register_engines() -> None:
-    """Put `HandsItselfOn` in front of verl's training engine, for whoever asks for this vendor."""
+    """Put our classes in front of verl's training engines, for whoever asks for this vendor."""
     # verl.workers.engine imports each framework that it finds: only where it is asked for
     engines = import_module("verl.workers.engine")
-    kind = type("ShardedEngine", (HandsItselfOn, engines.FSDPEngineWithLMHead), {})
-    register = engines.EngineRegistry.register
-    register("language_model", ["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor=NAME)(kind)
+    fronts: dict[type, tuple[Any, Sequence[str]]] = {
+        HandsItselfOn: (engines.FSDPEngineWithLMHead, ["fsdp", "fsdp2"]),
+        BuildsElastic: (engines.MegatronEngineWithLMHead, ["megatron"]),  # None where verl could not import Megatron
+    }
+    for front, (theirs, strategies) in fronts.items():
+        if theirs is not None:
+            register = engines.EngineRegistry.register
+            kind = type(f"Sharded{theirs.__name__}", (front, theirs), {})
+            register("language_model", strategies, device=["cuda", "cpu"], vendor=NAME)(kind)
 
 
 if os.environ.get("VERL_ENGINE_VENDOR") == NAME:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -25,6 +26,13 @@ from tests.zoo.tokenizers import save_characters
 OURS = "hybrid_engine.integrations.verl"
 NUM_UPDATES = 3
 WITH_TOKENIZER = [argument for argument in PLAIN if argument != "--skip-tokenizer-init"]
+ENGINES = {
+    "fsdp2": ("FSDPEngineWithLMHead", ["DTensor"]),
+    "mbridge": ("MegatronEngineWithLMHead", ["DistributedDataParallel"]),
+    "megatron-bridge": ("MegatronEngineWithLMHead", ["DistributedDataParallel"]),
+}
+"""verl's, by what builds their model, and what the live modules are."""
+RUNS = [*itertools.product(["standalone", "hybrid"], ["fsdp2", "mbridge"]), ("hybrid", "megatron-bridge")]
 CLOSE = 1e-5
 """Most that a log-probability of vLLM may be from the trainer's, float32."""
 
@@ -56,9 +64,17 @@ def ours() -> Any:
 @with_verl
 @pytest.mark.long
 @pytest.mark.engines
-@pytest.mark.parametrize("mode", ["standalone", "hybrid"])
-def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str) -> None:
-    """`standalone`: servers keep their weights. `hybrid`: they have them from an update until they are to sleep."""
+@pytest.mark.parametrize(("mode", "builder"), RUNS)
+def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, builder: str) -> None:
+    """`standalone`: servers keep their weights. `hybrid`: they have them from an update until they are to sleep.
+
+    `builder`: FSDP2, or what verl has Megatron's model built by.
+    """
+    if builder == "megatron-bridge":
+        try:
+            require_tested("megatron-bridge", "0.3.1", "megatron-bridge==0.3.1")
+        except DependencyError as error:
+            pytest.skip(str(error))
     model, out = tmp_path / "model", tmp_path / "out.json"
     save_model(model, "qwen3", head_dim=32, max_position_embeddings=128)
     save_characters(model)
@@ -71,7 +87,7 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str) -> N
     }
     with serving(model, tmp_path, *WITH_TOKENIZER, *FILLED) as server:
         command = [sys.executable, "-m", "tests.hybrid_engine.integrations.verl_run"]
-        command += [str(model), server.url, str(out), mode]
+        command += [str(model), server.url, str(out), mode, builder]
         subprocess.run(command, env=settings, cwd=REPO_ROOT, timeout=500, check=True)
     found = json.loads(out.read_text())
     kept = mode == "standalone"
@@ -79,14 +95,15 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str) -> N
         assert update["difference"] < CLOSE
         assert update["calls"] == (["abort", f"step {step}", "resume"] if kept else [f"step {step}"])
         assert update["metrics"]["hybrid_engine/bytes_received"] > 0
-        norms = update["norms"]
-        assert norms[0] == pytest.approx(norms[1])
+        assert update["otherwise"] == [0, 0], "tensors that verl itself would send otherwise"
+        norms = [norm for norm in update["norms"] if norm is not None]
+        assert norms == pytest.approx([norms[0]] * len(norms))
         assert norms[0] > 0
         for rank in update["after update"]:
-            assert rank["engine"] == "FSDPEngineWithLMHead"
-            assert rank["kinds"] == ["DTensor"]
+            assert (rank["engine"], rank["kinds"]) == ENGINES[builder]
             assert rank["state"] == ("train" if kept else "infer")
-            assert rank["verified"] == rank["parameters"], "bit by bit"
+            assert rank["verified"] == rank["tensors"], "bit by bit"
+            assert rank["ordinary"] == [], "memory that does not leave page by page"
             assert rank["version"] == step
             assert rank["surplus"] == 0, "bytes beyond the fewest possible"
         assert [rank["state"] for rank in update["after sleep"]] == ["train"] * 2
@@ -146,6 +163,30 @@ def test_verl_reads_plugins_and_vendors_by_these_names() -> None:
     assert "self.checkpoint_engine.send_weights(per_tensor_param, global_steps=global_steps)" in actor
 
 
+@with_verl
+def test_verls_megatron_engine_has_the_names_that_are_used() -> None:
+    """Read, since it imports Megatron."""
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+    root = Path(str(import_module("verl").__file__)).parent / "workers/engine"
+    engine = (root / "megatron/transformer_impl.py").read_text()
+    used = (
+        '@EngineRegistry.register(model_type="language_model", backend="megatron")\nclass MegatronEngineWithLMHead(',
+        *("self.module = self._build_megatron_module()", "self.optimizer = self._build_optimizer()"),
+        *("def initialize(self):", "def get_per_tensor_param(self, base_sync_done=False, **kwargs):"),
+        *("def is_param_offload_enabled(self)", "def is_optimizer_offload_enabled(self)"),
+    )
+    assert [each for each in used if each not in engine] == []
+    assert "MegatronEngineWithLMHead = None" in (root / "__init__.py").read_text(), "where there is no Megatron"
+    fields = {
+        McoreEngineConfig: {"strategy", "dtype", "forward_only", "use_megatron_fsdp", "qat"},
+        McoreOptimizerConfig: {"use_precision_aware_optimizer"},
+        HFModelConfig: {"local_path", "lora"},
+    }
+    for config, names in fields.items():
+        assert names <= config.__dataclass_fields__.keys(), config
+
+
 # -- without its workers -----------------------------------------------------------------------------------------------
 
 
@@ -159,6 +200,19 @@ def engine(strategy: str = "fsdp2", **offloads: bool) -> Any:
     )
 
 
+def megatron_engine(**settings: Any) -> Any:
+    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig, QATEngineConfig
+
+    return SimpleNamespace(
+        engine_config=McoreEngineConfig(qat=QATEngineConfig(enable=True), **settings),
+        optimizer_config=McoreOptimizerConfig(lr=1e-3, use_precision_aware_optimizer=True),
+        model_config=SimpleNamespace(lora={"rank": 8}),
+        is_param_offload_enabled=True,
+        is_optimizer_offload_enabled=True,
+        module=[],
+    )
+
+
 @with_verl
 def test_settings_that_a_switch_cannot_honour(ours: Any) -> None:
     publisher = ours.Publisher(bucket_size=1)
@@ -166,9 +220,33 @@ def test_settings_that_a_switch_cannot_honour(ours: Any) -> None:
         publisher._built(iter(()))
     with pytest.raises(ConfigError) as raised:
         publisher._built(ours.LiveWeights(engine("fsdp", param=True, optimizer=True, policy=True), ()))
-    messages = ["actor.strategy: fsdp. Use fsdp2", f"checkpoint_manager_class={OURS}.Manager"]
-    messages += [f"fsdp_config.{key}: true" for key in ("param_offload", "optimizer_offload", "offload_policy")]
+    messages = ["actor.strategy: fsdp. Use fsdp2 or megatron", f"checkpoint_manager_class={OURS}.Manager"]
+    messages += [f"fsdp_config.{key}: is set" for key in ("param_offload", "optimizer_offload", "offload_policy")]
     assert all(message in str(raised.value) for message in messages), str(raised.value)
+
+
+@with_verl
+def test_settings_of_megatrons_engine_that_a_switch_cannot_honour(ours: Any) -> None:
+    """Said when the actor is built, before verl moves what a switch would; a reference may have them."""
+    section = ("param_offload", "optimizer_offload", "use_megatron_fsdp", "qat.enable")
+    keys = [f"actor.megatron.{key}" for key in section]
+    keys += ["actor.optim.use_precision_aware_optimizer", "model.lora.rank"]
+    built = []
+
+    class Theirs:
+        def initialize(self) -> None:
+            built.append(self)
+
+    kind = type("Both", (ours.BuildsElastic, Theirs), {})
+    actor, reference = kind(), kind()
+    vars(actor).update(vars(megatron_engine(use_megatron_fsdp=True)))
+    vars(reference).update(vars(megatron_engine(use_megatron_fsdp=True, forward_only=True)))
+    for refused in (actor.initialize, lambda: ours.Publisher(bucket_size=1)._built(ours.LiveWeights(actor, ()))):
+        with pytest.raises(ConfigError) as raised:
+            refused()
+        assert [key for key in keys if f"{key}: is set" not in str(raised.value)] == []
+    reference.initialize()
+    assert built == [reference]
 
 
 @with_verl

@@ -1,15 +1,24 @@
-"""A CPU as a platform of verl, which has none: `VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=<this module>`."""
+"""A CPU as a platform of verl, which has none: `VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=<this module>`.
+
+verl's Megatron engine takes `let_mbridge_build` or `let_megatron_bridge_build` beside it, by which of them builds its
+model.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+from functools import partial
 from importlib import metadata
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from megatron_patches.cpu import cuda_names
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -85,3 +94,82 @@ class PlatformCPU(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return True  # else verl refuses streams of changes, before it looks whether there are any
+
+
+NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
+"""In a layer of megatron-core's own -> of a checkpoint. Transformer Engine's are part of the linear layer that follows,
+and neither bridge has these names."""
+
+
+def let_mbridge_build() -> None:
+    """Stand in for CUDA and Transformer Engine where mbridge names them, as the package does in Megatron itself."""
+    from mbridge.core import bridge, llm_bridge, util
+    from mbridge.models.qwen2 import Qwen2Bridge
+
+    util.torch = cuda_names.torch_on_cpu(torch)
+    bridge.get_model = cuda_names.under_cuda_spelling(util.get_model)
+    llm_bridge.get_gpt_decoder_block_spec = partial(_without_te, llm_bridge.get_gpt_decoder_block_spec)
+    names = {own: [f"model.layers.{{layer_number}}.{canonical}"] for own, canonical in NORMS.items()}
+    Qwen2Bridge._OTHER_MAPPING = names
+    Qwen2Bridge._MLP_MAPPING = {**Qwen2Bridge._MLP_MAPPING, **names}
+
+
+def let_megatron_bridge_build() -> dict[str, Any]:
+    """The same for Megatron-Bridge. Returns what it must be told beside it, as `override_transformer_config`."""
+
+    for name in ("transformer_engine.pytorch", "transformer_engine"):
+        sys.modules[name] = Anything(name)
+    vars(sys.modules[name]).update(pytorch=sys.modules["transformer_engine.pytorch"], __version__="2.10")
+    from megatron.bridge.models import gpt_provider, model_provider
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
+
+    model_provider.get_model = cuda_names.under_cuda_spelling(model_provider.get_model)
+    theirs = Qwen3Bridge.mapping_registry
+
+    def with_norms(self: Any) -> Any:
+        names = {f"decoder.layers.*.{own}": f"model.layers.*.{canonical}" for own, canonical in NORMS.items()}
+        return MegatronMappingRegistry(*theirs(self), *(AutoMapping(*pair) for pair in names.items()))
+
+    Qwen3Bridge.mapping_registry = with_norms
+    # of transformers 5, which it was not made for, it does not read the rotary base
+    return {"transformer_layer_spec": gpt_provider.local_layer_spec, "rotary_base": 1e6}
+
+
+class Anything(ModuleType):
+    """A package that has every class. Megatron-Bridge imports Transformer Engine for adapters."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__, self.__spec__ = [], ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return AnyClass(name, (torch.nn.Module,), {})
+
+
+class AnyClass(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return AnyClass(name, (torch.nn.Module,), {})
+
+
+def _without_te(build: Any, config: Any, use_transformer_engine: bool, **more: Any) -> Any:
+    return build(config, use_transformer_engine=False, normalization=config.normalization, **more)
+
+
+def mask_causally(chunks: Any) -> None:
+    """Leave out the padding mask that verl passes: Transformer Engine's causal attention does not read it, but
+    megatron-core's own does."""
+
+    def without_mask(_module: Any, inputs: Any, named: Any) -> Any:
+        return inputs, {**named, "attention_mask": None}
+
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(without_mask, with_kwargs=True)

@@ -1,10 +1,10 @@
 """verl's manager, actors and checkpoint engine worker in Ray, on a CPU, with our classes in their places.
 
-    python -m tests.hybrid_engine.integrations.verl_run MODEL URL OUT standalone|hybrid
+    python -m tests.hybrid_engine.integrations.verl_run MODEL URL OUT standalone|hybrid fsdp2|mbridge|megatron-bridge
 
-verl's own: CheckpointEngineManager's and ActorRolloutRefWorker's `update_weights`, TrainingWorker with its FSDP2 engine
-and optimizer, CheckpointEngineWorker, vLLM's ServerAdapter. In place of its replica, which wants a GPU, is `Replica`
-with an actor that calls the server at URL by vLLM's routes.
+verl's own: CheckpointEngineManager's and ActorRolloutRefWorker's `update_weights`, TrainingWorker with its FSDP2 or
+Megatron engine and optimizer, CheckpointEngineWorker, vLLM's ServerAdapter. In place of its replica, which wants a GPU,
+is `Replica` with an actor that calls the server at URL by vLLM's routes.
 """
 
 from __future__ import annotations
@@ -12,28 +12,40 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from tensordict import TensorDict
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import CheckpointConfig
+from verl.utils.tensordict_utils import get_tensordict
 from verl.workers.config import (
     CheckpointEngineConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
     RolloutConfig,
     TrainingWorkerConfig,
 )
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+from verl.workers.utils.losses import sft_loss
 
+import megatron_patches
+from hybrid_engine.backends.vllm import version
 from hybrid_engine.integrations import verl as ours
+from hybrid_engine.memory.elastic import exported_buffer_of
+from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.serving.clients import HttpServer
+from tests.hybrid_engine.integrations import verl_on_cpu
+from tests.zoo.tiny_models import read_canonical
 
 NUM_UPDATES = 3
 ASKED = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
@@ -49,26 +61,53 @@ def model_config(path: str) -> HFModelConfig:
     )
 
 
+def fsdp2_configs() -> dict[str, Any]:
+    engine = FSDPEngineConfig(
+        strategy="fsdp2",
+        mixed_precision=SPLIT,
+        use_torch_compile=False,
+        wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+    )
+    return {"engine_config": engine, "optimizer_config": FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)}
+
+
+def megatron_configs(bridge: str) -> dict[str, Any]:
+    """Over tensor parallel ranks."""
+    megatron_patches.apply()
+    if bridge == "mbridge":
+        verl_on_cpu.let_mbridge_build()
+    more = verl_on_cpu.let_megatron_bridge_build() if bridge == "megatron-bridge" else {}
+    fusions = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+    settings = {"use_cpu_initialization": True, "attention_backend": "local", **dict.fromkeys(fusions, False), **more}
+    engine = McoreEngineConfig(
+        tensor_model_parallel_size=torch.distributed.get_world_size(),
+        vanilla_mbridge=bridge == "mbridge",
+        override_transformer_config=settings,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=1,
+    )
+    vars(engine)["dtype"] = "float32"  # which verl's Megatron engine builds, and this class alone refuses
+    optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=10)
+    return {"engine_config": engine, "optimizer_config": optimizer}
+
+
 class Actor(TrainingWorker):
     """What an ActorRolloutRefWorker has of an actor, whose own `__init__` reads the whole of a verl configuration."""
 
-    def __init__(self, path: str, engine_kwargs: dict[str, Any]) -> None:
+    def __init__(self, path: str, engine_kwargs: dict[str, Any], builder: str) -> None:
+        version.installed = dict  # actors need no vLLM
         torch.distributed.init_process_group("gloo")  # verl asks for one backend each of the CPU and of the device
-        engine = FSDPEngineConfig(
-            strategy="fsdp2",
-            mixed_precision=SPLIT,
-            use_torch_compile=False,
-            wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+        self.is_megatron = builder != "fsdp2"
+        configs = megatron_configs(builder) if self.is_megatron else fsdp2_configs()
+        model = model_config(path)
+        super().__init__(
+            TrainingWorkerConfig(
+                model_type="language_model", model_config=model, checkpoint_config=CheckpointConfig(), **configs
+            )
         )
-        config = TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=model_config(path),
-            engine_config=engine,
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-            checkpoint_config=CheckpointConfig(),
-        )
-        super().__init__(config)
         self.reset()
+        if self.is_megatron:
+            verl_on_cpu.mask_causally(self.engine.module)
         self.actor = self
         self.checkpoint_engine = CheckpointEngineRegistry.new(
             ours.NAME, is_master=self.rank == 0, bucket_size=1 << 20, **engine_kwargs
@@ -78,11 +117,14 @@ class Actor(TrainingWorker):
     execute_checkpoint_engine = ActorRolloutRefWorker.execute_checkpoint_engine
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def step(self, seed: int) -> float:
-        """One optimizer step of verl's engine; the ranks' batches differ."""
-        torch.manual_seed(seed + self.rank)
+    def step(self, seed: int) -> float | None:
+        """One optimizer step of verl's engine; the norm of its gradients, where verl says it. Data parallel ranks'
+        batches differ."""
+        torch.manual_seed(seed + self.engine.get_data_parallel_rank())
         tokens = torch.randint(5, 60, (2, 16))
         with self.engine.train_mode():
+            if self.is_megatron:
+                return self.engine.train_batch(batch_of(tokens), partial(sft_loss, None))["metrics"].get("grad_norm")
             self.engine.optimizer_zero_grad()
             self.engine.module(input_ids=tokens, labels=tokens).loss.backward()
             return float(self.engine.optimizer_step())
@@ -90,22 +132,51 @@ class Actor(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log_probs(self, tokens: list[int]) -> list[float]:
         """Of each token but the first."""
+        rows = torch.tensor([tokens])
         with torch.no_grad(), self.engine.eval_mode():
-            found = self.engine.module(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+            if self.is_megatron:
+                (found,) = self.engine.infer_batch(batch_of(rows))["model_output"]["log_probs"].unbind()
+                return found[:-1].tolist()
+            found = self.engine.module(input_ids=rows).logits[0].log_softmax(-1)
         return [float(found[at - 1, tokens[at]]) for at in range(1, len(tokens))]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def found(self) -> dict[str, Any]:
-        report = self.checkpoint_engine.last_report
+        engine, report = self.checkpoint_engine.engine, self.checkpoint_engine.last_report
         return {
-            "state": str(self.checkpoint_engine.engine.sharding.state),
-            "engine": type(self.engine).__mro__[2].__name__,
-            "kinds": sorted({type(each).__name__ for each in self.engine.module.parameters()}),
-            "parameters": len([*self.engine.module.parameters()]),
+            "state": str(engine.sharding.state),
+            "engine": type(self.engine).__bases__[-1].__name__,
+            "kinds": sorted({type(each).__name__ for each in self.held()}),
+            "ordinary": [each.owner for each in engine.train.offload_items() if not is_mapped(each)],
+            "tensors": len(engine.table.shapes),
             "version": report.version,
             "verified": report.tensors_verified,
             "surplus": report.bytes_received - report.bytes_least,
         }
+
+    def held(self) -> list[Any]:
+        """Megatron's chunks, or FSDP2's parameters."""
+        return self.engine.module if self.is_megatron else [*self.engine.module.parameters()]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def exported(self, directory: str) -> int:
+        """How many tensors that verl itself would send are not bit by bit those that our engine has."""
+        self.checkpoint_engine.engine.save_hf_checkpoint(directory)
+        theirs = {name: tensor.cpu().clone() for name, tensor in self.engine.get_per_tensor_param()[0]}
+        ours = read_canonical(Path(directory))
+        return len(theirs.keys() ^ ours.keys()) + sum(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def is_mapped(item: OffloadItem) -> bool:
+    """Whether what leaves the device by itself leaves it page by page."""
+    return item.kind not in ("param", "grad") or item.action == "rebuild" or exported_buffer_of(item.tensor) is not None
+
+
+def batch_of(tokens: torch.Tensor) -> TensorDict:
+    """Whole rows, as verl passes them to its Megatron engine."""
+    rows = torch.nested.as_nested_tensor([*tokens], layout=torch.jagged)
+    tensors = {"input_ids": rows, "loss_mask": torch.ones_like(rows), "temperature": torch.ones(len(tokens))}
+    return get_tensordict(tensors, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1})
 
 
 class ServerActor:
@@ -155,7 +226,7 @@ class Replica(RolloutReplica):
         """The test has."""
 
 
-def run(path: str, url: str, mode: RolloutMode) -> dict[str, Any]:
+def run(path: str, url: str, mode: RolloutMode, builder: str) -> dict[str, Any]:
     engine_kwargs = {ours.NAME: {"verify": "full"}}
     engine_config = CheckpointEngineConfig(
         backend=ours.NAME, custom_backend_module=ours.__name__, engine_kwargs=engine_kwargs
@@ -169,7 +240,7 @@ def run(path: str, url: str, mode: RolloutMode) -> dict[str, Any]:
         made = RayClassWithInitArgs(ray.remote(cls), *arguments, **named)
         return RayWorkerGroup(pool, made, device_name="cpu")
 
-    actors = group(2, Actor, path, engine_kwargs[ours.NAME])
+    actors = group(2, Actor, path, engine_kwargs[ours.NAME], builder)
     workers: list[Any] = []
     if mode is RolloutMode.STANDALONE:
         rollout = group(1, CheckpointEngineWorker, config, model_config(path), replica_rank=0)
@@ -191,6 +262,7 @@ def run(path: str, url: str, mode: RolloutMode) -> dict[str, Any]:
                 "metrics": metrics,
                 "after update": found,
                 "after sleep": actors.found(),
+                "otherwise": actors.exported(f"{path} after {step}"),
                 "difference": max(abs(one - other) for one, other in zip(own, drawn, strict=True)),
                 "calls": ray.get(replica.servers[0].told.remote()),
                 "drawn": drawn,
@@ -201,11 +273,11 @@ def run(path: str, url: str, mode: RolloutMode) -> dict[str, Any]:
 
 
 def main() -> None:
-    path, url, out, mode = sys.argv[1:]
+    path, url, out, mode, builder = sys.argv[1:]
     variables = {name: value for name, value in os.environ.items() if name.startswith(("VERL_", "OMP_", "PYTHONPATH"))}
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
-        Path(out).write_text(json.dumps(run(path, url, RolloutMode(mode))))
+        Path(out).write_text(json.dumps(run(path, url, RolloutMode(mode), builder)))
     finally:
         ray.shutdown()
 
