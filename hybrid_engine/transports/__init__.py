@@ -7,6 +7,7 @@
     pull.py              local: strided copies within a rank; shared_memory: reads the peer's mapped pages, on one host
     collective.py        packed messages over gloo or NCCL
       messages.py          which bytes go to whom, derived at both ends
+      deltas.py            what changed since the last message, in place of all of it
     copies.py            thousands of small copies in few calls, their errors and their time
 
     transfer of a bucket --choose_transport-->
@@ -16,7 +17,7 @@
     bucket's fan_out, once it came over the network: local or shared_memory, out of relay buffers
 
 Ranks negotiate nothing: all walk the buckets of the plan in one order, run or abandoned, and derive from it which
-transport carries what, and in which messages.
+transport carries what, and in which messages. Only what is sent of a message, all of it or a delta, its header says.
 
 Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objects):
 
@@ -27,7 +28,7 @@ Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objec
 
 Every switch, by switch/weight_container.py, after a fence (all sources are final):
 
-    1  router.prepare()                                    + relay memory
+    1  router.prepare(whole)                               + relay memory; whether messages may be deltas
     2  router.run(bucket, source, destination, next)       for each bucket:
          Transport.start                                     + staging; messages of this bucket and the next are posted
          Transport.run, each in the registry's order         bytes arrive in the destination, or in relay buffers

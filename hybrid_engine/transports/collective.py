@@ -8,6 +8,13 @@
 this one is written and committed: at most NUM_SLOTS buckets at once, each with staging memory of its own, which is kept
 and reused and grows to the largest bucket.
 
+A fill of deltas (deltas.py) sends nothing ahead. Lengths are known only once headers have come, so each bucket takes
+two batches, both within `run` or `abandon`:
+
+    compare with copies -> headers of all peers --> contents of all peers, whole or deltas, none of what is void
+
+Any two ranks post the same sequence for each other, and wait only for what the other posts in the same bucket.
+
 A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its messages: their
 header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable. `notify`
 sends headers alone: a rank got so far in a bucket, or why it did not.
@@ -17,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
@@ -31,9 +38,9 @@ from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import BatchedCopies, CopyError, PhaseClock, copy_straight, failure_at, synchronize
-from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
+from hybrid_engine.transports.deltas import Deltas
+from hybrid_engine.transports.messages import ALIGNMENT, HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
 
-_MESSAGE_ALIGNMENT = 64  # bytes
 _SHORTEST_WAIT = 0.001  # seconds; torch takes a timeout of 0 for "no timeout"
 _ROUNDING = 0.01  # seconds by which a wait may end early: torch counts whole milliseconds
 
@@ -67,23 +74,36 @@ class _Share:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _InFlight:
-    """The messages of one bucket (or of one `notify`) that are being exchanged.
+_Part = tuple[int, torch.Tensor]
+"""Bytes that are sent to a peer, or that come from it."""
 
-    Attributes:
-        group: over which they go.
-        outgoing, incoming: with the memory that they are sent from or come into.
-        works: what to wait for, `peers[i]` being whom `works[i]` is about.
-        failure: why the outgoing messages are void.
-    """
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Posted:
+    """Works to wait for once (gloo waits for another message the next time); `works[i]` is about `peers[i]`."""
 
     group: Group
-    outgoing: list[StagedMessage]
-    incoming: list[StagedMessage]
-    works: list[dist.Work]
-    peers: list[object]
-    failure: TransportError | None = None
+    works: Sequence[dist.Work]
+    peers: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    """The messages of one bucket that are being exchanged.
+
+    Attributes:
+        incoming: with the memory that they come into.
+        posted: all of them, or their headers.
+        failure: why the outgoing messages are void.
+        contents: to be sent once the headers of the incoming ones have come; None where `posted` is all.
+        deltas: that come instead of contents, by peer.
+    """
+
+    incoming: Sequence[StagedMessage]
+    posted: _Posted
+    failure: TransportError | None
+    contents: Sequence[_Part] | None
+    deltas: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class CollectiveTransport:
@@ -107,6 +127,7 @@ class CollectiveTransport:
         self._planner = MessagePlanner(
             context.rank, context.source_buffers, context.destination_buffers, self._relays.buffers
         )
+        self._deltas = context.deltas
         self._group, self._notify_group = context.group, context.notify_group or context.group
         self._device, self._notify_device = (
             device or _staging_device(each) for each in (self._group, self._notify_group)
@@ -135,11 +156,11 @@ class CollectiveTransport:
         source: Mapping[str, torch.Tensor] | None,
         reason: str = "",
     ) -> None:
-        """Post the messages of a bucket, which were not yet; see `ports.Transport`.
+        """Post the messages of a bucket, which were not yet; see `ports.Transport`. Nothing in a fill of deltas.
 
         A failure to read is raised by `run`. Raises TransportError when the group is unusable or memory is short.
         """
-        if bucket not in self._in_flight:
+        if bucket not in self._in_flight and not self._sends_deltas:
             self._in_flight[bucket] = self._launch(bucket, transfers, source, reason)
 
     @torch.no_grad()
@@ -154,15 +175,15 @@ class CollectiveTransport:
 
         Raises TransportError. Nothing was written to `destination` unless the phase in the message is "write".
         """
-        self.start(bucket, transfers, source)
-        exchange = self._in_flight.pop(bucket)
-        self._wait(bucket, "transfer", exchange)
+        exchange = self._exchange(bucket, transfers, source)
         if exchange.failure is not None:
             raise exchange.failure
         with self._clock.phase("write"):
             if failed := self._peer_failure(bucket, "transfer", exchange.incoming):
                 raise PeerTransportError(failed)
             share = self._share_of(bucket, transfers)
+            if self._deltas is not None:
+                self._complete(bucket, exchange, self._deltas)
             self._unpack(bucket, share, exchange.incoming, destination)
             copy_straight(self.name, bucket, share.own, lambda transfer: source[transfer.src.buffer.name], destination)
 
@@ -172,8 +193,7 @@ class CollectiveTransport:
         Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for it. What was started
         before is sent as it is. Raises TransportError only when the messages cannot be exchanged.
         """
-        self.start(bucket, transfers, None, reason)
-        self._wait(bucket, "transfer", self._in_flight.pop(bucket))
+        self._exchange(bucket, transfers, None, reason)
 
     def notify(
         self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
@@ -189,7 +209,8 @@ class CollectiveTransport:
         )
         for staged in outgoing:
             staged.write_header(bucket, reason)
-        self._wait(bucket, phase, self._post(bucket, phase, outgoing, incoming, self._notify_group))
+        posted = self._post(bucket, phase, _parts(incoming), _parts(outgoing), self._notify_group)
+        self._wait(bucket, phase, posted, self._deadline())
         return self._peer_failure(bucket, phase, incoming)
 
     def take_seconds(self) -> dict[str, float]:
@@ -203,8 +224,10 @@ class CollectiveTransport:
         return nbytes
 
     def close(self) -> None:
-        """Free the staging memory; idempotent. The process groups stay the caller's. No bucket may be in flight."""
+        """Free staging memory and copies; idempotent. Process groups stay the caller's. No bucket may be in flight."""
         self._staging.clear()
+        if self._deltas is not None:
+            self._deltas.close()
         self._shares.clear()
 
     def staging_nbytes(self) -> int:
@@ -235,42 +258,69 @@ class CollectiveTransport:
         with self._clock.phase("read"):
             share = self._share_of(bucket, transfers)
             slot = bucket % NUM_SLOTS
-            sent = self._stage(f"send {slot}", share.outgoing)
-            received = self._stage(f"receive {slot}", share.incoming, self._relays.tensors)
+            memory = self._staged_parts(f"send {slot}", [message.staged_nbytes for message in share.outgoing])
+            sent = [message.staged_in(part) for message, part in zip(share.outgoing, memory, strict=True)]
+            received = self._awaited(bucket, f"receive {slot}", share.incoming)
             failure = self._pack(bucket, share, sent, source) if source is not None else None
-            for staged in sent:
-                staged.write_header(bucket, reason if failure is None else str(failure))
-        return replace(self._post(bucket, "transfer", sent, received, self._group), failure=failure)
+            contents, unsent = self._write_headers(bucket, sent, reason if failure is None else str(failure))
+        of_deltas = self._sends_deltas
+        parts = _parts(received, headers=of_deltas), _parts(sent, headers=of_deltas)
+        posted = self._post(bucket, "transfer", *parts, self._group)
+        return _InFlight(received, posted, failure or unsent, contents if of_deltas else None)
 
-    def _stage(
-        self, side: str, messages: Sequence[Message], relays: Mapping[str, torch.Tensor] | None = None
-    ) -> list[StagedMessage]:
-        """Byte tensors for messages, out of the side's staging memory; relay images lie in `relays`, if given."""
-        # One allocation holds all bodies and then all images, each in the order of the messages. Images that come in
-        # need none of it: they are received into the relay buffer itself, of which they are the first elements.
-        sizes = [message.nbytes for message in messages]
-        if relays is None:
-            sizes += [image.nbytes for message in messages for image in message.images]
-        parts = self._staged_parts(side, sizes)
-        bodies, images = parts[: len(messages)], iter(parts[len(messages) :])
-        return [
-            StagedMessage(
-                message,
-                body,
-                tuple(
-                    next(images) if relays is None else relays[image.buffer.name][: image.numel].view(torch.uint8)
-                    for image in message.images
-                ),
-            )
-            for message, body in zip(messages, bodies, strict=True)
-        ]
+    def _write_headers(
+        self, bucket: int, sent: Sequence[StagedMessage], reason: str
+    ) -> tuple[list[_Part], TransportError | None]:
+        """Write the headers of packed messages, or of void ones for a `reason`.
+
+        Returns what follows them in a fill of deltas, and a failure to compare, for which they are void.
+        """
+        found: Sequence[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(sent)
+        failure = None
+        if self._deltas is not None and not reason:
+            try:
+                found = [self._deltas.outgoing(bucket, staged.message.peer, staged.contents) for staged in sent]
+            except RuntimeError as error:
+                failure = TransportError(f"{self.name} transport, bucket {bucket}, phase read: {error}")
+                reason = str(failure)
+        for staged, (delta, digest) in zip(sent, found, strict=True):
+            staged.write_header(bucket, reason, -1 if delta is None else delta.numel(), digest)
+        if reason:
+            return [], failure
+        bodies = zip(sent, found, strict=True)
+        return [(each.message.peer, each.contents if delta is None else delta) for each, (delta, _) in bodies], None
+
+    def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
+        """Memory for messages that come: where they may be deltas, each in one piece, on the host the copy itself."""
+        if self._deltas is None:  # images need none: they come into the relay buffers, of which they are the beginning
+            relays, bodies = self._relays.tensors, self._staged_parts(side, [each.nbytes for each in messages])
+            return [
+                StagedMessage(
+                    message,
+                    body,
+                    tuple(relays[image.buffer.name][: image.numel].view(torch.uint8) for image in message.images),
+                )
+                for message, body in zip(messages, bodies, strict=True)
+            ]
+        parts = [self._deltas.received(bucket, each.peer, each.staged_nbytes) for each in messages]
+        if self._device.type != "cpu":
+            parts = self._staged_parts(side, [each.staged_nbytes for each in messages])
+        return [message.staged_in(memory) for message, memory in zip(messages, parts, strict=True)]
+
+    def _complete(self, bucket: int, exchange: _InFlight, deltas: Deltas) -> None:
+        """Make of deltas what was packed, and bring relay images to where they are read."""
+        for staged in exchange.incoming:
+            peer = staged.message.peer
+            deltas.arrived(bucket, peer, staged.contents, exchange.deltas.get(peer), staged.read_header().digest)
+            for image, flat in zip(staged.message.images, staged.images, strict=True):
+                self._relays.tensors[image.buffer.name][: image.numel].view(torch.uint8).copy_(flat)
 
     def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Byte tensors of these sizes, out of the side's staging memory."""
         starts, end = [], 0
         for nbytes in sizes:
             starts.append(end)
-            end = round_up(end + nbytes, _MESSAGE_ALIGNMENT)
+            end = round_up(end + nbytes, ALIGNMENT)
         staging = self._staging.get(side)
         if staging is None or staging.numel() < end:
             staging = None  # the old memory goes before the new one comes, not beside it
@@ -321,40 +371,60 @@ class CollectiveTransport:
 
     # The exchange.
 
-    def _post(
-        self,
-        bucket: int,
-        phase: str,
-        outgoing: list[StagedMessage],
-        incoming: list[StagedMessage],
-        group: Group,
+    @property
+    def _sends_deltas(self) -> bool:
+        return self._deltas is not None and not self._deltas.is_whole
+
+    def _exchange(
+        self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str = ""
     ) -> _InFlight:
-        """Begin to send and receive messages."""
-        parts = [
-            (is_sent, tensor, staged.message.peer)
-            for is_sent, messages in ((False, incoming), (True, outgoing))
-            for staged in messages
-            for tensor in staged.tensors
-        ]
-        peers: list[object] = [peer for _, _, peer in parts]
-        everybody = sorted({peer for _, _, peer in parts})
+        """Send and receive the messages of a bucket, of which some may be under way."""
+        exchange = self._in_flight.pop(bucket, None) or self._launch(bucket, transfers, source, reason)
+        deadline = self._deadline()
+        self._wait(bucket, "transfer", exchange.posted, deadline)
+        if exchange.contents is not None:
+            rest = self._post(bucket, "transfer", self._announced(exchange), exchange.contents, self._group)
+            self._wait(bucket, "transfer", rest, deadline)
+        return exchange
+
+    def _announced(self, exchange: _InFlight) -> list[_Part]:
+        """Memory for what the headers that have come announce."""
+        headers = [staged.read_header() for staged in exchange.incoming]
+        parts = list[_Part]()
+        deltas = self._staged_parts("deltas", [max(header.delta_nbytes, 0) for header in headers])
+        for staged, header, delta in zip(exchange.incoming, headers, deltas, strict=True):
+            peer, memory = staged.message.peer, staged.contents
+            if header.delta_nbytes >= 0:
+                memory = exchange.deltas[peer] = delta
+            if not header.failure:
+                parts.append((peer, memory))
+        return parts
+
+    def _post(self, bucket: int, phase: str, received: Iterable[_Part], sent: Iterable[_Part], group: Group) -> _Posted:
+        """Begin to receive and to send, in this order, what is not empty."""
+        parts = [(is_sent, *part) for is_sent, side in ((False, received), (True, sent)) for part in side]
+        parts = [part for part in parts if part[-1].numel()]
+        peers: list[object] = [peer for _, peer, _ in parts]
+        everybody = sorted({peer for _, peer, _ in parts})
         try:
             works = _begin(parts, group) if parts else []
         except Exception as error:
             self._break(bucket, phase, group, everybody, error, timed_out=False)
         if len(works) != len(peers):  # NCCL gives one work for the whole batch
             peers = [everybody] * len(works)
-        return _InFlight(group, outgoing, incoming, works, peers)
+        return _Posted(group, works, peers)
 
-    def _wait(self, bucket: int, phase: str, exchange: _InFlight) -> None:
-        deadline = time.monotonic() + self._timeout
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout
+
+    def _wait(self, bucket: int, phase: str, posted: _Posted, deadline: float) -> None:
         with self._clock.phase("transfer"):
-            for work, peer in zip(exchange.works, exchange.peers, strict=True):
+            for work, peer in zip(posted.works, posted.peers, strict=True):
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
                 except Exception as error:
                     timed_out = time.monotonic() > deadline - _ROUNDING
-                    self._break(bucket, phase, exchange.group, peer, error, timed_out=timed_out)
+                    self._break(bucket, phase, posted.group, peer, error, timed_out=timed_out)
 
     def _break(
         self, bucket: int, phase: str, group: Group, peer: object, error: Exception, *, timed_out: bool
@@ -379,15 +449,24 @@ def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
     return {buffer: flat for staged in messages for buffer, flat in staged.flats().items()}
 
 
-def _begin(parts: Iterable[tuple[bool, torch.Tensor, int]], group: Group) -> list[dist.Work]:
-    """Send tensors, or receive into them: (whether it is sent, tensor, peer)."""
+def _parts(messages: Iterable[StagedMessage], *, headers: bool = False) -> list[_Part]:
+    """All of these messages, or their headers alone."""
+    return [
+        (staged.message.peer, memory)
+        for staged in messages
+        for memory in ((staged.header,) if headers else staged.tensors)
+    ]
+
+
+def _begin(parts: Iterable[tuple[bool, int, torch.Tensor]], group: Group) -> list[dist.Work]:
+    """Send tensors, or receive into them: (whether it is sent, peer, tensor)."""
     if isinstance(group, RankGroup):
         return [
             group.begin_send(tensor, peer) if is_sent else group.begin_receive(tensor, peer)
-            for is_sent, tensor, peer in parts
+            for is_sent, peer, tensor in parts
         ]
     return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group) for is_sent, tensor, peer in parts]
+        [dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group) for is_sent, peer, tensor in parts]
     )
 
 

@@ -18,6 +18,7 @@ from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.records.layout import Buffer, BufferId
+from hybrid_engine.transports.deltas import Deltas
 
 Group = dist.ProcessGroup | RankGroup
 """NCCL's are torch's own, gloo's are not."""
@@ -38,6 +39,7 @@ class TransportContext:
         notify_group: for `Transport.notify`, with the ranks of the host; default: `group`. Better gloo, since NCCL
             would deliver after all that is in flight.
         buckets: of the plan, in order: a transport may keep what a later one needs. Default: it keeps nothing.
+        deltas: of messages; None: each goes whole. The same on all ranks.
         timeout: seconds that a bucket may wait for peers in all.
     """
 
@@ -49,6 +51,7 @@ class TransportContext:
     relays: RelayBuffers | None = None
     notify_group: Group | None = None
     buckets: Sequence[Bucket] = ()
+    deltas: Deltas | None = None
     timeout: float = 300.0
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@
 
 A piece is one transfer's elements, row-major, in `plan.wire_dtype`, from a multiple of its element size on. The header
 says which bucket this is, how many bytes it has, and, where the sender failed, why its contents are void. Nothing is
-pickled.
+pickled. In a fill of deltas (deltas.py) the header goes first, and says what else is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
 
 HEADER_NBYTES = 512
-_HEADER = struct.Struct("<qqH")  # bucket, bytes of the message, length of the failure's text (0: the contents are good)
+_HEADER = struct.Struct("<qqqqH")  # the fields of `Header`, the last as its length
+ALIGNMENT = 64
+"""Bytes; of each part of a message in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +93,69 @@ class Message:
         """Bytes of the body and all images."""
         return self.nbytes + sum(image.nbytes for image in self.images)
 
+    @property
+    def staged_nbytes(self) -> int:
+        """Memory that holds the body and all images, aligned."""
+        return sum(round_up(nbytes, ALIGNMENT) for nbytes in self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.nbytes, *(image.nbytes for image in self.images)
+
+    def staged_in(self, memory: torch.Tensor) -> StagedMessage:
+        """In one piece of memory, uint8 [staged_nbytes]; what is between its parts becomes zero."""
+        parts, end = [], 0
+        for nbytes in self._sizes:
+            start, end = end, end + round_up(nbytes, ALIGNMENT)
+            parts.append(memory[start : start + nbytes])
+            memory[start + nbytes : end].zero_()
+        return StagedMessage(self, parts[0], tuple(parts[1:]), memory[HEADER_NBYTES:])
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a sender says of a message.
+
+    Attributes:
+        bucket: it belongs to.
+        nbytes: of the message.
+        delta_nbytes: of a delta that is sent instead of the contents; -1: there is none.
+        digest: of the contents, where a delta is sent.
+        failure: why nothing in it is valid; "": it is.
+    """
+
+    bucket: int
+    nbytes: int
+    delta_nbytes: int = -1
+    digest: int = 0
+    failure: str = ""
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedMessage:
-    """A message and the byte tensors that it is sent from or comes into; `images` are those of its relay images."""
+    """A message and the byte tensors that it is sent from or comes into.
+
+    Attributes:
+        images: of its relay images.
+        contents: all but the header; of use where it lies in one piece (`Message.staged_in`).
+    """
 
     message: Message
     body: torch.Tensor
     images: tuple[torch.Tensor, ...] = ()
+    contents: torch.Tensor = _NOTHING
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """In the order in which they go."""
         return self.body, *self.images
+
+    @property
+    def header(self) -> torch.Tensor:
+        return self.body[:HEADER_NBYTES]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
         """The body in every dtype of its pieces, and the images: what `Message.packed` and `unpacked` speak of."""
@@ -115,22 +167,28 @@ class StagedMessage:
             found[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
         return found
 
-    def write_header(self, bucket: int, failure: str) -> None:
+    def write_header(self, bucket: int, failure: str, delta_nbytes: int = -1, digest: int = 0) -> None:
         """Say which bucket this is and, where the contents are void, why; a long text is cut."""
         text = failure.encode()[: HEADER_NBYTES - _HEADER.size]
-        fixed = _HEADER.pack(bucket, self.message.total_nbytes, len(text))
+        fixed = _HEADER.pack(bucket, self.message.total_nbytes, delta_nbytes, digest, len(text))
         header = bytearray(fixed + text).ljust(HEADER_NBYTES, b"\0")
-        self.body[:HEADER_NBYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
+        self.header.copy_(torch.frombuffer(header, dtype=torch.uint8))
+
+    def read_header(self) -> Header:
+        """What the sender says of a message that has come."""
+        header = self.header.cpu().numpy().tobytes()
+        bucket, nbytes, delta_nbytes, digest, text_nbytes = _HEADER.unpack_from(header)
+        text = header[_HEADER.size : _HEADER.size + text_nbytes].decode(errors="replace")
+        return Header(bucket, nbytes, delta_nbytes, digest, text)
 
     def fault(self, bucket: int) -> str:
         """Describe what is wrong with a message of `bucket` that has come: "" if it is the one expected, and good."""
-        header = self.body[:HEADER_NBYTES].cpu().numpy().tobytes()
-        sent_bucket, nbytes, text_nbytes = _HEADER.unpack_from(header)
-        if text := header[_HEADER.size : _HEADER.size + text_nbytes].decode(errors="replace"):
-            return f"the peer failed: {text}"
-        if (sent_bucket, nbytes) != (bucket, self.message.total_nbytes):
+        header = self.read_header()
+        if header.failure:
+            return f"the peer failed: {header.failure}"
+        if (header.bucket, header.nbytes) != (bucket, self.message.total_nbytes):
             return (
-                f"the peer sent {nbytes} bytes of bucket {sent_bucket}, expected {self.message.total_nbytes} "
+                f"the peer sent {header.nbytes} bytes of bucket {header.bucket}, expected {self.message.total_nbytes} "
                 f"of bucket {bucket}: the ranks' plans differ; compare their fingerprints"
             )
         return ""

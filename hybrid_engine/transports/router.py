@@ -22,6 +22,7 @@ from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.deltas import DeltaCount, Deltas
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
 CONFIG_KEY = "generate_config.transport"
@@ -83,7 +84,7 @@ class RunReport:
     Attributes:
         seconds: by phase (read, transfer, write).
         nbytes: bytes it received, by transport name and by the rank they came from: for what was relayed, once from its
-            sender to the relay rank, and from there to each other reader.
+            sender to the relay rank, and from there to each other reader; of a message that came as a delta, its own.
         nbytes_by_link: the same bytes by link.
     """
 
@@ -108,6 +109,7 @@ class TransportSet:
         transports: in the order in which they run.
         choose: name of the transport for a transfer.
         relays: the plan's relay buffers; default: none.
+        deltas: of messages; default: each goes whole.
     """
 
     def __init__(
@@ -116,11 +118,12 @@ class TransportSet:
         transports: Sequence[Transport],
         choose: Callable[[Transfer], str],
         relays: RelayBuffers | None = None,
+        deltas: Deltas | None = None,
     ) -> None:
         self.rank = rank
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
-        self._relays = relays or RelayBuffers(rank, {})
+        self._relays, self._deltas = relays or RelayBuffers(rank, {}), deltas
         self._shares: dict[int, _BucketShare] = {}
         self.num_met = 0  # buckets in which this rank took part, run or abandoned, since it was connected
 
@@ -145,6 +148,7 @@ class TransportSet:
             [transport for transport in connected if transport is not None],
             lambda transfer: choose_transport(transfer, exported, preference),
             context.relays,
+            context.deltas,
         )
 
     def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:
@@ -192,10 +196,10 @@ class TransportSet:
         if share.is_relaying:
             with span("relay"):
                 failure = self._fan_out(share, destination, failure)
-        seconds = self._take_seconds()
+        report = self._report(share)
         if failure is not None:
             raise failure
-        return RunReport(seconds, share.nbytes, share.nbytes_by_link)
+        return report
 
     def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
         """Take part in a bucket without reading or writing: peers that wait for this rank fail with `reason`.
@@ -222,9 +226,26 @@ class TransportSet:
         """Give back staging and relay memory after a fill, which they are taken for again; returns their bytes."""
         return sum(transport.trim() for transport in self._transports.values()) + self._relays.release()
 
-    def prepare(self) -> None:
-        """Before a fill: have relay memory. Raises DeviceMemoryError."""
+    def prepare(self, *, whole: bool = True) -> None:
+        """Before a fill: have relay memory. Raises DeviceMemoryError.
+
+        `whole`: no message is a delta; the same on all ranks, those that raise here among them.
+        """
+        if self._deltas is not None:
+            self._deltas.begin(whole=whole)
         self._relays.restore()
+
+    def deltas_sent(self) -> DeltaCount:
+        """Of the messages that this rank sent since `prepare`."""
+        return DeltaCount() if self._deltas is None else self._deltas.counted()
+
+    def _report(self, share: _BucketShare) -> RunReport:
+        name, by_link, nbytes = CollectiveTransport.name, dict(share.nbytes_by_link), dict(share.nbytes)
+        for peer, came in ({} if self._deltas is None else self._deltas.take_came()).items():
+            link = next(each.link for each in share.transfers[name] if each.src_rank == peer)
+            by_link[link] += came - nbytes[name][peer]
+            nbytes[name] = {**nbytes[name], peer: came}
+        return RunReport(self._take_seconds(), nbytes, by_link)
 
     def _start(
         self, bucket: Bucket, following: Bucket | None, source: Mapping[str, torch.Tensor] | None, reason: str = ""
@@ -329,7 +350,7 @@ class _BucketShare:
 
     Attributes:
         transfers, fan_out: by transport name.
-        nbytes, nbytes_by_link: as in RunReport.
+        nbytes, nbytes_by_link: as in RunReport, where all messages go whole.
         readers: other ranks that read this one's relay buffers. relay_ranks: whose relay buffers it reads.
     """
 

@@ -50,7 +50,7 @@ OUTSIDE = {
     "config": {"pydantic"},
     "config.training_rules": {"megatron_patches", "pydantic"},  # inside a function: what it imports needs torch
     "advisor": {"numpy"},
-    "transports": {"msgspec", "torch"},
+    "transports": {"msgspec", "numpy", "torch"},
     "switch": {"torch"},
     "switch.report": set(),
     "switch.states": set(),

@@ -7,6 +7,7 @@ cases. On 2 and 4 real ranks: shared memory, collective over gloo, and both toge
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.transports import collective
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import MessagePlanner
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 from hybrid_engine.transports.router import PREFERENCES, TransportSet, export_handles
@@ -82,8 +85,8 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         assert differing(destination, case.expected(rank)) == []
 
 
-KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed"]
-"""Every registered transport that goes between ranks, and several of them at once."""
+KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed", "deltas"]
+"""Every registered transport that goes between ranks, several of them at once, and messages that may be deltas."""
 
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
@@ -93,21 +96,32 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, export_handles(rank, sources))
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
-    preference = "auto" if kind == "mixed" else kind
+    preference = {"mixed": "auto", "deltas": "collective"}.get(kind, kind)
     if kind == "mixed":  # every other buffer is not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
-    router = TransportSet.connect(
-        TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, timeout=60), preference
-    )
+    deltas = Deltas() if kind == "deltas" else None
+    context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, deltas=deltas, timeout=60)
+    router = TransportSet.connect(context, preference)
     wrong = []
     for is_ahead in (False, True):
         destination = case.new_destinations(rank)
         dist.barrier()
+        router.prepare(whole=not is_ahead)
+        if deltas is not None and is_ahead:  # a few elements are others, and each rank knows all sources
+            for buffer_id, flat in case.sources.items():
+                flat.view(torch.uint8)[:: 61 * flat.element_size()] ^= 1
+                if buffer_id.rank == rank:
+                    sources[buffer_id.name].copy_(flat)
+            dist.barrier()
         for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
-            report = router.run(bucket, sources, destination, following if is_ahead else None)
+            with mock.patch.object(collective, "_begin", wraps=collective._begin) as begun:
+                report = router.run(bucket, sources, destination, following if is_ahead else None)
+            # one batch of messages for each bucket, which may be the next one's; of deltas headers and contents
+            assert begun.call_count <= (2 if is_ahead else 1)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
-            assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
-        if is_ahead and kind == CollectiveTransport.name:  # what other hosts read is not read where it lies
+            if deltas is None or not is_ahead:  # a delta is counted as it is
+                assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
+        if is_ahead and preference == CollectiveTransport.name:  # what other hosts read is not read where it lies
             for flat in sources.values():
                 flat.view(torch.uint8).fill_(0xA5)
         dist.barrier()

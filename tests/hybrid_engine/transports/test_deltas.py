@@ -1,0 +1,156 @@
+"""Positions and values of what changed, against brute force; what is no delta of a message; the copies of both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import TransportError
+from hybrid_engine.transports import deltas
+from hybrid_engine.transports.deltas import BLOCK, DeltaCount, Deltas, apply, encode
+
+
+def message(num_words: int, seed: int) -> torch.Tensor:
+    """Any bits: NaNs of all kinds and both zeros are among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (2 * num_words,), generator=generator, dtype=torch.uint8)
+
+
+def changed(old: torch.Tensor, positions: Iterable[int]) -> torch.Tensor:
+    """With other bits in these words."""
+    new = old.clone()
+    for position in positions:
+        new.view(torch.int16)[position] ^= 1 + position % 999
+    return new
+
+
+def by_brute_force(new: torch.Tensor, old: torch.Tensor) -> bytes:
+    """What the module's docstring says that a delta is."""
+    pairs = list(zip(new.view(torch.int16).tolist(), old.view(torch.int16).tolist(), strict=True))
+    found = [(number, now) for number, (now, before) in enumerate(pairs) if now != before]
+    counts = [sum(number // BLOCK == block for number, _ in found) for block in range(-(-len(pairs) // BLOCK))]
+    parts = *counts, *(value for _, value in found)
+    words = b"".join(value.to_bytes(2, "little", signed=True) for value in parts)
+    return words + bytes(number % BLOCK for number, _ in found)
+
+
+@st.composite
+def pairs_of_messages(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Empty ones, some that end within a block; none, few, many and all words of them changed."""
+    num_words = draw(st.integers(0, 5 * BLOCK))
+    old = message(num_words, draw(st.integers(0, 99)))
+    if not num_words:
+        return old.clone(), old
+    positions = st.integers(0, num_words - 1)
+    ranges = st.tuples(positions, st.integers(1, 9)).map(lambda drawn: range(drawn[0] % 7, num_words, drawn[1]))
+    return changed(old, draw(st.one_of(st.sets(positions, max_size=30), ranges, st.just(range(num_words))))), old
+
+
+@given(pairs_of_messages(), st.integers(1, 3))
+def test_a_delta_is_what_changed_or_is_not_worth_it(pair: tuple[torch.Tensor, torch.Tensor], num_together: int) -> None:
+    new, old = pair
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(deltas._PARTS, "cpu", num_together)
+        delta, count = encode(new, old)
+        expected = by_brute_force(new, old)
+        assert count == int((new.view(torch.int16) != old.view(torch.int16)).sum())
+        if delta is None:
+            assert len(expected) >= new.numel()
+            return
+        assert delta.numpy().tobytes() == (expected if count else b"")
+        apply(delta, old)
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("count", [0, 1, BLOCK, 65 * BLOCK, 66 * BLOCK, 100 * BLOCK])
+def test_the_choice_is_by_bytes(count: int) -> None:
+    old = message(100 * BLOCK, 0)
+    delta, found = encode(changed(old, range(count)), old)
+    nbytes = 3 * count + 2 * 100 if count else 0
+    assert found == count
+    assert (None if delta is None else delta.numel()) == (nbytes if nbytes < old.numel() else None)
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    old = torch.zeros(BLOCK, dtype=torch.bfloat16)
+    old[:2] = torch.tensor([float("nan"), 1.0])
+    new = old.clone()
+    new[2] = -0.0
+    new.view(torch.int16)[0] ^= 1  # another NaN
+    delta, found = encode(new.view(torch.uint8), old.view(torch.uint8))
+    assert delta is not None
+    assert found == 2
+    apply(delta, old.view(torch.uint8))
+    assert torch.equal(new.view(torch.int16), old.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda delta: delta[:-1],
+        lambda delta: delta[:1],
+        lambda delta: delta[:-3],
+        lambda delta: torch.cat([torch.full_like(delta[:2], 255), delta[2:]]),
+    ],
+)
+def test_what_is_no_delta_is_refused(damage: object) -> None:
+    old = message(3 * BLOCK, 1)
+    before = old.clone()
+    delta, _ = encode(changed(old, [1, 2, 700]), old)
+    with pytest.raises(TransportError, match="no delta of a message of 1536"):
+        apply(damage(delta), old)
+    assert torch.equal(old, before)
+
+
+def test_what_no_receiver_is_known_to_have_goes_whole() -> None:
+    ends, old, nbytes = Deltas(), message(4 * BLOCK, 1), 4 * BLOCK * 2
+    new = changed(old, [5])
+
+    def sent_whole(*to: int, message: torch.Tensor, whole: bool = False) -> list[int]:
+        ends.begin(whole=whole)
+        return [peer for peer in to if ends.outgoing(0, peer, message)[0] is None]
+
+    assert sent_whole(1, 2, message=old, whole=True) == [1, 2]
+    assert ends.counted() == DeltaCount(num_whole=2, copies_nbytes=2 * nbytes)
+    assert ends.counted().density is None
+    assert sent_whole(1, 2, 3, message=new) == [3]
+    assert ends.counted() == DeltaCount(2, 1, 2 * nbytes // 2, 2, 3 * nbytes)
+    assert sent_whole(1, message=new, whole=True) == [1]
+    assert sent_whole(1, 2, message=old) == [2]  # which was sent none since
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_the_receivers_copy_is_the_last_message(is_copy: bool) -> None:
+    """Whether messages come into the copy, as on the host, or into memory of a device."""
+    sender, receiver, old = Deltas(), Deltas(), message(4 * BLOCK + 32, 1)
+    for new in (old, changed(old, [0, 9, 999]), old, old):
+        copy = receiver.received(0, 1, new.numel() + 512)[512:]
+        contents = copy if is_copy else torch.empty_like(copy)
+        delta, digest = sender.outgoing(0, 2, new)
+        assert (delta is None) is (sender.counted().num_whole == 1 and sender.counted().num_deltas == 0)
+        if delta is None:
+            contents.copy_(new)
+        receiver.arrived(0, 1, contents, delta, digest)
+        assert torch.equal(copy, new)
+        assert torch.equal(contents, new)
+        assert receiver.take_came() == ({} if delta is None else {1: delta.numel()})
+    assert receiver.counted().copies_nbytes == old.numel() + 512
+    receiver.close()
+    assert receiver.counted().copies_nbytes == 0
+
+
+def test_a_copy_that_differs_is_an_error() -> None:
+    """Where something changed, and where nothing did."""
+    for positions in ([], [3]):
+        sender, receiver, old = Deltas(), Deltas(), message(BLOCK, 1)
+        copy = receiver.received(7, 1, old.numel())
+        assert sender.outgoing(7, 2, old) == (None, 0)
+        copy.copy_(old)
+        copy[100] ^= 1
+        delta, digest = sender.outgoing(7, 2, changed(old, positions))
+        with pytest.raises(TransportError, match="bucket 7, peer 1"):
+            receiver.arrived(7, 1, copy, delta, digest)
