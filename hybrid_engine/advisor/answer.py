@@ -108,7 +108,7 @@ def device_memory(plan: JobPlan) -> Ranges:
 
 
 def host_memory(plan: JobPlan) -> Ranges:
-    """Return bytes of host memory that offloaded state takes while vLLM generates."""
+    """Return bytes of host memory that offloaded state takes while vLLM generates, and copies of messages."""
     return _ranges(per_rank=plan.on_host, per_host=plan.host_nbytes)
 
 
@@ -316,7 +316,8 @@ class JobVerdict:
     def _of_host(self) -> str:
         largest, size = gib(self.job.host_nbytes.max()), f"{self.job.cluster.host_gib:g} GiB"
         fits = "fit" if self.job.fits_host else "do not fit"
-        return f"{largest} of offloaded training state {fits} a host of {size}"
+        copies = " and copies of messages" * (self.job.config.generate_config.incremental == "delta")
+        return f"{largest} of offloaded training state{copies} {fits} a host of {size}"
 
     def _of_cache(self) -> str:
         cache = self.job.cache

@@ -255,7 +255,7 @@ class JobPlan:
         memory: the training state, and the peaks of a switch alone.
         phases: of the job -> bytes on a device, with all that the configuration leaves there.
         working: an estimate of what a training step takes: activations, and what FSDP2 gathers.
-        on_host: bytes that are copied to host memory while vLLM generates.
+        on_host: bytes that are copied to host memory while vLLM generates, and of copies of messages.
         max_model_len: tokens of the longest sequence that vLLM is to serve; 0: not known.
     """
 
@@ -400,7 +400,7 @@ def plan_job(
         memory=MemoryPeaks(state, weights, bucket, keeps_inference=not generate.release_weights),
         phases=job_phases(config, state, weights, critic, working),
         working=working,
-        on_host=host_bytes(state, critic, what_stays(config)),
+        on_host=host_bytes(state, critic, what_stays(config)) + copied_messages(config, cluster, moved),
         max_model_len=longest_sequence(config, hf_config),
     )
 
@@ -439,6 +439,17 @@ def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stay
     kept = {"param": state.params, "optimizer": state.optimizer, "grad": state.copied - state.params - state.optimizer}
     copied = state.copied - sum((kept[kind] for kind in stays.kinds), np.zeros_like(state.copied))
     return copied if critic is None or stays.critic else copied + critic.copied
+
+
+def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) -> np.ndarray:
+    """Return the bytes of host memory by rank that hold the last messages, with `incremental: delta`."""
+    between_hosts, on_host = moved.network + moved.sent_network, moved.host + moved.sent_host
+    generate = config.generate_config
+    if generate.incremental != "delta":
+        return np.zeros_like(on_host)
+    if generate.transport == "collective" or not cluster.has_elastic_buffers:
+        return between_hosts + on_host
+    return between_hosts
 
 
 def longest_sequence(config: HybridConfig, hf_config: Mapping[str, Any]) -> int:

@@ -229,7 +229,7 @@ def what_stays(config: HybridConfig) -> Stays:
     inference: int | None = 0
     if not generate.release_weights:
         inference = None
-    elif generate.incremental == "auto":
+    elif generate.incremental != "off":
         inference = generate.incremental_mb * MIB
     return Stays(
         kinds=frozenset(kind for kind, leaves in offloads.items() if not leaves),

@@ -349,9 +349,10 @@ class GenerateConfig(Section):
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once per host; the others force one way."""
-    incremental: Literal["auto", "off"] = "off"
+    incremental: Literal["auto", "delta", "off"] = "off"
     """auto does not send weights whose bytes are those that vLLM got last, as far as incremental_mb lets them
-    stay there."""
+    stay there. delta also sends, of messages between hosts, only the positions and values that changed, where that is
+    less; both ends keep copies of the last messages in host memory for it."""
     incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24)] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device while it trains, those first that no
     step changes. Without effect with release_weights: false, where all stay."""

@@ -34,12 +34,14 @@ class Selection:
     """The buckets that one switch sends, on one rank.
 
     Attributes:
+        whole: no message is a delta: some rank does not know that it has what came last.
         digests: of this rank's weights.
         skipped: buckets that all ranks leave out.
         unread: what that leaves unread of this rank's training buffers; it can go at once.
         releases: what can go after each of the other buckets.
     """
 
+    whole: bool
     digests: Digests
     skipped: frozenset[int]
     unread: Releases
@@ -96,7 +98,8 @@ class Incremental:
         return digests if departure is not None and departure is before else None
 
     def reasons(self, digests: Digests, live: Collection[str]) -> list[bool]:
-        """This rank's reasons to send: for each bucket that its bytes changed, then for each that a group is gone.
+        """This rank's reasons to send: for each bucket that its bytes changed, then for each that a group is gone; at
+        last whether it can take no delta.
 
         Args:
             digests: of this rank's weights.
@@ -104,7 +107,7 @@ class Incremental:
         """
         live, delivered = frozenset(live), self._delivered
         changed = [bool(now) and (delivered is None or now != delivered[index]) for index, now in enumerate(digests)]
-        return [*changed, *(not live.issuperset(groups) for groups in self._groups)]
+        return [*changed, *(not live.issuperset(groups) for groups in self._groups), delivered is None]
 
     def next(self, digests: Digests, flags: Sequence[bool], releases: Sequence[Releases]) -> Selection:
         """Select the buckets that any rank has a reason for.
@@ -114,21 +117,22 @@ class Incremental:
             flags: `reasons` of any rank.
             releases: what can go after each bucket if all are sent.
         """
-        changed, gone = flags[: len(self._buckets)], flags[len(self._buckets) :]
+        *of_buckets, whole = flags
+        changed, gone = of_buckets[: len(self._buckets)], of_buckets[len(self._buckets) :]
         for index, flag in enumerate(changed):
             self._num_changes[index] += flag
         skipped = frozenset(index for index, found in enumerate(zip(changed, gone, strict=True)) if not any(found))
         unread: Releases = {}
         if skipped:
             unread, *releases = self._schedule(skipped)
-        return Selection(digests, skipped, unread, releases)
+        return Selection(whole, digests, skipped, unread, releases)
 
     def note(self, selection: Selection) -> None:
         """Every rank has what this one sent, and what it skipped."""
         self._delivered = selection.digests
 
     def forget(self) -> None:
-        """Send everything next time, unless a selection is noted before."""
+        """Send everything next time, and no deltas, unless a selection is noted before."""
         self._delivered = None
 
     def kept(self) -> frozenset[int]:

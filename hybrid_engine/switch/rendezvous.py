@@ -44,6 +44,7 @@ from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
+from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import CONFIG_KEY, TransportSet, choose_transport, export_handles
 
@@ -163,7 +164,7 @@ def connect(
             _say_ways(job, reasons)
         with job.agreement.phase("layout"):
             can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
-            offer = Offer(can_relay, sorted(frozen() if config.incremental == "auto" else ()))
+            offer = Offer(can_relay, sorted(frozen() if config.incremental != "off" else ()))
             own = *layout_messages(destination.layout()), encode(offer)
             exported = export_handles(job.rank, buffers) if shares_memory else {}
         if source_side is None:
@@ -193,6 +194,7 @@ def connect(
                 relays=relays,
                 notify_group=notify_group,
                 buckets=made.plan.buckets,
+                deltas=Deltas() if config.incremental == "delta" else None,
                 timeout=job.timeout_seconds,
             )
             router = TransportSet.connect(context, config.transport)
@@ -281,7 +283,7 @@ def rank_plan(
     keys = config.bucket_mb, config.transport, config.verify, config.incremental, config.incremental_mb
     held = source.kind(rank)
     incremental = None
-    if config.incremental == "auto":
+    if config.incremental != "off":
         # where inference weights keep their memory in any case there is nothing to bound
         limit = config.incremental_mb * MIB if config.release_weights else None
         groups = {buffer.group for buffer in destination.kind(rank).buffers.values()}

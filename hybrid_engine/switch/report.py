@@ -43,6 +43,10 @@ class ReshardReport:
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
         bytes_skipped: not read, for the inference side has them from an earlier switch; bytes_least is for the others.
         bytes_kept: inference weights that stay on the device while it trains, for switches to come.
+        messages_delta, messages_whole: that this rank sent with `incremental: delta`: positions and values of what
+            changed, or all; of a delta the bytes received are its own, so they may be less than bytes_least. density:
+            share of what was compared for that, in units of two bytes, that had changed; None where nothing was.
+            bytes_of_copies: host memory that this rank's ends of messages keep to compare with.
         staging_bytes: beside it, memory of messages in flight: on the device with NCCL, on the host with gloo.
         tensors_verified: canonical tensors that were compared. bytes_verified: read for that, of both sides on this
             rank. bytes_of_digests: received for that.
@@ -69,6 +73,10 @@ class ReshardReport:
     bytes_of_digests: int = 0
     bytes_skipped: int = 0
     bytes_kept: int = 0
+    messages_delta: int = 0
+    messages_whole: int = 0
+    density: float | None = None
+    bytes_of_copies: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a metrics file."""
@@ -90,6 +98,9 @@ class ReshardReport:
                 f", verified={self.tensors_verified} tensors, {self.bytes_verified / 1e9:.6f} GB read, "
                 f"{self.bytes_of_digests} bytes of digests in {self.seconds_by_phase['verify']:.3f} s"
             )
+        if self.messages_delta + self.messages_whole:
+            density = "" if self.density is None else f", {self.density:.4%} changed"
+            ways += f", deltas {self.messages_delta} of {self.messages_delta + self.messages_whole} messages{density}"
         unsent = (("skipped", self.bytes_skipped), ("kept", self.bytes_kept))
         ways += "".join(f", {what} {nbytes / 1e9:.6f} GB" for what, nbytes in unsent if nbytes)
         return (
@@ -160,6 +171,10 @@ class SwitchTally:
             bytes_of_digests=verified.digest_nbytes,
             bytes_skipped=fill.skipped_nbytes,
             bytes_kept=self.kept,
+            messages_delta=fill.deltas.num_deltas,
+            messages_whole=fill.deltas.num_whole,
+            density=fill.deltas.density,
+            bytes_of_copies=fill.deltas.copies_nbytes,
         )
 
 

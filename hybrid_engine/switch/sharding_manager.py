@@ -269,7 +269,7 @@ class ShardingManager(Switch):
                 if verification is not None:
                     verification.skipped(self.plan.buckets[index] for index in selection.skipped)
                     observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
-                fill = self.container.fill(buffers, fence, verification, selection.skipped)
+                fill = self.container.fill(buffers, fence, verification, selection.skipped, whole=selection.whole)
             self._tally.offloaded += fence.released_nbytes if fence is not None else 0
             self._note_peak()
             self._filled_nbytes = self.inference.resident_nbytes()
@@ -302,7 +302,7 @@ class ShardingManager(Switch):
         connection = self._require_open()
         if (incremental := connection.incremental) is None:
             self._bring_parameters()
-            return Selection((), frozenset(), {}, connection.releases)
+            return Selection(True, (), frozenset(), {}, connection.releases)
         digests = incremental.digests_since(self.offloader.departure("param"))
         (must_read,) = self.job.agreement.any_of([digests is None], "compare")
         if must_read:

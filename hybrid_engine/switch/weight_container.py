@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -40,6 +40,7 @@ from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
 from hybrid_engine.tracing import span
+from hybrid_engine.transports.deltas import DeltaCount
 from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class FillReport:
         staging_nbytes: memory of messages in flight, freed since.
         least_nbytes: no plan makes this rank receive less for the buckets that were filled.
         skipped_nbytes: what it would have read, had none been skipped.
+        deltas: of the messages that it sent.
     """
 
     seconds: Mapping[str, float]
@@ -76,6 +78,7 @@ class FillReport:
     staging_nbytes: int = 0
     least_nbytes: int = 0
     skipped_nbytes: int = 0
+    deltas: DeltaCount = field(default_factory=DeltaCount)
 
     @property
     def received_nbytes(self) -> int:
@@ -84,21 +87,21 @@ class FillReport:
 
     def of_all(self, agreement: Agreement) -> FillReport:
         """With the bytes of all ranks together, in which each way between two of them counts once. Collective."""
-        own = self.nbytes_by_link, self.nbytes_by_peer, self.staging_nbytes, self.least_nbytes, self.skipped_nbytes
+        sums = self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas)
+        own = self.nbytes_by_link, self.nbytes_by_peer, sums
         by_link, by_way = Counter[Link](), dict[str, dict[int, int]]()
         told = agreement.gather(own, _Told, "bytes of all ranks")
-        for number, (links, peers, *_) in enumerate(told):
+        for number, (links, peers, _) in enumerate(told):
             by_link.update({Link(link): nbytes for link, nbytes in links.items()})
             for name, by_peer in peers.items():
                 ways = by_way.setdefault(name, {})
                 ways |= {number * len(told) + peer: nbytes for peer, nbytes in by_peer.items()}
         counts = {link: by_link[link] for link in Link}
-        return FillReport(
-            self.seconds, counts, by_way, *(sum(column) for column in zip(*(each[2:] for each in told), strict=True))
-        )
+        staging, least, skipped, *deltas = (sum(column) for column in zip(*(each[2] for each in told), strict=True))
+        return FillReport(self.seconds, counts, by_way, staging, least, skipped, DeltaCount(*deltas))
 
 
-_Told = tuple[dict[str, int], dict[str, dict[int, int]], int, int, int]
+_Told = tuple[dict[str, int], dict[str, dict[int, int]], tuple[int, ...]]
 
 
 class WeightContainer:
@@ -155,6 +158,8 @@ class WeightContainer:
         fence: ReleaseFence | None = None,
         verification: Verification | None = None,
         skipped: Collection[int] = (),
+        *,
+        whole: bool = True,
     ) -> FillReport:
         """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
 
@@ -163,6 +168,7 @@ class WeightContainer:
             fence: releases training memory behind every bucket.
             verification: of what is filled.
             skipped: buckets to leave out, the same on all ranks: their groups are among `kept`.
+            whole: no message is a delta, for some rank may not have what came last; the same on all ranks.
 
         The caller fences before (all sources are final) and, without a fence, after (nobody reads them any more).
         Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
@@ -186,6 +192,7 @@ class WeightContainer:
         self._is_in_step = self._num_ranks == 1  # until it has ended, or told the others that it does not
         self._state = ContainerState.PARTIAL
         try:
+            self._router.prepare(whole=whole)
             self._fill(source, fence, verification, tally)
         except BaseException as error:
             self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", fence)
@@ -203,6 +210,7 @@ class WeightContainer:
             tally.report(),
             least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked),
             skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
+            deltas=self._router.deltas_sent(),
         )
 
     def _fill(
@@ -212,7 +220,6 @@ class WeightContainer:
         verification: Verification | None,
         tally: _Tally,
     ) -> None:
-        self._router.prepare()
         for bucket in self._walked:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
                 self._fill_bucket(bucket, source, fence, verification, tally)

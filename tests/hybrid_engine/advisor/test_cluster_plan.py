@@ -129,6 +129,21 @@ def test_fit_and_time(job: PlanIt) -> None:
     assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
 
 
+def test_copies_of_messages_count_as_host_memory(job: PlanIt) -> None:
+    """At both ends: of what crosses between hosts, or of all that one rank has from another."""
+    train, infer, cluster = TrainParallelism(4, pipeline=2), InferenceParallelism(4), Cluster(ranks_per_host=2)
+    without = job(train, infer, cluster).on_host
+    for transport, linked in (("auto", cluster), ("collective", cluster), ("auto", replace(cluster, **INELASTIC))):
+        plan = job(train, infer, linked, incremental="delta", transport=transport)
+        moved, is_relayed = plan.bytes, transport == "auto" and linked is cluster
+        expected = moved.network + moved.sent_network if is_relayed else moved.received + moved.sent
+        assert (plan.on_host - without).tolist() == expected.tolist()
+        assert expected.sum() == 2 * (moved.network if is_relayed else moved.received).sum() > 0
+
+
+INELASTIC: dict[str, Any] = {"has_elastic_buffers": False}
+
+
 def test_an_order_that_saves_is_kept(job: PlanIt) -> None:
     train, infer = TrainParallelism(8, tensor=4), InferenceParallelism(8, tensor=2)
     plan = job(train, infer)

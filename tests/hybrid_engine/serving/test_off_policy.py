@@ -372,6 +372,43 @@ def test_only_what_changed_is_sent(ranks: Ranks, tmp_path: Path) -> None:
     assert seen == [(*sent, *said) for sent, said in zip(received, versions, strict=True)]
 
 
+def send_deltas(trainers: Trainers) -> list[Any]:
+    """With a step of all elements, or a write to a few, before each; another publisher joins in the end."""
+    seen = []
+    events = ("step", "write", "write", ("trainer 1", "prepare"), ("server", "commit second"), "write", "join", "write")
+    with ExitStack() as ends:
+        for event in events:
+            if not seen or event == "join":
+                ends.close()
+                keys = {"incremental": "delta", "transport": "collective", "server_max_lag": 9}
+                publisher = ends.enter_context(closing(trainers.publisher(**keys)))
+            if event == "step":
+                assert trainers.step(publisher) == ""
+            with publisher.train_context():
+                trainers.training.write()
+            if isinstance(event, tuple):
+                trainers.arm(*event)
+                assert "no memory" in trainers.publish(publisher)
+            assert trainers.publish(publisher) == ""
+            report, look = publisher.last_report, trainers.look()
+            assert report is not None
+            seen.append(
+                (event, report.messages_delta, report.messages_whole, report.bytes_received, look and look["draws"])
+            )
+    return seen
+
+
+def test_a_delta_goes_to_a_server_that_is_known_to_have_the_last_message(ranks: Ranks, tmp_path: Path) -> None:
+    """Failures before the fill change nothing of what it has; within it, and for who joins, all goes again."""
+    seen, *_ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_deltas, timeout=200)
+    for number, (event, deltas, whole, received, draws) in enumerate(seen):
+        assert draws is not None
+        is_whole = number == 0 or event in (("server", "commit second"), "join")
+        assert (deltas == 0) is is_whole, event
+        assert (whole > 0) is is_whole, event
+        assert (received > 4096) is is_whole, event
+
+
 def publish_to_one_that_rounds(trainers: Trainers, dtype: str) -> tuple[str, str, str]:
     if trainers.caller is not None:
         trainers.caller.compute_in(dtype=dtype)

@@ -14,6 +14,7 @@ from hybrid_engine.planning.plan import Bucket, ReshardPlan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.router import REGISTRY, RegisteredTransport, TransportSet, export_handles
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, plan
 from tests.hybrid_engine.transports.cases import outcome_of
@@ -75,7 +76,11 @@ class Rank:
     """One of the four, connected for a plan of its own part of a reshard."""
 
     def __init__(
-        self, reshard: Reshard, timeout: float = 60, registry: Sequence[type[RegisteredTransport]] = REGISTRY
+        self,
+        reshard: Reshard,
+        timeout: float = 60,
+        registry: Sequence[type[RegisteredTransport]] = REGISTRY,
+        deltas: Deltas | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.plan = reshard.plan(rank=self.rank)
@@ -96,6 +101,7 @@ class Rank:
             destination_buffers=reshard.destination.buffers,
             relays=relays,
             notify_group=self.notify_group,
+            deltas=deltas,
             timeout=timeout,
         )
         self.router = TransportSet.connect(context, registry=registry)
@@ -109,8 +115,15 @@ class Rank:
             if buffer.rank == self.rank
         }
 
-    def clear(self) -> None:
+    def clear(self, *, whole: bool = True) -> None:
+        """Before a fill."""
+        self.router.prepare(whole=whole)
         self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
+
+    def negate(self) -> None:
+        """Change all values, in any layout and dtype, and so the upper words of float32 alone."""
+        for flat in (*self.source.values(), *self.expected.values()):
+            flat.neg_()
 
     def run(self, index: int, **changes: object) -> str:
         values = {"source": self.source, "destination": self.destination, **changes}

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
-from hybrid_engine.transports.router import REGISTRY
+from hybrid_engine.transports.deltas import Deltas
+from hybrid_engine.transports.router import REGISTRY, TransportSet
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
@@ -51,6 +54,27 @@ def run_reshard(make: Callable[[], Reshard]) -> dict[str, object]:
     }
 
 
+def run_with_deltas(make: Callable[[], Reshard]) -> dict[str, object]:
+    """A whole fill, one of what changed, one of nothing, and a whole one again; each in order or sent ahead."""
+    rank, bytes_across, counts = Rank(make(), deltas=Deltas()), [], []
+    for number, (whole, is_ahead) in enumerate(((True, True), (False, True), (False, False), (True, False))):
+        if number == 1:
+            rank.negate()
+        rank.clear(whole=whole)
+        dist.barrier()
+        reports = [
+            rank.router.run(bucket, rank.source, rank.destination, rank.following(bucket.index) if is_ahead else None)
+            for bucket in rank.plan.buckets
+        ]
+        dist.barrier()  # until then others may read this rank's buffers
+        assert rank.wrong() == []
+        bytes_across.append(sum(report.nbytes_by_link[Link.NETWORK] for report in reports))
+        counts.append(asdict(rank.router.deltas_sent()))
+    rank.router.close()
+    assert rank.router.deltas_sent().copies_nbytes == 0
+    return {"network": rank.plan.bytes_by_rank[rank.rank].network, "across": bytes_across, "counts": counts}
+
+
 def switch_with_manager() -> dict[str, object]:
     """The manager between fakes of both engines, its ranks on two hosts, then with host a without shared memory."""
     host, found = HOSTS[dist.get_rank()], {}
@@ -67,6 +91,39 @@ def switch_with_manager() -> dict[str, object]:
         rig.close()
         found[case] = report.as_dict()
     return found
+
+
+def switch_with_deltas() -> list[dict[str, object]]:
+    """The manager with what is relayed and deltas of messages: two steps of all weights, a write to some, none, and a
+    switch that fails on one rank between, after which nothing is known of what others have."""
+    rig, found = Rig(elastic=True, host=HOSTS[dist.get_rank()], incremental="delta", incremental_mb=0), []
+    for event in ("step", "step", "write", "", "fail", "write", "write", "damage", "write"):
+        if event == "step":
+            rig.training.step()
+        if event != "":
+            rig.training.write()
+        if event in ("fail", "damage"):
+            if rig.job.rank == 3 and event == "fail":
+                rig.script.arm("commit first", OSError("odd"))
+            if rig.job.rank == 3 and event == "damage":
+                damage(rig.manager.container._router)
+            with pytest.raises(HybridEngineError) as caught:
+                rig.manager.enter(INFER)
+            rig.assert_is(TRAIN)
+            found.append({"event": event, "error": str(caught.value)})
+            continue
+        report = rig.manager.enter(INFER)
+        rig.assert_is(INFER)
+        rig.manager.enter(TRAIN)
+        found.append({**report.as_dict(), "event": event})
+    rig.close()
+    return found
+
+
+def damage(router: TransportSet) -> None:
+    """One bit of a copy of a message that came."""
+    copies = router._deltas._received
+    copies[min(copies)][-100] ^= 1
 
 
 def test_relay_buffers_of_neighbouring_buckets_lie_apart():
@@ -180,17 +237,33 @@ SCENARIOS = [
 
 FAULTY = {relay_rank_falls_silent: (Silent, 1), relay_rank_dies: (Dying, 60)}
 """Scenario -> what takes the place of the collective transport, and its timeout."""
+DELTAS: dict[str, Callable[[], Deltas | None]] = {"": lambda: None, " with deltas": Deltas}
+
+
+def begin_deltas(rank: Rank, *, is_faulty: bool) -> None:
+    """A fill of deltas, after a whole one: without that all messages of it are whole."""
+    if not is_faulty:
+        assert [*map(rank.run_ahead, range(3)), rank.wrong()] == ["ok", "ok", "ok", []]
+        dist.barrier()  # until then others may read this rank's buffers
+        rank.negate()
+    dist.barrier()
+    rank.clear(whole=False)
 
 
 def run_all() -> dict[str, object]:
     dist.init_process_group("gloo")
     results: dict[str, object] = {name: run_reshard(make) for name, make in RESHARDS.items()}
     results["manager"] = switch_with_manager()
+    results["deltas"] = switch_with_deltas()
+    results["changes"] = {name: run_with_deltas(make) for name, make in RESHARDS.items()}
     for scenario in SCENARIOS:
         faulty, timeout = FAULTY.get(scenario, (CollectiveTransport, 60))
-        rank = Rank(RESHARDS["halves to everybody"](), timeout, (*REGISTRY[:-1], faulty))
-        results[scenario.__name__] = scenario(rank)
-        dist.barrier()  # until then others may read this rank's buffers
+        for kind, deltas in DELTAS.items():
+            rank = Rank(RESHARDS["halves to everybody"](), timeout, (*REGISTRY[:-1], faulty), deltas())
+            if kind:
+                begin_deltas(rank, is_faulty=scenario in FAULTY)
+            results[f"{scenario.__name__}{kind}"] = scenario(rank)
+            dist.barrier()  # until then others may read this rank's buffers
     dist.destroy_process_group()
     return results
 
@@ -235,8 +308,60 @@ def test_the_manager_relays_where_all_ranks_of_a_host_can(four_ranks: list[dict[
         assert min(entered) > 0
 
 
-def test_a_sender_that_fails_reaches_those_who_read_from_a_relay_rank(four_ranks: list[dict[str, object]]):
-    own, *others = (results["sender_fails"] for results in four_ranks)
+def test_what_changed_alone_is_sent_between_hosts(four_ranks: list[dict[str, object]]):
+    """And all of it after a failure. A rank writes its last element: one word, or two, of what it sends."""
+    for rank, results in enumerate(four_ranks):
+        reports = results["deltas"]
+        after_failure = {number + 1 for number, report in enumerate(reports) if "error" in report}
+        assert after_failure == {5, 8}
+        for number, report in enumerate(reports):
+            if "error" in report:
+                assert ("odd" if report["event"] == "fail" else "copy of the last message") in report["error"]
+                continue
+            is_whole = number in {0} | after_failure
+            planned = results["manager"]["relayed"]["bytes_across_hosts"]
+            assert (report["density"] is None) is is_whole
+            if is_whole:
+                assert (report["messages_delta"], report["bytes_across_hosts"]) == (0, planned)
+            if report["event"] == "write" and not is_whole:
+                assert report["messages_whole"] == 0
+                assert 0 < report["density"] < 0.001
+                assert report["bytes_across_hosts"] < planned / 100
+            if report["event"] == "":
+                assert (report["density"], report["bytes_across_hosts"]) == (0, 0)
+            crossed = report["bytes_across_hosts"] + sum(
+                nbytes for name, nbytes in report["bytes_by_transport"].items() if name != "collective"
+            )
+            assert report["bytes_received"] == crossed, rank
+            assert report["bytes_of_copies"] > planned
+
+
+def test_each_message_goes_as_it_takes_fewer_bytes(four_ranks: list[dict[str, object]]):
+    """Of float32 one word of two was changed, of 16 bits and int32 more than pays."""
+    for name in RESHARDS:
+        across = sum(results["changes"][name]["across"][1] for results in four_ranks)
+        planned = sum(results["changes"][name]["network"] for results in four_ranks)
+        if name == "halves to everybody":
+            assert 0.7 * planned < across < 0.9 * planned
+        assert across < 2 * planned, "of such small messages half is padding"
+        for results in four_ranks:
+            found = results["changes"][name]
+            first, changed, unchanged, last = found["counts"]
+            planned = found["network"]
+            assert first["num_deltas"] == last["num_deltas"] == first["num_words"] == last["num_words"] == 0
+            assert found["across"][0] == found["across"][3] == planned
+            assert (found["across"][2], unchanged["num_whole"], unchanged["num_changed"]) == (0, 0, 0)
+            assert first["num_whole"] == changed["num_whole"] + changed["num_deltas"] == unchanged["num_deltas"]
+            assert len({each["copies_nbytes"] for each in found["counts"]}) == 1
+    assert any(results["changes"]["halves to everybody"]["counts"][1]["num_deltas"] for results in four_ranks)
+
+
+with_or_without_deltas = pytest.mark.parametrize("kind", DELTAS)
+
+
+@with_or_without_deltas
+def test_a_sender_that_fails_reaches_those_who_read_from_a_relay_rank(four_ranks: list[dict[str, object]], kind: str):
+    own, *others = (results[f"sender_fails{kind}"] for results in four_ranks)
     assert_says(own[0], "TransportError", "bucket 0", "there is no buffer 'src t0 0'")
     for outcome in others[1:]:
         assert_says(outcome[0], "PeerTransportError", "bucket 0", "there is no buffer 'src t0 0'")
@@ -245,24 +370,27 @@ def test_a_sender_that_fails_reaches_those_who_read_from_a_relay_rank(four_ranks
     assert [outcome[1:] for outcome in (own, *others)] == [["ok", "ok", []]] * 4
 
 
-def test_a_reader_that_fails_reaches_its_relay_rank(four_ranks: list[dict[str, object]]):
-    _, _, relay_rank, own = (results["reader_fails"] for results in four_ranks)
+@with_or_without_deltas
+def test_a_reader_that_fails_reaches_its_relay_rank(four_ranks: list[dict[str, object]], kind: str):
+    _, _, relay_rank, own = (results[f"reader_fails{kind}"] for results in four_ranks)
     assert_says(own[0], "TransportError", "bucket 0", "there is no buffer 'dst t0 3'")
     assert_says(
         relay_rank[0], "PeerTransportError", "bucket 0", "phase relay", "peer 3", "there is no buffer 'dst t0 3'"
     )
-    assert [results["reader_fails"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
+    assert [results[f"reader_fails{kind}"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
 
 
-def test_a_reader_that_abandons_leaves_nobody_waiting(four_ranks: list[dict[str, object]]):
-    *_, relay_rank, own = (results["reader_abandons"] for results in four_ranks)
+@with_or_without_deltas
+def test_a_reader_that_abandons_leaves_nobody_waiting(four_ranks: list[dict[str, object]], kind: str):
+    *_, relay_rank, own = (results[f"reader_abandons{kind}"] for results in four_ranks)
     assert own[0] == "ok"
     assert_says(relay_rank[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
-    assert [results["reader_abandons"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
+    assert [results[f"reader_abandons{kind}"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
 
 
-def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: list[dict[str, object]]):
-    own, *others = (results["sender_fails_ahead"] for results in four_ranks)
+@with_or_without_deltas
+def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: list[dict[str, object]], kind: str):
+    own, *others = (results[f"sender_fails_ahead{kind}"] for results in four_ranks)
     assert_says(own[1], "TransportError", "bucket 1", "there is no buffer 'src t1 0'")
     for outcome in others[1:]:
         assert_says(outcome[1], "PeerTransportError", "bucket 1", "there is no buffer 'src t1 0'")
@@ -270,20 +398,23 @@ def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: l
         assert (first, last, wrong) == ("ok", "ok", [])
 
 
-def test_a_relay_rank_that_gives_up_one_bucket_ahead_leaves_nobody_waiting(four_ranks: list[dict[str, object]]):
-    found = [results["relay_rank_gives_up_ahead"] for results in four_ranks]
+@with_or_without_deltas
+def test_a_relay_rank_that_gives_up_one_bucket_ahead_leaves_no_wait(four_ranks: list[dict[str, object]], kind: str):
+    found = [results[f"relay_rank_gives_up_ahead{kind}"] for results in four_ranks]
     assert [outcome[0] for outcome in found] == ["ok"] * 4
     assert_says(found[2][1], "PeerTransportError", "bucket 1", "phase relay arrived", "peer 3", "no memory on rank 3")
     assert found[3][1:3] == ["ok", "ok"]
     assert [outcome[3:] for outcome in found] == [["ok", "ok", "ok", []]] * 4
 
 
-def test_a_relay_rank_that_falls_silent_is_an_error_in_time(four_ranks: list[dict[str, object]]):
-    first, second = four_ranks[2]["relay_rank_falls_silent"]
+@with_or_without_deltas
+def test_a_relay_rank_that_falls_silent_is_an_error_in_time(four_ranks: list[dict[str, object]], kind: str):
+    first, second = four_ranks[2][f"relay_rank_falls_silent{kind}"]
     assert_says(first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 1 seconds", within=9)
     assert_says(second, "TransportError", "earlier failure", within=5)
 
 
-def test_a_relay_rank_that_dies_is_an_error_at_once(four_ranks: list[dict[str, object]]):
-    (outcome,) = four_ranks[2]["relay_rank_dies"]
+@with_or_without_deltas
+def test_a_relay_rank_that_dies_is_an_error_at_once(four_ranks: list[dict[str, object]], kind: str):
+    (outcome,) = four_ranks[2][f"relay_rank_dies{kind}"]
     assert_says(outcome, "TransportError", "bucket 0", "phase relay arrived", "peer 3")

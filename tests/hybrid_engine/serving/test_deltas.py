@@ -1,0 +1,104 @@
+"""Positions and values of what changed, from real trainers to a real server, that is lost in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine import ActorHybridWorker
+from hybrid_engine.errors import ServerError
+from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.switch.report import ReshardReport
+from tests.harness.launch import Ranks
+from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.hybrid_engine.serving.test_failures import do_at
+from tests.hybrid_engine.serving.test_servers import checksums, complete, config_of, train_step, write_model
+
+EVERY = {"none": 0, "few": 500, "full": 1}
+"""Of how many elements one is written."""
+EVENTS = ("first", "none", "few", "full", "step", "lost", "few", "few")
+
+
+def write(worker: ActorHybridWorker, every: int) -> None:
+    if every:
+        for flat in worker.sharding.trainer.weights.buffers().values():
+            with torch.no_grad():
+                flat.view(torch.int32)[::every] ^= 0x00010001 if every == 1 else 1
+
+
+def publish_each(model: str, url: str, directory: str, keeps: bool, pids: list[int]) -> list[tuple[str, ReshardReport]]:
+    lost, again, found = Path(directory, "lost"), Path(directory, "again"), []
+    keys = {"transport": "collective", "incremental": "delta", "incremental_mb": 0, "release_weights": not keeps}
+    with ActorHybridWorker(config_of(model, [url], {"tensor_model_parallel_size": 2}, **keys)) as worker:
+        for event in EVENTS:
+            if event == "lost":
+                write(worker, 500)
+                if worker.rank == 0:
+                    do_at(worker.sharding, "within", lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
+                with pytest.raises(ServerError, match="a server was lost"):
+                    worker.sharding.publish()
+                worker.barrier("a server was lost")
+                lost.touch()
+                while not again.exists():
+                    time.sleep(0.1)
+            elif event == "step":
+                train_step(worker, 0)
+            else:
+                write(worker, EVERY.get(event, 0))
+            worker.sharding.publish()
+            found.append((event, worker.sharding.last_report))
+            worker.sharding.withdraw()
+        worker.save_hf_checkpoint(f"{directory}/last")
+        if worker.rank == 0:
+            server = HttpServer(url, 60)
+            if keeps:
+                Path(directory, "sums").write_text(str((checksums(server), complete(server, 8))))
+        worker.barrier("looked at")
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_changed_alone_goes_to_a_server(engines: Ranks, tmp_path: Path, keeps: bool) -> None:
+    """Whether it keeps its weights between the switches or not; each fill is verified in full."""
+    model = write_model(tmp_path / "model", "qwen2")
+    with ThreadPoolExecutor(1) as pool:
+        with serving(model, tmp_path / "first", *FILLED, *PLAIN) as server:
+            arguments = (model, server.url, str(tmp_path), keeps, server.processes()["Worker"])
+            launched = pool.submit(engines.launch, publish_each, 2, *arguments, timeout=300)
+            while not (tmp_path / "lost").exists() and not launched.done():
+                time.sleep(0.1)
+        if launched.done():
+            launched.result()
+        with serving(model, tmp_path / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])):
+            (tmp_path / "again").touch()
+            reports: list[tuple[str, Any]] = launched.result()[0]
+    least = reports[0][1].bytes_least
+    assert [event for event, _ in reports] == list(EVENTS)
+    for event, report in reports:
+        is_whole = event in ("first", "lost")
+        assert report.tensors_verified > 0 or event == "none"
+        assert (report.density is None) == (is_whole or (event == "none" and keeps))
+        assert report.bytes_of_copies > 2 * least * (report.density is not None)
+        if is_whole:
+            assert (report.messages_delta, report.bytes_received) == (0, least)
+        elif event == "full":
+            assert (report.messages_delta, report.bytes_received) == (0, least)
+            assert report.density > 0.99
+        elif event == "few":
+            assert report.messages_whole == 0
+            assert report.density == pytest.approx(1 / 1000, rel=0.2)  # one word of an element's two
+            assert report.bytes_received < least / 50
+        elif event == "none":
+            assert report.bytes_received == 0
+    if keeps:
+        with serving(tmp_path / "last", tmp_path / "cold", *PLAIN) as cold:
+            there = HttpServer(cold.url, 60)
+            assert str((checksums(there), complete(there, 8))) == (tmp_path / "sums").read_text()
