@@ -15,6 +15,14 @@ and with `incremental: auto`, servers that keep their weights, and changes that 
     one layer        the tensors of one layer
     one in 1,000     one element of 1,000 in every tensor: nothing is left out, for a bucket is sent whole
     nothing
+
+and with `incremental: delta`, random elements of every tensor:
+
+    0.1 % ... all    the last bit of so many
+    Adam's step      those that a step changes with a learning rate of 1e-6 and weights in bfloat16: each is rounded
+                     from a number in float32 that moves by the learning rate, as in a first step
+
+With `--gbit` the trainers send no more than so much over the link.
 """
 
 from __future__ import annotations
@@ -48,9 +56,15 @@ from tests.harness.vllm_server import FILLED, serving
 
 NUM_RANKS, SERVER_TPS, TIMEOUT, SECRET = 2, (1, 2), 1800.0, "of these two hosts"
 STAY = {f"offload_train_{kind}": False for kind in ("param", "grad", "optimizer")}
-JOBS: dict[str, dict[str, Any]] = {"whole": STAY, "kept": {**STAY, "release_weights": False, "incremental": "auto"}}
+KEPT = {**STAY, "release_weights": False}
+JOBS: dict[str, dict[str, Any]] = {
+    "whole": STAY,
+    "kept": {**KEPT, "incremental": "auto"},
+    "delta": {**KEPT, "incremental": "delta"},
+}
 """What their configurations have beside the case's."""
 PORT = 5001
+LEARNING_RATE = 1e-6
 SINK = """
 import socket, sys
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
@@ -73,12 +87,14 @@ class Rows:
         seconds: of the slowest rank.
         link: bytes over the link, in both directions.
         planned: bytes that crossed by the report.
+        density: share of the words that had changed, by the report, and share of messages that went as deltas.
     """
 
     host: Host
     seconds: dict[str, list[float]] = field(default_factory=dict)
     link: dict[str, list[int]] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
+    density: dict[str, tuple[float | None, str]] = field(default_factory=dict)
 
     def measure(self, row: str, action: Callable[[], object]) -> None:
         """An action of all ranks."""
@@ -95,7 +111,12 @@ class Rows:
         """One switch to the servers."""
         self.measure(row, lambda: worker.sharding.enter(State.INFER))
         assert worker.sharding.last_report is not None
-        self.planned[row] = worker.sharding.last_report.bytes_across_hosts
+        report = worker.sharding.last_report
+        self.planned[row] = report.bytes_across_hosts
+        self.density[row] = (
+            report.density,
+            f"{report.messages_delta} of {report.messages_delta + report.messages_whole}",
+        )
 
 
 def main() -> None:
@@ -103,22 +124,27 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
     parser.add_argument("--runs", type=int, default=5, help="of each row (default: 5)")
+    parser.add_argument("--gbit", type=float, help="Gbit/s that the link takes from the trainers (default: all)")
     arguments = parser.parse_args()
-    figures = measure(arguments.model, arguments.runs)
+    figures = measure(arguments.model, arguments.runs, arguments.gbit)
     for name, row in figures["rows"].items():
         seconds, nbytes = f"{row['seconds']:7.3f} s (fastest {row['fastest']:.3f})", f"{row['planned'] / 1e6:9.3f} MB"
         link = f"{row['link'] / 1e6:9.3f} MB (most {row['most'] / 1e6:.3f})"
-        print(f"{name:22} {seconds}, planned {nbytes}, over the link {link}")
+        density, deltas = row["density"]
+        of_words = "" if density is None else f", {density:.4%} changed, deltas {deltas}"
+        print(f"{name:22} {seconds}, planned {nbytes}, over the link {link}{of_words}")
     print("load of the machine, before and after:", *(f"{each:.1f}" for each in figures["load"]))
     write_figures(arguments.json, figures)
 
 
-def measure(model: str, num_runs: int) -> dict[str, Any]:
+def measure(model: str, num_runs: int, gbit: float | None = None) -> dict[str, Any]:
     """Every figure."""
     case, load = _case(model), [os.getloadavg()[0]]
     rows: dict[str, Any] = {}
     with two_hosts() as (trainers, away), ExitStack() as ends, ThreadPoolExecutor(len(SERVER_TPS)) as pool:
         case.write_model(away.path("/tmp"))
+        if gbit is not None:
+            trainers.limit_link(gbit)
         sink = [*away.command(), sys.executable, "-c", SINK, away.address, str(PORT)]
         process = ends.enter_context(subprocess.Popen(sink, stdout=subprocess.PIPE))
         ends.callback(process.kill)
@@ -134,7 +160,7 @@ def measure(model: str, num_runs: int) -> dict[str, Any]:
             job = {"model": model, "name": name, "runs": num_runs, "urls": urls, "pids": [trainers.pid, away.pid]}
             with trainers.network():
                 rows |= figures_of_ranks("benchmarks.two_hosts", job, NUM_RANKS, TIMEOUT)
-    return {"model": model, "rows": rows, "load": [*load, os.getloadavg()[0]]}
+    return {"model": model, "gbit": gbit, "rows": rows, "load": [*load, os.getloadavg()[0]]}
 
 
 def _case(model: str) -> Case:
@@ -155,7 +181,7 @@ def run_rank(values: dict[str, Any]) -> None:
             rows.publish(f"{name}: with the join", worker)
             worker.sharding.enter(State.TRAIN)
             for _ in range(values["runs"]):
-                (_publish_all if name == "whole" else _publish_changes)(worker, rows)
+                {"whole": _publish_all, "kept": _publish_changes, "delta": _publish_deltas}[name](worker, rows)
     if dist.get_rank() == 0:
         Path(values["out"]).write_text(json.dumps({row: _summary(rows, row) for row in rows.seconds}))
     dist.destroy_process_group()
@@ -193,6 +219,33 @@ def _publish_changes(worker: ActorHybridWorker, rows: Rows) -> None:
         worker.sharding.enter(State.TRAIN)
 
 
+def _publish_deltas(worker: ActorHybridWorker, rows: Rows) -> None:
+    shares = {"0.1 %": 0.001, "1 %": 0.01, "6 %": 0.06, "30 %": 0.3, "60 %": 0.6, "70 %": 0.7, "all": 1, "nothing": 0}
+    for row, share in shares.items():
+        _flip(worker, share)
+        rows.publish(f"delta: {row}", worker)
+        worker.sharding.enter(State.TRAIN)
+    for flat in worker.sharding.trainer.weights.buffers().values():
+        flat.copy_(adam_stepped(flat))
+    rows.publish("delta: Adam's step", worker)
+    worker.sharding.enter(State.TRAIN)
+
+
+def _flip(worker: ActorHybridWorker, share: float) -> None:
+    """The last bit of so many elements."""
+    for flat in worker.sharding.trainer.weights.buffers().values():
+        for part in flat.view(torch.int16).split(1 << 24):
+            part ^= (torch.rand(part.shape) < share).to(torch.int16)
+
+
+def adam_stepped(flat: torch.Tensor) -> torch.Tensor:
+    """Weights in bfloat16 after a step by LEARNING_RATE of what they were rounded from, anywhere it can have been."""
+    exponent = torch.frexp(flat.float())[1]
+    unit = torch.ldexp(torch.ones(()), exponent - 8)  # between neighbours
+    main = flat.float() + unit * (torch.rand(flat.shape) - 0.5) * 0.999
+    return (main + LEARNING_RATE * (torch.randint(0, 2, flat.shape) * 2 - 1)).to(flat.dtype)
+
+
 def _change(worker: ActorHybridWorker, is_changed: Callable[[str], bool], every: int) -> None:
     """Add to every so manieth element of these tensors."""
     weights = worker.sharding.trainer.weights
@@ -213,6 +266,7 @@ def _summary(rows: Rows, row: str) -> Mapping[str, Any]:
         "planned": rows.planned[row],
         "link": statistics.median(link),
         "most": max(link),
+        "density": rows.density.get(row, (None, "")),
         "runs": len(seconds),
     }
 

@@ -27,5 +27,9 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     planned = {name: row["planned"] for name, row in rows.items()}
     assert planned["publish"] == planned["kept: all"] == planned["kept: one in 1,000"] == planned["socket"] > 0
+    assert planned["delta: all"] == pytest.approx(planned["publish"], rel=0.001)  # deltas of a few bytes may be longer
+    assert planned["publish"] > planned["delta: 30 %"] > planned["delta: 1 %"]
+    assert planned["delta: nothing"] == 0
+    assert all(0 < rows[row]["density"][0] < 0.1 for row in ("delta: 1 %", "delta: Adam's step"))
     assert planned["withdraw"] == planned["kept: nothing"] == 0
     assert all(row["link"] > row["planned"] and row["seconds"] > 0 for row in rows.values())

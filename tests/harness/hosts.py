@@ -85,6 +85,12 @@ class Host:
         """Where it is down, the other host sends and nothing answers."""
         _run(f"ip link set {LINK} {state}", self)
 
+    def limit_link(self, gbit: float) -> None:
+        """It sends no more than so many Gbit/s from here on, by a token bucket of a millisecond's bytes, or 1 MB."""
+        bits = round(gbit * 1e9)
+        burst = max(1_000_000, bits // 8000)
+        _run(f"tc qdisc add dev {LINK} root tbf rate {bits}bit burst {burst}b limit {8 * burst}b", self)
+
     def listeners(self) -> set[str]:
         """ADDRESS:PORT of all that listens for TCP there."""
         found = set()
