@@ -4,10 +4,15 @@ one's own trainer."""
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,19 +56,37 @@ def test_rewards_of_the_quick_start_grow(engines: Ranks) -> None:
     assert num_distinct > 48  # of 64: equal ones would teach nothing
 
 
+def run_page() -> str:
+    """What the page prints."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), mock.patch.object(sys, "argv", [str(EXAMPLE)]):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return shown.getvalue()
+
+
+def check_page(shown: str) -> None:
+    rewards = [float(found) for found in re.findall(r"rank 0: step \d, reward (\d\.\d+)", shown)]
+    assert len(rewards) == 5
+    assert rewards[-1] > rewards[0] + 0.05
+    assert re.search(r"rank 1: train->infer, [1-9]\d* bytes", shown)
+
+
+@pytest.mark.slow
+def test_rewards_of_the_page_grow(engines: Ranks) -> None:
+    check_page("".join(engines.launch(run_page, 2)))
+
+
+@pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.slow
-def test_rewards_of_the_page_grow_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_needs_no_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("megatron", "megatron_patches"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f"raise ImportError({package!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     ended = run_ranks([str(EXAMPLE)], 2, timeout=300)
     assert ended.status == 0, ended.output
-    rewards = [float(found) for found in re.findall(r"rank 0: step \d, reward (\d\.\d+)", ended.output)]
-    assert len(rewards) == 5
-    assert rewards[-1] > rewards[0] + 0.05
-    assert re.search(r"rank 1: train->infer, [1-9]\d* bytes", ended.output)
+    check_page(ended.output)
     assert "[Reshard] direction=train->infer version=4" in ended.output
 
 

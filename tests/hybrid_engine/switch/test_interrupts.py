@@ -48,7 +48,7 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
     rig.close()
     num_interrupted = 0
     nexts = itertools.cycle([TRAIN, INFER, FORWARD, IDLE])
-    for at in range(0, lines, max(1, lines // 60)):
+    for at in range(0, lines, max(1, lines // 40)):
         rig = prepared(before, **SETTINGS[settings])
         interrupter = Interrupter(at)
         with contextlib.suppress(Stop), interrupter:
