@@ -7,49 +7,73 @@ import functools
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hybrid_engine.errors import ArgumentError, Violation
+from hybrid_engine.errors import ArgumentError, Violation, first_of
+
+_SHARE = 0.9
+"""Of the time that other ranks wait, so that this one says what took it before they give up."""
 
 
-def ask_each(argument: str, calls: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """What each call returns. Functions are called one after the other, here; coroutine functions all together, in an
-    event loop that stays for as long as the process, so that a connection of one turn serves in the next.
+def ask_each(
+    argument: str, calls: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]], timeout_seconds: float
+) -> list[Any]:
+    """What each call returns. They are made one after the other, here; what is to be awaited is awaited all together,
+    in an event loop that stays for as long as the process, so that a connection of one turn serves in the next.
 
     Args:
         argument: as which the user gave them.
         calls: of each, its place in messages, the function, and what it is called with.
+        timeout_seconds: for which other ranks wait for the answers.
 
-    Raises ArgumentError as `named`; coroutines that are not done then are cancelled.
+    Raises ArgumentError as `named`, and for what is still awaited when 9 in 10 of the time are over. Whatever is not
+    done then is cancelled.
     """
-    answers: dict[int, Any] = {}
-    coroutines = {index: call for index, call in enumerate(calls) if _is_coroutine_function(call[1])}
-    for index, (place, function, given) in enumerate(calls):
-        if index not in coroutines:
+    answers: list[Any] = []
+    try:
+        for place, function, given in calls:
             with named(argument, place):
-                answers[index] = function(*given)
-
-    async def together() -> None:
-        async def ask(index: int, place: str, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
-            with named(argument, place):
-                answers[index] = await function(*given)
-
-        tasks = [asyncio.ensure_future(ask(index, *call)) for index, call in coroutines.items()]
+                answers.append(function(*given))
+    except BaseException:
+        for answer in filter(inspect.iscoroutine, answers):
+            answer.close()
+        raise
+    waiting = {index: answer for index, answer in enumerate(answers) if inspect.isawaitable(answer)}
+    if waiting:
+        places = [place for place, *_ in calls]
+        together = _together(argument, places, waiting, _SHARE * timeout_seconds)
+        running = asyncio.run_coroutine_threadsafe(together, _event_loop())
         try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    if coroutines:
-        running = asyncio.run_coroutine_threadsafe(together(), _event_loop())
-        try:
-            running.result()
+            for index, answer in running.result().items():
+                answers[index] = answer
         finally:
             running.cancel()  # where whoever waits is interrupted
-    return [answers[index] for index in range(len(calls))]
+    return answers
+
+
+async def _together(
+    argument: str, places: Sequence[str], waiting: Mapping[int, Awaitable[Any]], seconds: float
+) -> dict[int, Any]:
+    async def answer_of(index: int) -> Any:
+        with named(argument, places[index]):
+            return await waiting[index]
+
+    tasks = {index: asyncio.ensure_future(answer_of(index)) for index in waiting}
+    try:
+        done, _ = await asyncio.wait(tasks.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()  # raises what it raised
+        if late := [places[index] for index, task in tasks.items() if not task.done()]:
+            remedy = "Have them end by themselves before, or raise generate_config.timeout_seconds"
+            raise ArgumentError(
+                [Violation(argument, f"not done after {seconds:g} s: {first_of(late, 3, '; ')}", remedy)]
+            )
+        return {index: task.result() for index, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
 
 
 @contextmanager
@@ -57,14 +81,25 @@ def named(argument: str, place: str) -> Iterator[None]:
     """Raise ArgumentError naming argument, place and line for whatever a user's code raises."""
     try:
         yield
-    except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        problem = f"{type(error).__name__} for {place}: {error}"
-        remedy = f"It was raised by {last.filename}:{last.lineno}"
+    except (Exception, asyncio.CancelledError) as error:
+        if _is_being_cancelled():
+            raise
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        problem = f"{type(error).__name__} for {place}" + (f": {error}" if str(error) else "")
+        remedy = f"It was raised by {theirs[0].filename}:{theirs[0].lineno}" if theirs else "It cannot be called so"
         raise ArgumentError([Violation(argument, problem, remedy)]) from error
 
 
-def _is_coroutine_function(function: Callable[..., Any]) -> bool:
+def _is_being_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def is_coroutine_function(function: object) -> bool:
+    """Also an object that is called by one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.rl.asking import ask_each, named
+from hybrid_engine.rl.asking import ask_each
 from hybrid_engine.trainer.batches.making import required_whole
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def converse(
     environment: Environment,
     *,
     max_tokens_per_turn: int | None = None,
+    names: Sequence[int] | None = None,
     **chat: Unpack[ChatArguments],
 ) -> list[list[Conversation]]:
     """`n` conversations of each prompt. Collective, in the rollout context; prompts are the same on all ranks.
@@ -127,6 +128,7 @@ def converse(
             chats, a text or token ids, which are appended as they are, or None to end the conversation. Where it is a
             coroutine function, all conversations of a turn are replied to together.
         max_tokens_per_turn: bounds each answer; one that it cuts off ("length") is replied to like any other.
+        names: of prompts, in messages; default: their places in the list.
         chat: `tools`, `chat_template_kwargs`; as of `generate`.
 
     Each conversation draws by streams of its own. Raises on rank 0 ArgumentError for an environment that fails or
@@ -135,7 +137,7 @@ def converse(
     from hybrid_engine.backends.vllm.requests import asked_for
 
     with engine.job.agreement.phase("checking a conversation"):
-        violations = [*no_arguments(chat, ("environment", "sampling", "max_tokens_per_turn"))]
+        violations = [*no_arguments(chat, ("environment", "sampling", "max_tokens_per_turn", "names"))]
         if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
             violations.append(Violation("prompts", f"got {shortened(prompts)}", "Pass a list of prompts"))
         if max_tokens_per_turn is not None:
@@ -148,9 +150,11 @@ def converse(
     most = max_tokens_per_turn
     first = bounded if most is None else [_of_turn(one, one.max_tokens, most) for one in bounded]
     groups = engine.generate_sequences([prompt_of(each) for each in prompts], list(first), **chat)
+    starts = [group[0].prompt_token_ids for group in groups]
+    engine.inference.check_prompts(starts, [one.max_tokens for one in bounded])  # said now, not in a later turn
     everyone = [
-        _UnderWay(prompt, f"prompt {index}, completion {number}", one)
-        for index, (prompt, one, group) in enumerate(zip(prompts, bounded, groups, strict=True))
+        _UnderWay(prompt, f"prompt {name}, completion {number}", one)
+        for prompt, name, one, group in zip(prompts, names or range(len(prompts)), bounded, groups, strict=True)
         for number in range(len(group))
     ]
     going, answers, turn = everyone, [one for group in groups for one in group], 1
@@ -277,24 +281,30 @@ class _Host:
         """Make an environment for each. Raises as `converse` where that fails."""
         from hybrid_engine.backends.vllm.prompts import form_of
 
-        with self._engine.job.agreement.phase("environment"):
-            for each in everyone if self._engine.rank == 0 else ():
-                asked = prompt_of(each.prompt)
-                each.messages = list(asked) if form_of(asked) == "a chat" else None
-                with named("environment", each.place):
-                    each.respond = self._environment(each.prompt)
-                if not callable(each.respond):
-                    problem = f"for {each.place} it returned {shortened(each.respond)}"
-                    raise ArgumentError([Violation("environment", problem, "Return what is called with each answer")])
+        job = self._engine.job
+        with job.agreement.phase("environment"):
+            if self._engine.rank == 0:
+                calls = [(each.place, self._environment, (each.prompt,)) for each in everyone]
+                made = ask_each("environment", calls, job.timeout_seconds)
+                for each, respond in zip(everyone, made, strict=True):
+                    asked = prompt_of(each.prompt)
+                    each.messages = list(asked) if form_of(asked) == "a chat" else None
+                    if not callable(respond):
+                        problem = f"for {each.place} it returned {shortened(respond)}"
+                        raise ArgumentError(
+                            [Violation("environment", problem, "Return what is called with each answer")]
+                        )
+                    each.respond = respond
 
     def replies(self, going: Sequence[_UnderWay]) -> list[list[int] | None]:
         """Token ids of the reply to each last answer; None ends the conversation. Raises as `begin`."""
-        agreement, found = self._engine.job.agreement, list[list[int] | None]()
-        with agreement.phase("environment"):
+        job, found = self._engine.job, list[list[int] | None]()
+        with job.agreement.phase("environment"):
             if self._engine.rank == 0:
-                said = ask_each("environment", [(each.place, each.respond, (each.turns[-1],)) for each in going])
+                calls = [(each.place, each.respond, (each.turns[-1],)) for each in going]
+                said = ask_each("environment", calls, job.timeout_seconds)
                 found = [self._reply(each, reply) for each, reply in zip(going, said, strict=True)]
-        replies: list[list[int] | None] = agreement.gather(found, list[list[int] | None], "environment")[0]
+        replies: list[list[int] | None] = job.agreement.gather(found, list[list[int] | None], "environment")[0]
         return replies
 
     def _reply(self, each: _UnderWay, reply: Any) -> list[int] | None:

@@ -35,7 +35,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
 from hybrid_engine.files.durable import naming
 from hybrid_engine.rl import losses
-from hybrid_engine.rl.asking import ask_each
+from hybrid_engine.rl.asking import ask_each, is_coroutine_function
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Conversation, Environment, converse, no_arguments, prompt_of
 from hybrid_engine.rl.critic import Critic
@@ -90,6 +90,7 @@ def train(
     Returns the rows of the steps that were taken here. Raises, on all ranks, ConfigError for an `out` that is not this
     run's, or that another job writes, and what `Loop.learn` raises.
     """
+    _require_functions(prompts=prompts, evaluate=evaluate, on_step=on_step, should_stop=should_stop)
     with ExitStack() as ends:
         if not isinstance(model, ActorHybridWorker):
             engines = model if isinstance(model, HybridConfig) else load_config(model)
@@ -124,7 +125,8 @@ class Loop:
         environment: makes a conversation of several turns of each completion; as of `converse`.
         chat: `tools` and `chat_template_kwargs`, as of `HybridEngine.generate`.
 
-    Raises ConfigError for settings or prompts that do not go with the worker.
+    Raises ConfigError for settings or prompts that do not go with the worker, as prompts behind which `max_tokens` do
+    not fit into vLLM or into `actor_config.seq_length`; where prompts are a function, `learn` does.
 
     Attributes:
         done: number of the last step that was taken or loaded.
@@ -151,8 +153,10 @@ class Loop:
             violations.append(Violation(key, "is of conversations, and there is no environment", remedy))
         if violations:
             raise ConfigError(violations)
-        if not callable(self.prompts) and not self.prompts:
-            raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])
+        if not callable(self.prompts):
+            if not self.prompts:
+                raise ConfigError([Violation("prompts", "there are none", "Pass a list of prompts")])
+            self._require_room(self.prompts)
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
         worker.set_learning_rate(self._learning_rate)  # fails now where the trainer has a schedule of its own
         self.critic = Critic(worker, config) if isinstance(config, PpoConfig) else None
@@ -219,16 +223,17 @@ class Loop:
         """Draw, score and learn from the completions of step 1, 2, ...
 
         Returns a row, the same on all ranks: see docs/rl.md. Raises ArgumentError for a reward that fails or is not a
-        finite number, BatchError for completions that do not fit into `actor_config.seq_length`, and what the worker's
-        methods raise.
+        finite number, and what the worker's methods raise.
         """
         worker, tally, config = self.worker, self._tally, self.config
         tally.begin(number)
-        prompts = self._prompts_of(number)
+        names, prompts = self._prompts_of(number)
+        if callable(self.prompts):
+            self._require_room(prompts)
         with worker.rollout_context(), tally.phase("generate"):
-            groups = self._draw(prompts, self._sampling(number))
+            groups = self._draw(names, prompts, self._sampling(number))
         with tally.phase("reward"):
-            rewards = self._rewards(prompts, groups)
+            rewards = self._rewards(names, prompts, groups)
         batch = self._batch(groups)
         if self.reference is not None:
             with self.reference.forward_context(), tally.phase("score"):
@@ -254,14 +259,17 @@ class Loop:
         return {**row, **tally.take(worker)}
 
     def finish(self, row: Row, evaluate: Evaluate | None = None) -> Row:
-        """Evaluate the weights of a step, and complete its row. What happened since `learn` counts for this step."""
-        row = dict(row)
+        """Evaluate the weights of a step, and complete its row. What happened since `learn` counts for this step.
+
+        Figures whose names are columns of the row are `held_out_NAME`. Raises ArgumentError for what are no figures.
+        """
+        row, figures = dict(row), dict[str, float]()
         if evaluate is not None:
             with self.worker.rollout_context(), self._tally.phase("evaluate"):
-                row |= {name: float(value) for name, value in evaluate(self.worker).items()}
+                figures = _evaluated(evaluate(self.worker))
         for name, value in self._tally.take(self.worker).items():
             row[name] = max(row.get(name, 0), value) if name in _HIGHEST else row.get(name, 0) + value
-        return row
+        return row | {f"held_out_{name}" if name in row else name: value for name, value in figures.items()}
 
     def save(self, files: RunFiles, row: Row) -> None:
         """Write a checkpoint of what is trained, as that of the row's step, from which `run` goes on."""
@@ -299,18 +307,34 @@ class Loop:
         """Whether any rank says so."""
         return self.worker.job.agreement.total(int(should_stop())) > 0
 
-    def _prompts_of(self, number: int) -> list[Any]:
-        """A step's share of the passes over all prompts, or what the function gives."""
+    def _prompts_of(self, number: int) -> tuple[Sequence[int], list[Any]]:
+        """A step's share of the passes over all prompts, with their places there, or what the function gives."""
         count = self.config.prompts_per_step
         if callable(self.prompts):
             prompts = list(self.prompts(number))
             if len(prompts) != count:
                 remedy = f"Return {count}, which is prompts_per_step"
                 raise ArgumentError([Violation("prompts", f"{len(prompts)} for step {number}", remedy)])
-            return prompts
+            return range(count), prompts
         size = len(self.prompts)
-        places = [divmod(place, size) for place in range((number - 1) * count, number * count)]
-        return [self.prompts[_order(self.config.seed, size, epoch)[index]] for epoch, index in places]
+        shares = [divmod(place, size) for place in range((number - 1) * count, number * count)]
+        places = [_order(self.config.seed, size, epoch)[index] for epoch, index in shares]
+        return places, [self.prompts[place] for place in places]
+
+    def _require_room(self, prompts: Sequence[Any]) -> None:
+        """Refuse prompts behind which `max_tokens` do not fit, in vLLM or in a row that is learned from."""
+        from hybrid_engine.backends.vllm.prompts import token_ids_of
+
+        inference, most = self.worker.inference, self.config.max_tokens
+        token_ids = token_ids_of([prompt_of(each) for each in prompts], inference.tokenizer, chat=self._chat)
+        inference.check_prompts(token_ids, most)
+        room = self.worker.config.actor_config.seq_length + 1
+        if long := [index for index, each in enumerate(token_ids) if len(each) + most > room]:
+            index = max(long, key=lambda index: len(token_ids[index]))
+            problem = f"{len(long)} of {len(prompts)} are too long, the longest prompts[{index}]: "
+            problem += f"{len(token_ids[index])} tokens and {most} of max_tokens, but seq_length takes {room}"
+            remedy = "Raise actor_config.seq_length, lower max_tokens, or leave them out"
+            raise ConfigError([Violation("prompts", problem, remedy)])
 
     def _sampling(self, number: int) -> Sampling:
         from hybrid_engine.backends.vllm import Sampling
@@ -324,26 +348,26 @@ class Loop:
             seed=self._random(number, "samples").getrandbits(62),
         )
 
-    def _draw(self, prompts: Sequence[Any], sampling: Sampling) -> Groups:
+    def _draw(self, names: Sequence[int], prompts: Sequence[Any], sampling: Sampling) -> Groups:
         """Completions, or conversations, of each prompt."""
         if self.environment is not None:
-            most = self.config.max_tokens_per_turn
-            return converse(self.worker, prompts, sampling, self.environment, max_tokens_per_turn=most, **self._chat)
+            talk = functools.partial(converse, max_tokens_per_turn=self.config.max_tokens_per_turn, names=names)
+            return talk(self.worker, prompts, sampling, self.environment, **self._chat)
         return self.worker.generate_sequences([prompt_of(each) for each in prompts], sampling, **self._chat)
 
-    def _rewards(self, prompts: Sequence[Any], groups: Groups) -> torch.Tensor:
+    def _rewards(self, names: Sequence[int], prompts: Sequence[Any], groups: Groups) -> torch.Tensor:
         """Rewards [P, n], by rank 0."""
-        agreement, rewards = self.worker.job.agreement, list[float]()
-        with agreement.phase("reward"):
+        job, rewards = self.worker.job, list[float]()
+        with job.agreement.phase("reward"):
             if self.worker.rank == 0:
                 calls = [
-                    (f"prompt {index}, completion {number}", self.reward, (prompt, one))
-                    for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+                    (f"prompt {name}, completion {number}", self.reward, (prompt, one))
+                    for name, prompt, group in zip(names, prompts, groups, strict=True)
                     for number, one in enumerate(group)
                 ]
-                values = ask_each("reward", calls)
+                values = ask_each("reward", calls, job.timeout_seconds)
                 rewards = [_number(value, place) for value, (place, *_) in zip(values, calls, strict=True)]
-        return torch.tensor(agreement.gather(rewards, list[float], "reward")[0]).view(len(groups), -1)
+        return torch.tensor(job.agreement.gather(rewards, list[float], "reward")[0]).view(len(groups), -1)
 
     def _batch(self, groups: Groups) -> dict[str, torch.Tensor]:
         completions = [one for group in groups for one in group]
@@ -402,6 +426,31 @@ def _number(reward: Any, place: str) -> float:
         if math.isfinite(number := float(reward)):
             return number
     raise ArgumentError([Violation("reward", f"is {shortened(reward)} for {place}", "Return a finite number")])
+
+
+def _evaluated(figures: Any) -> dict[str, float]:
+    """What `evaluate` has returned."""
+    if not isinstance(figures, Mapping):
+        problem = f"returned {shortened(figures)}"
+        raise ArgumentError([Violation("evaluate", problem, "Return a mapping of names to numbers")])
+    found = {}
+    for name, value in figures.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError):
+            problem = f"{name} is {shortened(value)}"
+            raise ArgumentError([Violation("evaluate", problem, "Return a mapping of names to numbers")]) from None
+    return found
+
+
+def _require_functions(**given: object) -> None:
+    """Refuse coroutine functions, which nobody would wait for."""
+    remedy = "Make it a function without async; environments and rewards alone are awaited"
+    found = [
+        Violation(name, "is a coroutine function", remedy) for name, one in given.items() if is_coroutine_function(one)
+    ]
+    if found:
+        raise ConfigError(found)
 
 
 def _figures(batch: Mapping[str, torch.Tensor], groups: Groups, rewards: torch.Tensor) -> dict[str, float]:
@@ -498,6 +547,8 @@ class _Record:
                 files.check(config.shared(), defaults=config.defaults())
                 ends.enter_context(files.lock())
                 files.begin(config.shared())
+                if (progress := files.progress()) is not None:
+                    print(f"going on after step {progress.step}, of which {files.out} has a checkpoint", flush=True)
                 self._events = Events(files.out)
                 ends.callback(self._events.close)
 

@@ -164,7 +164,7 @@ class Engine:
             SimpleNamespace(
                 tokenizer=tokenizer, check_prompts=lambda prompts, num: check_token_ids(prompts, num, 1000, 102)
             ),
-            SimpleNamespace(agreement=agreement),
+            SimpleNamespace(agreement=agreement, timeout_seconds=60),
             0,
         )
         self.asked: list[tuple[Any, list[Sampling]]] = []
@@ -302,7 +302,7 @@ def test_a_text_goes_on_in_the_message_of_its_answer(tmp_path: Path) -> None:
 def test_coroutines_reply_to_all_conversations_of_a_turn_together(tokenizer: ModelTokenizer) -> None:
     prompts, together = [[5], [6], [7]], asyncio.Barrier(3)
 
-    def environment(_: Any) -> Any:
+    async def environment(_: Any) -> Any:
         turns = iter([[8], None])
 
         async def reply(_: Completion) -> Any:

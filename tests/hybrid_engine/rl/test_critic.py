@@ -18,6 +18,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, critic
 from hybrid_engine.rl.critic import Critic, at_last_tokens
 from hybrid_engine.trainer.batches import mean_weights
+from tests.hybrid_engine.rl.stand_ins import stand_in
 
 NUM_ROWS, LENGTH = 6, 7
 MOVED = 0.3  # of values, from before the step to each optimizer step
@@ -124,8 +125,7 @@ def test_a_critic_with_a_model_of_its_own_keeps_its_weights() -> None:
 
 
 def test_rows_fit_the_micro_batches_of_the_critic_too() -> None:
-    worker = mock.MagicMock()
-    worker.train.limits = mock.Mock(micro_batch_size=2, dp_size=2)
+    worker = stand_in(micro_batch_size=2, dp_size=2)
     worker.config.critic_config.micro_batch_size = 3
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 2}
     with pytest.raises(ConfigError) as caught:

@@ -20,6 +20,7 @@ from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, converse
 from hybrid_engine.rl.loop import _Tally, combined
 from hybrid_engine.switch.states import SwitchHooks
 from tests.harness.launch import REPO_ROOT, Ranks
+from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.zoo import workers
 from tests.zoo.tokenizers import save_characters
 
@@ -234,8 +235,8 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
     assert f"{algorithm.__name__}.seed: the run in" in first["refused"]
     assert "not a multiple of" in first["rows"]
-    assert "reward: is nan for prompt 0, completion 0" in first["failed"]
-    assert "reward: is nan for prompt 0, completion 0" in second["failed"]
+    assert "reward: is nan for prompt 5, completion 0" in first["failed"]
+    assert "reward: is nan for prompt 5, completion 0" in second["failed"]
     assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
     assert (tmp_path / "resumed" / "model" / "config.json").exists()
 
@@ -283,20 +284,17 @@ def test_what_a_run_does_not_take_is_named() -> None:
 
 
 def test_a_bound_of_turns_is_for_conversations() -> None:
-    worker, config = mock.MagicMock(), GrpoConfig(max_tokens_per_turn=5)
-    worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
+    worker, config = stand_in(), GrpoConfig(max_tokens_per_turn=5)
     with pytest.raises(ConfigError, match=r"GrpoConfig\.max_tokens_per_turn: is of conversations, and there is no"):
         Loop(worker, "ab", mock.Mock(), config)
     loop = Loop(worker, "ab", mock.Mock(), config, environment=mock.Mock())
     with mock.patch("hybrid_engine.rl.loop.converse") as converse:
-        loop._draw(["a"], Sampling())
-    assert converse.call_args.kwargs == {"max_tokens_per_turn": 5}
+        loop._draw([7], ["a"], Sampling())
+    assert converse.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7]}
 
 
 def without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
-    worker = mock.MagicMock()
-    worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
-    return Loop(worker, prompts, mock.Mock(), GrpoConfig(**settings))
+    return Loop(stand_in(), prompts, mock.Mock(), GrpoConfig(**settings))
 
 
 @pytest.mark.slow  # imports vLLM
@@ -307,22 +305,58 @@ def test_every_step_of_every_run_samples_with_a_seed_of_its_own() -> None:
 
 def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
     loop = without_engines(prompts_per_step=2)
-    drawn = [prompt for step in range(1, 11) for prompt in loop._prompts_of(step)]
+    drawn = [prompt for step in range(1, 11) for prompt in loop._prompts_of(step)[1]]
     passes = {"".join(drawn[start : start + 5]) for start in range(0, 20, 5)}
     assert {"".join(sorted(one)) for one in passes} == {"abcde"}
+    assert all("abcde"[name] == prompt for name, prompt in zip(*loop._prompts_of(3), strict=True))
     assert len(passes) > 1
 
 
 def test_a_function_gives_the_prompts_of_a_step_and_no_more() -> None:
     loop = without_engines(lambda step: [step] * min(step, 2), prompts_per_step=2)
-    assert loop._prompts_of(7) == [7, 7]
+    assert loop._prompts_of(7) == (range(2), [7, 7])
     with pytest.raises(ArgumentError, match="prompts: 1 for step 1"):
         loop._prompts_of(1)
 
 
+def test_prompts_without_room_are_refused_before_anything_is_drawn() -> None:
+    """In a row of seq_length 300 are 301 tokens, whose first no token is before."""
+    without_engines(["a" * 45], max_tokens=256)
+    said = r"prompts: 2 of 3 are too long, the longest prompts\[2\]: 47 tokens and 256 of max_tokens, but seq_length"
+    with pytest.raises(ConfigError, match=said):
+        without_engines(["a", "a" * 46, "a" * 47], max_tokens=256)
+    loop = without_engines(lambda step: ["a" * 45 * step], prompts_per_step=1, max_tokens=256)
+    with pytest.raises(ConfigError, match="prompts: 1 of 1 are too long"):
+        loop.learn(2)
+    assert not loop.worker.rollout_context.called
+
+
+def test_functions_that_nobody_would_wait_for_are_refused() -> None:
+    async def late(*_: Any) -> Any: ...
+
+    given: Any = {"evaluate": late, "on_step": late, "should_stop": late}
+    with pytest.raises(ConfigError) as caught:
+        train("no such configuration", late, late, GrpoConfig(), **given)  # type: ignore[arg-type]
+    for name in ("prompts", *given):
+        assert f"{name}: is a coroutine function" in str(caught.value)
+
+
+def test_figures_of_an_evaluation_take_no_column() -> None:
+    loop = without_engines()
+    loop._tally.take = lambda _: {"seconds": 2.0, "rss_bytes": 1.0}  # type: ignore[method-assign]
+    row = loop.finish({"reward": 0.5}, lambda _: {"reward": 0.25, "seconds": 7, "accuracy": torch.tensor(0.75)})
+    figures = {"held_out_reward": 0.25, "held_out_seconds": 7, "accuracy": 0.75}
+    assert row == {"reward": 0.5, "seconds": 2.0, "rss_bytes": 1.0, **figures}
+    for figures, said in (
+        (None, "evaluate: returned None. Return a mapping of names to numbers"),
+        ({"accuracy": "high"}, "evaluate: accuracy is 'high'. Return a mapping of names to numbers"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            loop.finish({}, lambda _, figures=figures: figures)  # type: ignore[misc]
+
+
 def test_a_closed_loop_hears_of_no_more_switches() -> None:
-    worker, hooks, prompts = mock.MagicMock(sharding=SwitchHooks()), [], ["a"]
-    worker.train.limits = mock.Mock(micro_batch_size=1, dp_size=1)
+    worker, hooks, prompts = stand_in(sharding=SwitchHooks()), [], ["a"]
     worker.on_reshard_end = worker.sharding.on_reshard_end
     worker.sharding.on_reshard_end(hooks.append)
     first, second = (Loop(worker, prompts, mock.Mock(), GrpoConfig()) for _ in range(2))

@@ -1,0 +1,15 @@
+"""A worker without engines."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+
+def stand_in(micro_batch_size: int = 1, dp_size: int = 1, **attributes: Any) -> Any:
+    """A mock that a `Loop` takes: a character is a token, and rows have 301 of them."""
+    worker = mock.MagicMock(**attributes)
+    worker.train.limits = mock.Mock(micro_batch_size=micro_batch_size, dp_size=dp_size)
+    worker.config.actor_config.seq_length = 300
+    worker.inference.tokenizer.encode = lambda texts: [[5] * len(text) for text in texts]
+    return worker
