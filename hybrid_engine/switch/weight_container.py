@@ -191,8 +191,9 @@ class WeightContainer:
         self._following = self._sent_ahead()
         self._is_in_step = self._num_ranks == 1  # until it has ended, or told the others that it does not
         self._state = ContainerState.PARTIAL
+        self._router.begin(whole=whole)  # an interrupt here cannot be told as the others expect to hear it
         try:
-            self._router.prepare(whole=whole)
+            self._router.prepare()
             self._fill(source, fence, verification, tally)
         except BaseException as error:
             self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", fence)

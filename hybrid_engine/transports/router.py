@@ -18,6 +18,7 @@ from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError
 from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
+from hybrid_engine.ranks.process import signals_held
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -179,7 +180,21 @@ class TransportSet:
 
         `following`: the next bucket, whose messages are sent meanwhile; all ranks name it, or none. What fails here
         reaches the peers with a bucket's messages, so one bucket later if these were sent before.
+
+        In a fill of deltas nothing was sent before, and a bucket takes several batches, so signals are held until its
+        end: a rank that stopped between two of them would meet its peers with others from there on.
         """
+        is_whole = self._deltas is None or self._deltas.is_whole
+        with nullcontext() if is_whole else signals_held():
+            return self._run(bucket, source, destination, following)
+
+    def _run(
+        self,
+        bucket: Bucket,
+        source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor],
+        following: Bucket | None,
+    ) -> RunReport:
         share = self._share(bucket)
         self.num_met += 1
         failure = self._start(bucket, following, source) if following is not None else None
@@ -226,17 +241,20 @@ class TransportSet:
         """Give back staging and relay memory after a fill, which they are taken for again; returns their bytes."""
         return sum(transport.trim() for transport in self._transports.values()) + self._relays.release()
 
-    def prepare(self, *, whole: bool = True) -> None:
-        """Before a fill: have relay memory. Raises DeviceMemoryError.
+    def begin(self, *, whole: bool) -> None:
+        """Begin a fill, before all else that may fail in it: ranks that abandon it send as the others do.
 
-        `whole`: no message is a delta; the same on all ranks, those that raise here among them.
+        `whole`: no message is a delta; the same on all ranks. Raises nothing.
         """
         if self._deltas is not None:
             self._deltas.begin(whole=whole)
+
+    def prepare(self) -> None:
+        """Before a fill: have relay memory. Raises DeviceMemoryError."""
         self._relays.restore()
 
     def deltas_sent(self) -> DeltaCount:
-        """Of the messages that this rank sent since `prepare`."""
+        """Of the messages that this rank sent since `begin`."""
         return DeltaCount() if self._deltas is None else self._deltas.counted()
 
     def _report(self, share: _BucketShare) -> RunReport:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, DifferentCallsError, OffloadError, PlanError, RemoteError, ReshardError
+from hybrid_engine.errors import (
+    ConfigError,
+    DifferentCallsError,
+    HybridEngineError,
+    OffloadError,
+    PlanError,
+    RemoteError,
+    ReshardError,
+)
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.pull import SharedMemoryTransport
+from hybrid_engine.transports.router import TransportSet
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
@@ -237,6 +248,49 @@ def release_fails_on_rank_0() -> dict[str, object]:
     return error
 
 
+def _interrupt_deltas(owner: type, name: str) -> dict[str, object]:
+    """Ctrl-C comes to rank 0 in the first call of a method within a fill of deltas."""
+    rig = Rig(elastic=True, transport="collective", incremental="delta", incremental_mb=0, timeout_seconds=20)
+    is_interrupted, method, came = rig.job.rank == 0, getattr(owner, name), list[int]()
+
+    def interrupting(*args: object) -> object:
+        if not came:
+            came.append(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return method(*args)
+
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig.training.step()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    raised = KeyboardInterrupt if is_interrupted else HybridEngineError
+    interruption = mock.patch.object(owner, name, interrupting) if is_interrupted else nullcontext()
+    with interruption, pytest.raises(raised) as caught:
+        rig.manager.enter(INFER)
+    signal.signal(signal.SIGINT, handler)
+    for _ in range(2 if is_interrupted else 0):  # the other is at the end of the fill, then on its way back
+        error_of(lambda: rig.manager.enter(TRAIN))
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+    rig.training.step()
+    deltas = rig.manager.enter(INFER).messages_delta
+    assert_goes_on(rig)
+    rig.close()
+    return {"error": type(caught.value).__name__, "deltas": deltas}
+
+
+@scenario
+def interrupted_before_deltas() -> dict[str, object]:
+    """The fill before was whole."""
+    return _interrupt_deltas(TransportSet, "prepare")
+
+
+@scenario
+def interrupted_among_deltas() -> dict[str, object]:
+    """When it has the headers of a bucket, and has sent nothing else of it."""
+    return _interrupt_deltas(CollectiveTransport, "_announced")
+
+
 @scenario
 def only_what_changed() -> dict[str, object]:
     """What one rank alone knows to be written, or has lost, all ranks send."""
@@ -358,6 +412,13 @@ def test_what_one_rank_has_a_reason_for_all_ranks_send(two_ranks: list[dict[str,
             **{"step": ["commit second"], "written": ["commit second"], "nothing": []},
         }
         assert found["nothing"][1] == NBYTES
+
+
+@pytest.mark.parametrize("name", ["interrupted_before_deltas", "interrupted_among_deltas"])
+def test_an_interrupt_in_a_fill_of_deltas_leaves_both_in_step(two_ranks: list[dict[str, dict]], name: str):
+    found = [results[name] for results in two_ranks]
+    assert [each["error"] for each in found] == ["KeyboardInterrupt", "ReshardError"]
+    assert [each["deltas"] for each in found] == [0, 0]
 
 
 def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):

@@ -300,7 +300,7 @@ def test_plan_that_does_not_complete_every_group_once():
 FAILURES = (("allocate", "group0"), ("commit", "group3"), ("prepare", ""), ("run", ""))
 
 
-def _out_of_memory(*_: object, **__: object) -> NoReturn:
+def _out_of_memory(*_: object) -> NoReturn:
     raise MemoryError("not a byte left")
 
 

@@ -117,7 +117,8 @@ class Rank:
 
     def clear(self, *, whole: bool = True) -> None:
         """Before a fill."""
-        self.router.prepare(whole=whole)
+        self.router.begin(whole=whole)
+        self.router.prepare()
         self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
 
     def negate(self) -> None:

@@ -106,7 +106,8 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     for is_ahead in (False, True):
         destination = case.new_destinations(rank)
         dist.barrier()
-        router.prepare(whole=not is_ahead)
+        router.begin(whole=not is_ahead)
+        router.prepare()
         if deltas is not None and is_ahead:  # a few elements are others, and each rank knows all sources
             for buffer_id, flat in case.sources.items():
                 flat.view(torch.uint8)[:: 61 * flat.element_size()] ^= 1
