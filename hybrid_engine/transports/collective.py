@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -94,7 +94,7 @@ class _InFlight:
     Attributes:
         incoming: with the memory that they come into.
         posted: all of them, or their headers.
-        failure: why the outgoing messages are void.
+        failure: why the outgoing messages are void, or why those that come are lost.
         contents: to be sent once the headers of the incoming ones have come; None where `posted` is all.
         deltas: that come instead of contents, by peer.
     """
@@ -132,6 +132,7 @@ class CollectiveTransport:
         self._device, self._notify_device = (
             device or _staging_device(each) for each in (self._group, self._notify_group)
         )
+        self._receives_copies = self._device.type == "cpu"  # messages come into the copies themselves
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
         self._shares: dict[int, _Share] = {}  # by bucket
@@ -280,7 +281,7 @@ class CollectiveTransport:
         if self._deltas is not None and not reason:
             try:
                 found = [self._deltas.outgoing(bucket, staged.message.peer, staged.contents) for staged in sent]
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:  # torch's and numpy's for want of memory
                 failure = TransportError(f"{self.name} transport, bucket {bucket}, phase read: {error}")
                 reason = str(failure)
         for staged, (delta, digest) in zip(sent, found, strict=True):
@@ -303,7 +304,7 @@ class CollectiveTransport:
                 for message, body in zip(messages, bodies, strict=True)
             ]
         parts = [self._deltas.received(bucket, each.peer, each.staged_nbytes) for each in messages]
-        if self._device.type != "cpu":
+        if not self._receives_copies:
             parts = self._staged_parts(side, [each.staged_nbytes for each in messages])
         return [message.staged_in(memory) for message, memory in zip(messages, parts, strict=True)]
 
@@ -382,23 +383,34 @@ class CollectiveTransport:
         exchange = self._in_flight.pop(bucket, None) or self._launch(bucket, transfers, source, reason)
         deadline = self._deadline()
         self._wait(bucket, "transfer", exchange.posted, deadline)
-        if exchange.contents is not None:
-            rest = self._post(bucket, "transfer", self._announced(exchange), exchange.contents, self._group)
-            self._wait(bucket, "transfer", rest, deadline)
-        return exchange
+        if exchange.contents is None:
+            return exchange
+        announced, failure = self._announced(exchange)
+        rest = self._post(bucket, "transfer", announced, exchange.contents, self._group)
+        self._wait(bucket, "transfer", rest, deadline)
+        return replace(exchange, failure=exchange.failure or failure)
 
-    def _announced(self, exchange: _InFlight) -> list[_Part]:
-        """Memory for what the headers that have come announce."""
+    def _announced(self, exchange: _InFlight) -> tuple[list[_Part], TransportError | None]:
+        """Memory for what the headers that have come announce, and a failure to find some.
+
+        The peers send it in any case, and it must be received, or they are out of step from here on. So deltas come
+        into the memory of the messages where that is no copy, and where there is no other.
+        """
         headers = [staged.read_header() for staged in exchange.incoming]
-        parts = list[_Part]()
-        deltas = self._staged_parts("deltas", [max(header.delta_nbytes, 0) for header in headers])
-        for staged, header, delta in zip(exchange.incoming, headers, deltas, strict=True):
+        parts, failure = list[_Part](), None
+        rooms = [staged.contents for staged in exchange.incoming]  # a delta is shorter
+        if self._receives_copies:
+            try:
+                rooms = self._staged_parts("deltas", [max(header.delta_nbytes, 0) for header in headers])
+            except TransportError as error:
+                failure = error
+        for staged, header, room in zip(exchange.incoming, headers, rooms, strict=True):
             peer, memory = staged.message.peer, staged.contents
             if header.delta_nbytes >= 0:
-                memory = exchange.deltas[peer] = delta
+                memory = exchange.deltas[peer] = room[: header.delta_nbytes]
             if not header.failure:
                 parts.append((peer, memory))
-        return parts
+        return parts, failure
 
     def _post(self, bucket: int, phase: str, received: Iterable[_Part], sent: Iterable[_Part], group: Group) -> _Posted:
         """Begin to receive and to send, in this order, what is not empty."""

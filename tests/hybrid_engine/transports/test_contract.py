@@ -85,8 +85,10 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         assert differing(destination, case.expected(rank)) == []
 
 
-KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed", "deltas"]
-"""Every registered transport that goes between ranks, several of them at once, and messages that may be deltas."""
+DELTAS = ("deltas", "deltas, staged")
+KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed", *DELTAS]
+"""Every registered transport that goes between ranks, several of them at once, and messages that may be deltas, also
+where they do not come into the copies of the last ones, as on a GPU."""
 
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
@@ -96,12 +98,14 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, export_handles(rank, sources))
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
-    preference = {"mixed": "auto", "deltas": "collective"}.get(kind, kind)
+    preference = {"mixed": "auto", **dict.fromkeys(DELTAS, CollectiveTransport.name)}.get(kind, kind)
     if kind == "mixed":  # every other buffer is not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
-    deltas = Deltas() if kind == "deltas" else None
+    deltas = Deltas() if kind in DELTAS else None
     context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, deltas=deltas, timeout=60)
     router = TransportSet.connect(context, preference)
+    if kind == "deltas, staged":
+        router._transports[CollectiveTransport.name]._receives_copies = False
     wrong = []
     for is_ahead in (False, True):
         destination = case.new_destinations(rank)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
-from typing import get_args
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from hybrid_engine.errors import ConfigError, TransportError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
+from hybrid_engine.transports import deltas
+from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import PREFERENCES, TransportSet, choose_transport, export_handles
 from tests.harness.launch import Ranks
@@ -39,10 +44,11 @@ SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0
 class Peers:
     """One rank of a pair that starts each scenario with fresh connections."""
 
-    def __init__(self, timeout: float = 60) -> None:
+    def __init__(self, timeout: float = 60, deltas: Deltas | None = None) -> None:
         self.rank = dist.get_rank()
         self.group = dist.new_group([0, 1])
-        self.router = TransportSet.connect(TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, timeout=timeout))
+        context = TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, deltas=deltas, timeout=timeout)
+        self.router = TransportSet.connect(context)
         self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
         self.destination = {f"dst{rank}": torch.zeros(NUMEL) for rank in (0, 1)}
 
@@ -80,6 +86,45 @@ def connection_is_lost() -> list[object]:
         dist.destroy_process_group(peers.group)
         return []
     return [peers.run(0)]
+
+
+def no_memory(*_: object) -> NoReturn:
+    raise MemoryError("not a byte left")
+
+
+def no_room_for_deltas(
+    transport: CollectiveTransport,
+    side: str,
+    sizes: Sequence[int],
+    staged_parts: Any = CollectiveTransport._staged_parts,
+) -> list[torch.Tensor]:
+    if side == "deltas":
+        raise TransportError("no memory for deltas")
+    found: list[torch.Tensor] = staged_parts(transport, side, sizes)
+    return found
+
+
+WITHOUT_MEMORY = {
+    "to compare": (deltas.np, "flatnonzero", no_memory),
+    "to receive": (CollectiveTransport, "_staged_parts", no_room_for_deltas),
+}
+"""What of a fill of deltas finds no memory -> what is replaced for that."""
+
+
+def without_memory(name: str) -> list[object]:
+    """On rank 0, for one bucket of deltas; the next is one of those, too."""
+    peers = Peers(deltas=Deltas())
+    for flat in peers.source.values():
+        flat[::100] += 1
+    peers.router.begin(whole=True)
+    found: list[object] = [peers.run(0), peers.run(1)]
+    for flat in peers.source.values():
+        flat[::100] -= 1
+    dist.barrier()
+    peers.router.begin(whole=False)
+    with mock.patch.object(*WITHOUT_MEMORY[name]) if peers.rank == 0 else nullcontext():
+        found.append(peers.run(0))
+    return [*found, peers.run(1), peers.is_right()]
 
 
 SCENARIOS = [peer_never_shows_up, rank_abandons, buckets_differ, connection_is_lost]
@@ -124,6 +169,9 @@ def run_scenarios() -> dict[str, list[object]]:
     for name in FAULTS:
         results[name] = fail_on_rank_0(name)
         dist.barrier()
+    for name in WITHOUT_MEMORY:
+        results[name] = without_memory(name)
+        dist.barrier()
     dist.destroy_process_group()
     return results
 
@@ -153,6 +201,20 @@ def test_a_fault_of_one_rank_is_heard_of_on_both_and_the_next_bucket_works(by_ra
     if peer_says:
         assert_says(peer, *peer_says)
     assert after == peers_after == ["ok", True]
+
+
+def test_no_memory_for_deltas_of_a_bucket_leaves_no_peer_waiting(by_rank):
+    (*own_before, own, own_after, is_right), (*before, peers, after, peer_is_right) = (
+        results["to compare"] for results in by_rank
+    )
+    assert own_before == before == ["ok", "ok"]
+    assert_says(own, "TransportError", "bucket 0", "phase read", "not a byte left")
+    assert_says(peers, "PeerTransportError", "bucket 0", "peer 0", "not a byte left")
+    assert (own_after, is_right, after, peer_is_right) == ("ok", True, "ok", True)
+    (_, _, own, *own_after), (_, _, *all_of_peer) = (results["to receive"] for results in by_rank)
+    assert_says(own, "TransportError", "no memory for deltas")
+    assert own_after == ["ok", True]
+    assert all_of_peer == ["ok", "ok", True]
 
 
 def test_rank_that_abandons_a_bucket_leaves_no_peer_waiting(outcomes):
