@@ -292,6 +292,23 @@ def interrupted_among_deltas() -> dict[str, object]:
 
 
 @scenario
+def what_was_skipped_and_then_changed() -> list[object]:
+    """What the other rank got two fills ago is what a delta is made from."""
+    rig = Rig(elastic=True, transport="collective", incremental="delta", incremental_mb=2)
+    found = []
+    for element in (None, -1, -1, 0, -1, None, 0):
+        if element is not None:
+            rig.training.param.data[element] += 1
+            rig.training.remember_parameters()
+        report = rig.manager.enter(INFER)
+        rig.assert_is(INFER)
+        rig.manager.enter(TRAIN)
+        found.append((report.messages_delta, report.messages_whole, report.bytes_skipped < NBYTES))
+    rig.close()
+    return found
+
+
+@scenario
 def only_what_changed() -> dict[str, object]:
     """What one rank alone knows to be written, or has lost, all ranks send."""
     rig = Rig(build=False, elastic=True, incremental="auto", incremental_mb=2)
@@ -419,6 +436,13 @@ def test_an_interrupt_in_a_fill_of_deltas_leaves_both_in_step(two_ranks: list[di
     found = [results[name] for results in two_ranks]
     assert [each["error"] for each in found] == ["KeyboardInterrupt", "ReshardError"]
     assert [each["deltas"] for each in found] == [0, 0]
+
+
+def test_what_was_skipped_goes_as_a_delta_of_what_came_last(two_ranks: list[dict[str, dict]]):
+    one = (1, 0, True)
+    for results in two_ranks:
+        found = results["what_was_skipped_and_then_changed"]
+        assert found == [(0, 2, True), one, one, one, one, (0, 0, False), one]
 
 
 def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):
