@@ -181,11 +181,10 @@ class TransportSet:
         `following`: the next bucket, whose messages are sent meanwhile; all ranks name it, or none. What fails here
         reaches the peers with a bucket's messages, so one bucket later if these were sent before.
 
-        In a fill of deltas nothing was sent before, and a bucket takes several batches, so signals are held until its
-        end: a rank that stopped between two of them would meet its peers with others from there on.
+        Signals are held until its end: a rank that stopped before it has sent all of a bucket, or heard of it, would
+        meet its peers with others from there on.
         """
-        is_whole = self._deltas is None or self._deltas.is_whole
-        with nullcontext() if is_whole else signals_held():
+        with signals_held():
             return self._run(bucket, source, destination, following)
 
     def _run(

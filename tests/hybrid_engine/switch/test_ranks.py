@@ -248,9 +248,9 @@ def release_fails_on_rank_0() -> dict[str, object]:
     return error
 
 
-def _interrupt_deltas(owner: type, name: str) -> dict[str, object]:
-    """Ctrl-C comes to rank 0 in the first call of a method within a fill of deltas."""
-    rig = Rig(elastic=True, transport="collective", incremental="delta", incremental_mb=0, timeout_seconds=20)
+def _interrupt(owner: type, name: str, incremental: str = "delta") -> dict[str, object]:
+    """Ctrl-C comes to rank 0 in the first call of a method within the second fill."""
+    rig = Rig(elastic=True, transport="collective", incremental=incremental, incremental_mb=0, timeout_seconds=20)
     is_interrupted, method, came = rig.job.rank == 0, getattr(owner, name), list[int]()
 
     def interrupting(*args: object) -> object:
@@ -282,13 +282,18 @@ def _interrupt_deltas(owner: type, name: str) -> dict[str, object]:
 @scenario
 def interrupted_before_deltas() -> dict[str, object]:
     """The fill before was whole."""
-    return _interrupt_deltas(TransportSet, "prepare")
+    return _interrupt(TransportSet, "prepare")
 
 
 @scenario
 def interrupted_among_deltas() -> dict[str, object]:
     """When it has the headers of a bucket, and has sent nothing else of it."""
-    return _interrupt_deltas(CollectiveTransport, "_announced")
+    return _interrupt(CollectiveTransport, "_announced")
+
+
+@scenario
+def interrupted_before_the_first_message() -> dict[str, object]:
+    return _interrupt(CollectiveTransport, "_pack", incremental="off")
 
 
 @scenario
@@ -431,9 +436,9 @@ def test_what_one_rank_has_a_reason_for_all_ranks_send(two_ranks: list[dict[str,
         assert found["nothing"][1] == NBYTES
 
 
-@pytest.mark.parametrize("name", ["interrupted_before_deltas", "interrupted_among_deltas"])
-def test_an_interrupt_in_a_fill_of_deltas_leaves_both_in_step(two_ranks: list[dict[str, dict]], name: str):
-    found = [results[name] for results in two_ranks]
+@pytest.mark.parametrize("name", ["before_deltas", "among_deltas", "before_the_first_message"])
+def test_an_interrupt_in_a_fill_leaves_both_in_step(two_ranks: list[dict[str, dict]], name: str):
+    found = [results[f"interrupted_{name}"] for results in two_ranks]
     assert [each["error"] for each in found] == ["KeyboardInterrupt", "ReshardError"]
     assert [each["deltas"] for each in found] == [0, 0]
 
