@@ -335,6 +335,7 @@ def test_every_size_that_the_rules_allow_is_tried(
     assert len(found_infer) == len(expected_infer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "experts", "latent"])
 def test_a_pair_that_is_given_fits_as_it_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no pair that fits is left out but for the rounding up of its peak; on devices that half of the pairs fit."""
@@ -361,6 +362,7 @@ def test_a_pair_that_is_given_fits_as_it_is_planned(name: str, monkeypatch: pyte
     assert 0 < len(given_pairs) <= planned < len(search._trains) * len(search._infers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "num_ranks", "doublings", "infer"),
     [
@@ -445,6 +447,7 @@ def test_written_keys_are_kept_and_named() -> None:
 # -- where nothing fits ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_lacking_and_what_mends_it_is_said() -> None:
     """70B on 8 H100 takes 8.8 G x 18 bytes a rank, with DP 1, 147.9 GiB, and 2.7 GiB of activations."""
     found = found_70b(8, max_model_len=8192)
@@ -485,6 +488,7 @@ def test_each_key_that_mends_was_tried(actor: dict[str, Any], generate: dict[str
     assert found.nearest.lacks
 
 
+@pytest.mark.slow
 def test_limits_of_hosts_and_of_the_budget_are_kept() -> None:
     """8B on 16 ranks keeps 2 + 12 / DP bytes of 8.03 G parameters, cut over TP x PP, on a host's 8 ranks."""
     config, least = configured("8b", max_model_len=4096), 8 * 8.03e9 * (2 / 16 + 12 / 16) / GIB

@@ -72,6 +72,7 @@ SEQUENCES = {
 """Calls before, and the one that is interrupted."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody hears of it
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized, by a thread", "elastic, without"])
 @pytest.mark.parametrize("name", SEQUENCES)

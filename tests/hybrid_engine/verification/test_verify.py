@@ -67,6 +67,7 @@ def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
     assert says in faults[0]
 
 
+@pytest.mark.slow
 def test_heads_that_only_the_small_model_has_here_are_said() -> None:
     (remark,) = _heads_refused_here(8, "cpu")
     assert "refused on this machine: its attention heads have 8 elements" in remark
