@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T")
 
@@ -29,8 +29,8 @@ def in_background(call: Callable[[], _T], name: str) -> Future[_T]:
     return answer
 
 
-def steps_until(answer: Future[Any], seconds: float) -> Iterator[None]:
-    """A step every so many seconds until a call has ended: for `Agreement.rounds`. Raises what the call raised."""
+def steps_until(answer: Future[_T], seconds: float) -> Generator[None, None, _T]:
+    """A step every so many seconds until a call has ended: for `Agreement.rounds`. Returns, or raises, as the call."""
     while not wait([answer], seconds).done:
         yield
-    answer.result()
+    return answer.result()

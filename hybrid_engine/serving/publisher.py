@@ -442,8 +442,7 @@ class WeightPublisher(Switch):
         def asking() -> Iterator[None]:
             if self._servers:
                 answer = in_background(functools.partial(_told_of_servers, phase, ask), phase)
-                yield from steps_until(answer, _SECONDS_BETWEEN_LOOKS)
-                answers.append(answer.result())
+                answers.append((yield from steps_until(answer, _SECONDS_BETWEEN_LOOKS)))
             else:
                 answers.append(ask())
 

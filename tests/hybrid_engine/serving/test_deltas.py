@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from hybrid_engine.errors import ServerError
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.switch.report import ReshardReport
 from tests.harness.launch import Ranks
-from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.hybrid_engine.serving.test_failures import do_at
-from tests.hybrid_engine.serving.test_servers import checksums, complete, config_of, train_step, write_model
+from tests.harness.vllm_server import PLAIN, serving
+from tests.hybrid_engine.serving.test_failures import do_at, over_a_loss
+from tests.hybrid_engine.serving.test_servers import checksums, complete, config_of, train_step
 
 EVERY = {"none": 0, "few": 500, "full": 1}
 """Of how many elements one is written."""
@@ -68,18 +67,7 @@ def publish_each(model: str, url: str, directory: str, keeps: bool, pids: list[i
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_changed_alone_goes_to_a_server(engines: Ranks, tmp_path: Path, keeps: bool) -> None:
     """Whether it keeps its weights between the switches or not; each fill is verified in full."""
-    model = write_model(tmp_path / "model", "qwen2")
-    with ThreadPoolExecutor(1) as pool:
-        with serving(model, tmp_path / "first", *FILLED, *PLAIN) as server:
-            arguments = (model, server.url, str(tmp_path), keeps, server.processes()["Worker"])
-            launched = pool.submit(engines.launch, publish_each, 2, *arguments, timeout=300)
-            while not (tmp_path / "lost").exists() and not launched.done():
-                time.sleep(0.1)
-        if launched.done():
-            launched.result()
-        with serving(model, tmp_path / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])):
-            (tmp_path / "again").touch()
-            reports: list[tuple[str, Any]] = launched.result()[0]
+    reports: list[tuple[str, Any]] = over_a_loss(engines, tmp_path, publish_each, keeps)[0]
     least = reports[0][1].bytes_least
     assert [event for event, _ in reports] == list(EVENTS)
     for event, report in reports:

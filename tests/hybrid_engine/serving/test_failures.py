@@ -94,22 +94,27 @@ def lose_a_server(model: str, url: str, directory: str, moment: str, pids: list[
     return found
 
 
-@pytest.mark.long
-def test_a_lost_server_is_replaced(engines: Ranks, tmp_path: Path) -> None:
-    """Its worker is killed in a switch; other processes, moments and ways: tests/faults/test_servers.py."""
-    model = write_model(tmp_path / "model", "qwen2")
+def over_a_loss(engines: Ranks, directory: Path, function: Callable[..., Any], how: object, *more: object) -> list[Any]:
+    """What a function returns on two ranks whose server is lost. It is given model, address, directory, `how`, ids of
+    the server's workers and `more`, and makes a file `lost`; `again` is there once another server has the address."""
+    model = write_model(directory / "model", "qwen2")
     with ThreadPoolExecutor(1) as pool:
-        with serving(model, tmp_path / "first", *FILLED, *PLAIN) as server:
-            pids = server.processes()["Worker"]
-            arguments = (model, server.url, str(tmp_path), "within", pids, int(signal.SIGKILL))
-            launched = pool.submit(engines.launch, lose_a_server, 2, *arguments, timeout=300)
-            while not (tmp_path / "lost").exists() and not launched.done():
+        with serving(model, directory / "first", *FILLED, *PLAIN) as server:
+            arguments = (model, server.url, str(directory), how, server.processes()["Worker"], *more)
+            launched = pool.submit(engines.launch, function, 2, *arguments, timeout=300)
+            while not (directory / "lost").exists() and not launched.done():
                 time.sleep(0.1)
         if launched.done():
             launched.result()
-        with serving(model, tmp_path / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])):
-            (tmp_path / "again").touch()
-            found = launched.result()
+        with serving(model, directory / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])):
+            (directory / "again").touch()
+            return launched.result()
+
+
+@pytest.mark.long
+def test_a_lost_server_is_replaced(engines: Ranks, tmp_path: Path) -> None:
+    """Its worker is killed in a switch; other processes, moments and ways: tests/faults/test_servers.py."""
+    found = over_a_loss(engines, tmp_path, lose_a_server, "within", int(signal.SIGKILL))
     for of_rank in found:
         assert of_rank["error"].startswith("ServerError: a server was lost in a switch")
         assert of_rank["seconds"] < SECONDS
