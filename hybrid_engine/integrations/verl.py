@@ -76,7 +76,8 @@ class BuildsElastic(HandsItselfOn):
     """In front of Megatron's engine, whose DDP has its buffers in memory that a switch releases page by page."""
 
     def initialize(self) -> None:
-        """As verl's. Raises ConfigError for an actor's settings that a switch cannot honour; a reference has none."""
+        """Build the engine as verl does. Raises ConfigError for settings of an actor that a switch cannot honour; those
+        of a reference policy, which has no part in a switch, are not checked."""
         engine: Any = self
         if not engine.engine_config.forward_only and (found := [*_settings(engine)]):
             raise ConfigError(found)

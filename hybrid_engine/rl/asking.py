@@ -14,22 +14,22 @@ from typing import Any
 from hybrid_engine.errors import ArgumentError, Violation, first_of
 
 _SHARE = 0.9
-"""Of the time that other ranks wait, so that this one says what took it before they give up."""
+"""Part of the other ranks' timeout after which this one gives up, so that its error, with the cause, comes first."""
 
 
 def ask_each(
     argument: str, calls: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]], timeout_seconds: float
 ) -> list[Any]:
-    """What each call returns. They are made one after the other, here; what is to be awaited is awaited all together,
-    in an event loop that stays for as long as the process, so that a connection of one turn serves in the next.
+    """Make the calls one after the other and return their results. Awaitables among these are awaited together, in one
+    event loop for the life of the process, so that a connection opened in one turn can be used in the next.
 
     Args:
         argument: as which the user gave them.
         calls: of each, its place in messages, the function, and what it is called with.
         timeout_seconds: for which other ranks wait for the answers.
 
-    Raises ArgumentError as `named`, and for what is still awaited when 9 in 10 of the time are over. Whatever is not
-    done then is cancelled.
+    Raises ArgumentError as `named`, and when awaitables are not done after 90 % of the timeout. Those not done are
+    cancelled.
     """
     answers: list[Any] = []
     try:

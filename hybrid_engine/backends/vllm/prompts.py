@@ -372,8 +372,8 @@ class ModelTokenizer:
         return token_ids[self._num_drawn(token_ids, list(answer)) :]
 
     def _num_drawn(self, behind: list[int], answer: list[int]) -> int:
-        """Of the tokens `behind` an answer, how many it ends with: as much of the end of a turn and of the next message
-        as a stop string has, or an end token, and white space that the template has before that."""
+        """Count the tokens of `behind` that the answer has drawn already. A stop string may reach into the next
+        message; an end token counts with the white space that the template puts before it."""
         for stop in range(min(len(behind) - 1, len(answer)), 0, -1):
             if behind[stop - 1] == answer[-1] and behind[:stop] == answer[-stop:]:
                 return stop
