@@ -27,6 +27,8 @@ STAMP        := $(VENV)/.installed-$(notdir $(REQUIREMENTS))
 # Two processes, each with whole files, whose tests share launches, in the order of folders: the longest are not last.
 # One that crashes ends the run: with another in its place xdist loses tests, and waits for them without end.
 PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Pytest rewrites each file's assertions, and keeps that where Python may write bytecode.
+test test-fast test-faults test-long: export PYTHONDONTWRITEBYTECODE =
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 

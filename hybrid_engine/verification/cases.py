@@ -32,6 +32,7 @@ _ACTOR_DEFAULTS: dict[str, Any] = {
 _GENERATE_DEFAULTS: dict[str, Any] = {
     "max_model_len": 2 * SEQ_LENGTH,
     "max_num_seqs": 16,
+    "kv_cache_mb": 64,
     "bucket_mb": 1,
     "timeout_seconds": 120,
 }

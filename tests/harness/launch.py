@@ -51,8 +51,14 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
         *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
+        # vLLM imports these with its first engine.
+        *("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn"),
+        *("vllm.entrypoints.anthropic.protocol", "vllm.entrypoints.launchers.cli_args", "compressed_tensors", "peft"),
+        *("vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute"),
+        *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"),
         *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
         *("hybrid_engine.assembly", "hybrid_engine.serving.publisher", "hybrid_engine.trainer.batches"),
+        *("hybrid_engine.rl", "hybrid_engine.backends.huggingface.saving"),
         "tests.harness.frozen",
     ]
 )

@@ -56,9 +56,10 @@ def add_implied(item: pytest.Item) -> None:
         item.add_marker(name)
 
 
-def _of_place(path: Path) -> set[str]:
+@functools.cache
+def _of_place(path: Path) -> frozenset[str]:
     place = path.relative_to(_TESTS) if path.is_relative_to(_TESTS) else path
-    return {"slow"} if any(place.is_relative_to(slow) for slow in _SLOW) else set()
+    return frozenset({"slow"} if any(place.is_relative_to(slow) for slow in _SLOW) else ())
 
 
 def leaves_out(expression: str, path: Path) -> bool:
@@ -66,7 +67,7 @@ def leaves_out(expression: str, path: Path) -> bool:
     if not (path.name.startswith("test_") and path.suffix == ".py" and expression):
         return False
     place = _of_place(path)
-    return (bool(place) and _is_never_chosen(expression, frozenset(place))) or all(
+    return (bool(place) and _is_never_chosen(expression, place)) or all(
         _is_never_chosen(expression, marks | place) for marks in _marks_in(ast.parse(path.read_text()))
     )
 

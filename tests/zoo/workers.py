@@ -38,7 +38,11 @@ def configuration(
             "optimizer": {"lr": 1e-2},
             **actor,
         },
-        "generate_config": {"max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 120, **(generate or {})},
+        # vLLM zeroes its cache at each build and switch.
+        "generate_config": {
+            **{"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 120},
+            **(generate or {}),
+        },
         **more,
     }
     return load_config(values, int(os.environ["WORLD_SIZE"]))

@@ -55,7 +55,9 @@ def is_accepted(version: str) -> bool:
     return public(version) in (*ACCEPTED_VERSIONS, *_allowed)
 
 
+@cache
 def installed() -> dict[str, str]:
+    """Versions by distribution. Kept: to find one all of its METADATA is parsed, several times for each engine."""
     found = {}
     for name in DISTRIBUTIONS:
         try:

@@ -213,7 +213,7 @@ def test_a_case_takes_over_what_decides_layouts_and_values(tmp_path: Path) -> No
     assert (actor.lora.rank, actor.make_vocab_size_divisible_by, actor.params_dtype) == (4, 64, "bfloat16")
     assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (SEQ_LENGTH, 1e-2, None)
     assert (generate.lora_delivery, generate.transport, generate.release_weights) == ("adapter", "collective", False)
-    assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, None, None)
+    assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, 64, None)
 
 
 def test_the_command_runs_the_configurations_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

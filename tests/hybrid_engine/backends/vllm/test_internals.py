@@ -14,7 +14,6 @@ import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -39,12 +38,7 @@ GREET = Replacement("string:Template.greet", "tests", remove_when="never")
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
-    def version_of(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(metadata, "version", version_of)
+    monkeypatch.setattr(version, "installed", lambda: versions)
     monkeypatch.setattr(version, "_allowed", set())
     version._warn.cache_clear()
 
