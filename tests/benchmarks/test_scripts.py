@@ -40,6 +40,7 @@ def test_the_quick_run_has_both_models_and_both_numbers_of_ranks() -> None:
     assert {case.model for case in chosen(DENSE, quick=False)} == {DENSE}
 
 
+@pytest.mark.slow
 def test_every_job_that_is_planned_is_possible_and_a_small_one_of_each_series_is_planned() -> None:
     smallest: dict[str, planning.Point] = {}
     for point in planning.points():

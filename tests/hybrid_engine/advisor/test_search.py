@@ -299,7 +299,9 @@ WRITTEN = [
 
 @pytest.mark.parametrize("name", ["dense", "experts", "latent"])
 @pytest.mark.parametrize("written", WRITTEN, ids=str)
-@pytest.mark.parametrize(("num_ranks", "host"), [(1, 8), (6, 8), (8, 4), (12, 4)])
+@pytest.mark.parametrize(
+    ("num_ranks", "host"), [(1, 8), (6, 8), *(pytest.param(number, 4, marks=pytest.mark.slow) for number in (8, 12))]
+)
 def test_every_size_that_the_rules_allow_is_tried(
     name: str, written: dict[str, int], num_ranks: int, host: int
 ) -> None:
@@ -389,6 +391,7 @@ def found_70b(num_ranks: int, **generate: Any) -> Found:
     return find_pairs(configured("70b", **generate), num_ranks, H100)
 
 
+@pytest.mark.slow
 def test_rows_are_in_the_order_of_their_terms() -> None:
     """TP 8 -> TP 4, 64 H100: 3 doublings, 2 doublings; caches of TP 4 have 16 x 500,747 tokens, the most is 12.8 M.
 

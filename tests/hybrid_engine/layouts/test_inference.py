@@ -45,6 +45,7 @@ def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
         assert len(expected) == count
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300))
 def test_the_vocabulary_is_padded_as_vllm_does(size: int) -> None:
     embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")

@@ -103,6 +103,7 @@ def sizes(draw: st.DrawFn) -> TrainParallelism:
     )
 
 
+@pytest.mark.slow
 @given(sizes())
 def test_ranks_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> None:
     """Along each axis of the grids, its ranks are a group of megatron-core's, in its order."""

@@ -114,6 +114,7 @@ def test_what_is_saved_is_what_the_index_says(tmp_path: Path, file_nbytes: int) 
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newer", [ONE_FILE, SEVERAL_FILES], ids=["to one file", "to several"])
 @pytest.mark.parametrize("older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"])
 def test_a_killed_save_leaves_the_old_directory_or_the_new(quick_path: Path, older: int | None, newer: int) -> None:
