@@ -28,6 +28,7 @@ _SLOW = (
     "hybrid_engine/megatron_script/test_script_settings.py",
     "hybrid_engine/test_model_engine.py",
     "hybrid_engine/test_sent_tensors.py",
+    "hybrid_engine/trainer/test_checkpoint_directory.py",
     "megatron_patches",
     # and what starts programs, or goes through a switch line by line
     "examples/test_start.py",
@@ -39,7 +40,7 @@ _SLOW = (
     "offline",
     "test_gpu_checks.py",
 )
-"""Files and folders below tests/ whose tests are: they import Megatron or transformers, or take seconds."""
+"""Files and folders below tests/ whose tests are: they import Megatron, transformers or torch's checkpoints, or take seconds."""
 
 _TESTS = Path(__file__).resolve().parents[1]
 

@@ -63,7 +63,6 @@ def test_values_and_tensors_come_back_bitwise(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
     """Killed before every call that changes a file; then it is loaded, and saved once more."""
     directory, seen = tmp_path / "saved", []
@@ -78,7 +77,6 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> N
     assert [seen[0], seen[-1]] == ["old", "new"]
 
 
-@pytest.mark.slow
 def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
     directory = tmp_path / "saved"
     for _ in kill_at_every_step(lambda: save(directory), lambda: shutil.rmtree(directory, ignore_errors=True)):
