@@ -27,12 +27,16 @@ from hybrid_engine.ranks.torch_internals import groups_and_stores
 _SIGNALS = range(1, 32)
 """Those of POSIX; the real-time ones beyond are nobody's way to end a call."""
 
+_are_held = False
+"""In the main thread."""
+
 
 @contextmanager
 def signals_held() -> Iterator[None]:
     """Postpone signal handlers, Python's own for Ctrl-C among them, to the end of the block. Outside the main thread,
     where no handler runs, it does nothing. Waits inside libraries get no longer: handlers never interrupt those."""
-    if threading.current_thread() is not threading.main_thread():
+    global _are_held
+    if _are_held or threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -51,9 +55,10 @@ def signals_held() -> Iterator[None]:
             if callable(handler):
                 before[number] = handler
                 signal.signal(number, note)
+        _are_held = True  # only now, and until the first handler is back: none can raise in between
         yield
     finally:
-        is_held = False
+        _are_held = is_held = False
         for number, handler in before.items():
             signal.signal(number, handler)
         with ExitStack() as handlers:  # each even if another raises; sent again, a signal would count twice (wakeup fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -70,13 +71,19 @@ SEQUENCES = {
     "what was read": ["offload", "read", "offload"],
 }
 """Calls before, and the one that is interrupted."""
+CONTINUATIONS: list[list[str]] = [[], ["offload"], ["offload param"], ["read", "offload"]]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody hears of it
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized, by a thread", "elastic, without"])
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_an_interrupt_at_any_line_loses_nothing(name: str, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how_many", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_an_interrupt_at_any_line_loses_nothing(
+    name: str, elastic: bool, how_many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`how_many` of the continuations are tried at each line."""
+    chosen = random.Random(name)
     if elastic:  # no copy in the background is made before it is called off
         monkeypatch.setattr(ThreadPoolExecutor, "submit", mock.Mock(side_effect=RuntimeError("no thread")))
     *before, interrupted = SEQUENCES[name]
@@ -91,7 +98,7 @@ def test_an_interrupt_at_any_line_loses_nothing(name: str, elastic: bool, monkey
     with Interrupter() as counting:
         CALLS[interrupted](rig)
     for at in range(counting.num_lines):
-        for following in ([], ["offload"], ["offload param"], ["read", "offload"]):
+        for following in chosen.sample(CONTINUATIONS, how_many):
             rig = prepared()
             with contextlib.suppress(Stop), Interrupter(at):
                 CALLS[interrupted](rig)
