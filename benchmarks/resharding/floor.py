@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.resharding.loading import Engines
 from benchmarks.resharding.measuring import Clock, Digests, gather
-from hybrid_engine.memory.elastic import export_tensor, map_peer
+from hybrid_engine.memory.elastic import export_tensor
+from hybrid_engine.memory.host_pages import map_pages
 
 
 class Floor:
@@ -31,7 +32,7 @@ class Floor:
         buffers = [flat for flat in worker.train.weights.buffers().values() if export_tensor(flat) is not None]
         handles = gather([export_tensor(flat) for flat in buffers])
         peer = (dist.get_rank() + 1) % dist.get_world_size()
-        sources = [map_peer(handle).view(source) for handle in handles[peer]]
+        sources = [map_pages(handle).view(source) for handle in handles[peer]]
         for each in sources:
             each.sum()  # its pages are in this process's tables from here on
         own = torch.empty(worker.inference.adaptor.nbytes // destination.itemsize, dtype=destination).fill_(1)

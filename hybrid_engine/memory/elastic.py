@@ -5,25 +5,23 @@
       .release(start, stop)                   returns memory to the system or the device, contents are lost
       .restore(start, stop)                   takes memory again: zero on the CPU, undefined on CUDA
       .export() -> Handle                     small and picklable; valid while the buffer is open and its process lives
-    open_peer(handle)                         in another process of the host: DevicePeer or HostPeer
-      with peer.mapped(extents) as flat:      the same memory, no copy
+    with reading(handle) as flat:             in another process of the host: the same memory, no copy
 
 The two kinds differ in what a released range is: on the CPU it reads as zeros and takes memory again when touched; on
 CUDA it must not be touched before `restore`. They also differ in what a peer may keep: host pages stay mapped
-(`map_peer`), device memory is mapped only while it is read. The memory lives as long as any tensor over it, so a tensor
-that outlives `close` stays valid.
+(`host_pages.map_pages`), device memory is mapped only while it is read (`open_peer`). The memory lives as long as any
+tensor over it, so a tensor that outlives `close` stays valid.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import overload
+from contextlib import closing, contextmanager
 
 import torch
 
-from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory, DevicePeer
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
@@ -121,7 +119,7 @@ class ElasticBuffer:
         return self._memory.resident_nbytes()
 
     def export(self) -> Handle:
-        """The handle of the whole buffer for `open_peer`. Raises StateError after `close`."""
+        """The handle of the whole buffer, for peers. Raises StateError after `close`."""
         return self._memory.handle(0, self._memory.numel, self._memory.dtype)
 
     def close(self) -> None:
@@ -204,54 +202,23 @@ def export_tensor(tensor: torch.Tensor) -> Handle | None:
     return buffer._memory.handle(tensor.data_ptr() - buffer.address, tensor.numel(), tensor.dtype)
 
 
-@overload
-def open_peer(handle: DeviceHandle, device: torch.device | str = ...) -> DevicePeer: ...
+def open_peer(handle: DeviceHandle, device: torch.device | str = "cuda") -> DevicePeer:
+    """Return the device memory behind `handle`, of this or another process on the host, to be mapped while it is read.
 
-
-@overload
-def open_peer(handle: BufferHandle, device: torch.device | str = ...) -> HostPeer: ...
-
-
-def open_peer(handle: Handle, device: torch.device | str = "cuda") -> DevicePeer | HostPeer:
-    """Return the tensor behind `handle`, of this or another process on the host, to be read without a copy.
-
-    `device`: the CUDA device of this process that will read device memory. Raises TransportError, with the remedy, when
-    the owner is on another host or another user's, or has ended or closed the buffer.
+    `device`: the CUDA device of this process that will read it. Raises TransportError, with the remedy, when the owner
+    is on another host or another user's, or has ended or closed the buffer.
     """
-    if isinstance(handle, DeviceHandle):
-        return DevicePeer(handle, _require_driver(torch.device(device)))
-    return HostPeer(map_pages(handle))
+    return DevicePeer(handle, _require_driver(torch.device(device)))
 
 
-def map_peer(handle: Handle) -> torch.Tensor:
-    """Map the host pages behind `handle` and keep them mapped; no bytes are copied.
-
-    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. They are
-    mapped read-only: a write through the tensor ends the process with SIGSEGV.
-    Raises TransportError as `open_peer` does, and for device memory: kept mapped it would be outdated, without notice,
-    once the owner released and restored it.
-    """
-    if isinstance(handle, DeviceHandle):
-        raise TransportError("device memory is mapped only while it is read: use open_peer(handle).mapped()")
-    return map_pages(handle)
-
-
-class HostPeer:
-    """Host pages, which stay mapped: they are the owner's own, whatever it released and touched again."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self._flat: torch.Tensor | None = flat
-
-    @contextmanager
-    def mapped(self) -> Iterator[torch.Tensor]:
-        """The flat tensor, of which nothing may be kept after the block."""
-        if self._flat is None:
-            raise StateError("the peer is closed")
-        yield self._flat
-
-    def close(self) -> None:
-        """Unmap the tensor; idempotent."""
-        self._flat = None
+@contextmanager
+def reading(handle: Handle, device: torch.device | str = "cuda") -> Iterator[torch.Tensor]:
+    """The flat tensor behind a handle of either kind, of which nothing may be kept after the block; see `open_peer`."""
+    if isinstance(handle, BufferHandle):
+        yield map_pages(handle)
+        return
+    with closing(open_peer(handle, device)) as peer, peer.mapped() as flat:
+        yield flat
 
 
 # Open memories of this process by address, and the one buffer object of each; an entry goes with its memory.

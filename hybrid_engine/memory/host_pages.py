@@ -233,7 +233,11 @@ class HostMemory:
 
 
 def map_pages(handle: BufferHandle) -> torch.Tensor:
-    """Map the tensor behind `handle`; see `elastic.map_peer`."""
+    """Map the pages behind `handle`, of this or another process on the host, and keep them mapped; no bytes are copied.
+
+    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. They are
+    mapped read-only: a write through the tensor ends the process with SIGSEGV. Raises TransportError as `fetch` does.
+    """
     (fd,) = fetch(handle.address, [handle.token])
     try:
         address = map_memory(handle.file_nbytes, fd, writable=False)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.memory.device_pages import DeviceHandle
-from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, open_peer
+from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, reading
 from hybrid_engine.memory.host_pages import BufferHandle
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
@@ -407,7 +407,7 @@ def _obstacle(job: Job, handles: Mapping[int, Handle]) -> str:
         if peer == job.rank:
             continue
         try:
-            with closing(open_peer(handle, job.device)) as opened, opened.mapped() as flat:
+            with reading(handle, job.device) as flat:
                 number = int(flat[0])
         except TransportError as error:
             return f"rank {job.rank} cannot read the memory of rank {peer}: {error}"

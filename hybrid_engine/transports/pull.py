@@ -2,7 +2,7 @@
 
     LocalTransport          the source is on the same rank
     SharedMemoryTransport   the source is a peer's mapped memory, on one host:
-                            ElasticBuffer --export()--> handle --map_peer() or open_peer().mapped()--> flat view
+                            ElasticBuffer --export()--> handle --map_pages() or open_peer().mapped()--> flat view
 
 The source rank does nothing while it is read, so nobody waits for anybody. The caller fences: before the first bucket,
 until all sources hold final values; before an owner releases what a bucket reads (switch/release_fence.py), or, after
@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle, DevicePeer
-from hybrid_engine.memory.elastic import Handle, map_peer, open_peer
-from hybrid_engine.memory.host_pages import BufferHandle
+from hybrid_engine.memory.elastic import Handle, open_peer
+from hybrid_engine.memory.host_pages import BufferHandle, map_pages
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.context import TransportContext
@@ -205,7 +205,7 @@ class SharedMemoryTransport(PullTransport):
         """A peer's flat tensor in host pages; its memory file is mapped once."""
         whole = replace(handle, offset=0, numel=handle.file_nbytes, dtype="uint8")
         if whole not in self._files:
-            self._files[whole] = map_peer(whole)
+            self._files[whole] = map_pages(whole)
         dtype = getattr(torch, handle.dtype)
         return self._files[whole][handle.offset : handle.offset + handle.numel * dtype.itemsize].view(dtype)
 

@@ -17,7 +17,7 @@ from benchmarks.timings import Memory, Timing, seconds_of, synchronize
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory import device_pages
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver
-from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, exported_buffer_of, open_peer
+from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, exported_buffer_of, reading
 from hybrid_engine.verification.machine import GIB, available_host_nbytes, memory_users, versions
 from tests.gpu.conftest import Noted
 from tests.gpu.needs import too_little
@@ -127,7 +127,7 @@ class TestMemory:
             buffer.tensor.view(torch.float32).copy_(values)
             synchronize(target.device)
             try:
-                with closing(open_peer(buffer.export(), target.elastic)) as peer, peer.mapped() as there:
+                with reading(buffer.export(), target.elastic) as there:
                     assert torch.equal(there.view(torch.float32), values), "it reads other values"
             except TransportError as error:
                 pytest.skip(str(error))

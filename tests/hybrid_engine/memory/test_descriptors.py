@@ -22,8 +22,8 @@ import torch
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory import descriptors
 from hybrid_engine.memory.descriptors import fetch
-from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor, map_peer
-from hybrid_engine.memory.host_pages import BufferHandle, libc
+from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor
+from hybrid_engine.memory.host_pages import BufferHandle, libc, map_pages
 from tests.harness.namespaces import enter_a_process_namespace
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
@@ -104,7 +104,7 @@ def test_another_process_namespace_without_permissions_reads(handle: BufferHandl
             os.open(f"/proc/{owner}/fd/{fd}", os.O_RDONLY)
         with pytest.raises(ProcessLookupError):
             os.pidfd_open(owner)
-        assert map_peer(handle).tolist() == [3] * 10
+        assert map_pages(handle).tolist() == [3] * 10
 
     in_a_child(read)
 
@@ -156,7 +156,7 @@ def test_peers_that_ask_nothing_or_go_away_do_not_stop_others(handle: BufferHand
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
                 gone.connect(handle.address)
                 gone.send(handle.token.encode())
-        assert map_peer(handle).tolist() == [3] * 10
+        assert map_pages(handle).tolist() == [3] * 10
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_a_forked_child_ends_nothing_of_its_parents_and_has_a_server_of_its_own(
         own = ElasticBuffer(10, torch.float32).tensor.fill_(4)
         told = descriptors_of(own)
         assert os.path.dirname(told.address) != os.path.dirname(handle.address)
-        assert map_peer(told).tolist() == [4] * 10
-        assert map_peer(kept[0].export()).tolist() == [3] * 10, "what it inherited, from itself"
+        assert map_pages(told).tolist() == [4] * 10
+        assert map_pages(kept[0].export()).tolist() == [3] * 10, "what it inherited, from itself"
         kept.clear()
         del own
         gc.collect()
 
     in_a_child(use)
-    assert map_peer(handle).tolist() == [3] * 10
+    assert map_pages(handle).tolist() == [3] * 10
 
 
 def descriptors_of(tensor: torch.Tensor) -> BufferHandle:
@@ -216,5 +216,5 @@ def test_what_was_closed_while_it_is_sent_is_not_another_file(handle: BufferHand
         return send(connection, *arguments)
 
     monkeypatch.setattr(socket, "send_fds", late)
-    assert map_peer(handle).tolist() == [3] * 10
+    assert map_pages(handle).tolist() == [3] * 10
     os.close(others.pop())

@@ -93,7 +93,7 @@ def everything() -> dict[str, object]:
 def on_rank_1_denied(scenario: Callable[[], object]) -> object:
     if dist.get_rank() == 0:
         return scenario()
-    with mock.patch.object(rendezvous, "open_peer", side_effect=TransportError("not permitted")):
+    with mock.patch.object(rendezvous, "reading", side_effect=TransportError("not permitted")):
         return scenario()
 
 
