@@ -117,7 +117,7 @@ def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[s
         made = plan(*sides, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts=relaying)
         relays = RelayBuffers(rank, made.relays)
         gathered: list[Any] = [None] * len(hosts)
-        dist.all_gather_object(gathered, export_handles(rank, buffers) | relays.handles())
+        dist.all_gather_object(gathered, export_handles(rank, {**buffers, **relays.tensors}))
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
         router = TransportSet.connect(TransportContext(rank, source.buffers, handles, dist.new_group(), relays=relays))
         found[name] = WeightContainer(weights, made, router, sends_ahead=way.is_ahead)

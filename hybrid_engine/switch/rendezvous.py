@@ -94,25 +94,8 @@ class Offer(Record, frozen=True):
     frozen: list[str]
 
 
-class _Handles(Record, frozen=True):
-    """A rank's buffers that the others of its host can map, by name."""
-
-    host: dict[str, BufferHandle]
-    device: dict[str, DeviceHandle]
-
-    @classmethod
-    def of(cls, handles: Mapping[BufferId, Handle]) -> _Handles:
-        """Of one rank's."""
-        named = {buffer_id.name: handle for buffer_id, handle in handles.items()}
-        return cls(
-            {name: handle for name, handle in named.items() if isinstance(handle, BufferHandle)},
-            {name: handle for name, handle in named.items() if isinstance(handle, DeviceHandle)},
-        )
-
-    def on(self, rank: int) -> dict[BufferId, Handle]:
-        """As those of a rank."""
-        named: dict[str, Handle] = {**self.host, **self.device}
-        return {BufferId(rank, name): handle for name, handle in named.items()}
+_Handles = tuple[dict[str, BufferHandle], dict[str, DeviceHandle]]
+"""A rank's buffers that the others of its host can map, by name: those in host memory, and those on a device."""
 
 
 def gather_side(job: Job, weights: WeightAdaptor) -> Side:
@@ -175,7 +158,7 @@ def connect(
         with job.agreement.phase("plan"):
             made = rank_plan(job.rank, job.hosts, source_side, told, messages, config, may_stay_unread, job.devices)
             relays = RelayBuffers(job.rank, made.plan.relays, job.device)
-            of_relays = relays.handles()
+            of_relays = export_handles(job.rank, relays.tensors)
         if not job.agreement.is_same([text_digest(made.parameters)], "comparison of plans"):
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
         (has_relays,) = job.agreement.any_of([bool(of_relays)], "comparison of plans")
@@ -304,13 +287,16 @@ def rank_plan(
 def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: RankGroup) -> dict[BufferId, Handle]:
     """Those of the ranks of this host. Collective."""
     with job.agreement.phase("exchange of handles"):
-        message = encode(_Handles.of(own))
+        named = {buffer_id.name: handle for buffer_id, handle in own.items()}
+        kinds = (BufferHandle, DeviceHandle)
+        message = encode([{name: each for name, each in named.items() if isinstance(each, kind)} for kind in kinds])
     with job.agreement.phase("exchange of handles"):
         told = group.gather(message)
         return {
-            buffer_id: handle
+            BufferId(rank, name): handle
             for rank, each in told.items()
-            for buffer_id, handle in decode(each, _Handles).on(rank).items()
+            for of_kind in decode(each, _Handles)
+            for name, handle in of_kind.items()
         }
 
 

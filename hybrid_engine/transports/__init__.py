@@ -22,7 +22,7 @@ transport carries what, and in which messages. Only what is sent of a message, a
 Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objects):
 
     1  export_handles(rank, training.buffers())            for peers of the host; gathered
-    2  RelayBuffers(rank, plan.relays, device)             their handles() too
+    2  RelayBuffers(rank, plan.relays, device)             exported too
     3  TransportSet.connect(TransportContext(rank, buffers, all_handles, group, ...))     builds what the registry has
     4  router.check(plan, exported=all_handles)            every transfer that cannot be carried, at once
 

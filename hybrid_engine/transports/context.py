@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.memory.elastic import Handle, allocate_elastic, export_tensor, exported_buffer_of
+from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buffer_of
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
@@ -65,6 +65,9 @@ _ALIGNMENT = 512  # bytes
 class RelayBuffers:
     """Relay buffers as one rank knows them.
 
+    The other ranks of its host read those on it by their handles (`export_handles`), without which a reader fails at
+    its first bucket: let only hosts relay that have elastic memory (`memory.elastic.is_elastic`).
+
     Attributes:
         buffers: all that it has to do with (`ReshardPlan.relays`).
         tensors: those on this rank, flat, by name; those of every NUM_SLOTS-th bucket over the same bytes. They take
@@ -74,7 +77,6 @@ class RelayBuffers:
     def __init__(self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu") -> None:
         """Raises DeviceMemoryError when the device has not enough memory."""
         self.buffers = dict(buffers)
-        self._rank = rank
         own = {buffer_id.name: buffer for buffer_id, buffer in sorted(self.buffers.items()) if buffer_id.rank == rank}
         starts: dict[str, int] = {}
         ends: dict[str, int] = {}  # by bucket
@@ -102,12 +104,3 @@ class RelayBuffers:
         """Have the memory again. Raises DeviceMemoryError."""
         if self.tensors and (buffer := exported_buffer_of(self._arena)) is not None:
             buffer.restore()
-
-    def handles(self) -> dict[BufferId, Handle]:
-        """Handles of those on this rank, for the other ranks of its host; to be exchanged once.
-
-        Without one a reader fails at its first bucket: let only hosts relay that have elastic memory
-        (`memory.elastic.is_elastic`).
-        """
-        found = {BufferId(self._rank, name): export_tensor(flat) for name, flat in self.tensors.items()}
-        return {buffer_id: handle for buffer_id, handle in found.items() if handle is not None}

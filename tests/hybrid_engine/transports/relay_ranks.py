@@ -90,7 +90,7 @@ class Rank:
             self.source[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param").copy_(flat)
         relays = RelayBuffers(self.rank, self.plan.relays)
         gathered: list = [None] * len(HOSTS)
-        dist.all_gather_object(gathered, export_handles(self.rank, self.source) | relays.handles())
+        dist.all_gather_object(gathered, export_handles(self.rank, {**self.source, **relays.tensors}))
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
         self.group, self.notify_group = dist.new_group(), dist.new_group()
         context = TransportContext(
