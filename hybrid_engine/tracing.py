@@ -100,6 +100,17 @@ def span(name: str, **arguments: int | float | str) -> AbstractContextManager[ob
     return nullcontext() if recording is None else _timed(recording, name, arguments)
 
 
+@contextmanager
+def timed_span(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """A span whose time is added to that of others of its name, also where it fails."""
+    start = time.perf_counter()
+    try:
+        with span(name):
+            yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
 def count(name: str, **values: int) -> None:
     """What there is of something at this moment, e.g. bytes by what they are for."""
     if (recording := _current.get()) is not None:

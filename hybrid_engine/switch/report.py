@@ -144,7 +144,7 @@ class SwitchTally:
 
     def report(self, direction: str, version: int, seconds: float) -> ReshardReport:
         """All of it."""
-        fill = self.fill or FillReport({}, dict.fromkeys(Link, 0), {})
+        fill = self.fill or FillReport()
         verified = self.verified or VerifyReport(0, 0, 0, 0.0)
         from_others = {
             name: by_peer for name, by_peer in fill.nbytes_by_peer.items() if by_peer and name != LocalTransport.name

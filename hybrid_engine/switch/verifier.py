@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
@@ -44,7 +42,7 @@ from hybrid_engine.records.holdings import Box, TensorOwners, touching
 from hybrid_engine.records.layout import Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
-from hybrid_engine.tracing import span
+from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.copies import strided
 
 NUM_SAMPLED = 8
@@ -123,14 +121,14 @@ class Verification:
         self._source, self._destination = _Digests(), _Digests()
         self._sent: set[str] = set()
         self._nbytes = self._num_tensors = 0
-        self._seconds = 0.0
+        self._seconds = {"verify": 0.0}
         self._findings: list[str] = []
 
     def filled(
         self, bucket: Bucket, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
     ) -> None:
         """Digest what this rank has of a bucket's tensors on either side."""
-        with self._timed():
+        with timed_span(self._seconds, "verify"):
             names = [name for name in bucket.tensors if name in self.tensors]
             self._compared.difference_update(bucket.tensors)
             self._sent.update(names)
@@ -150,7 +148,7 @@ class Verification:
 
     def conclude(self) -> VerifyReport:
         """Compare. Collective. Raises WeightError with all that is wrong, RemoteError with that of other ranks."""
-        with self._timed():
+        with timed_span(self._seconds, "verify"):
             rows = self._source.rows()
             told = self._job.agreement.gather(rows.numpy().tobytes(), bytes, "verify", sys.maxsize)
             sources = [_rows_from(each) for each in told]
@@ -160,7 +158,7 @@ class Verification:
                 if self._findings:
                     raise WeightError(self._findings)
         self._compared |= self._sent
-        return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds)
+        return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds["verify"])
 
     def _digest(
         self,
@@ -208,13 +206,6 @@ class Verification:
                 of_digest = sorted(ranks[at & (digests == one)].tolist() for one in digests[at].unique())
                 kinds = " and ".join(map(_ranks, of_digest))
                 self._findings.append(f"{_named(region)}: {kinds} train it with different bits; replicas must be equal")
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
-        with span("verify"):
-            yield
-        self._seconds += time.perf_counter() - started
 
 
 def _named(region: Region) -> str:

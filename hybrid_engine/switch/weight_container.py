@@ -21,11 +21,9 @@ at most the destination buffers of the buckets so far (live storage) or of one b
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -39,7 +37,7 @@ from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
-from hybrid_engine.tracing import span
+from hybrid_engine.tracing import span, timed_span
 from hybrid_engine.transports.deltas import DeltaCount
 from hybrid_engine.transports.router import RunReport, TransportSet
 
@@ -58,9 +56,9 @@ class ContainerState(Enum):
     FILLED = "filled"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FillReport:
-    """Costs of one fill on this rank.
+    """Costs of one fill on this rank, summed up while it goes on.
 
     Attributes:
         seconds: by phase; copies that go straight from source to destination count as transfer.
@@ -72,9 +70,9 @@ class FillReport:
         deltas: of the messages that it sent.
     """
 
-    seconds: Mapping[str, float]
-    nbytes_by_link: Mapping[Link, int]
-    nbytes_by_peer: Mapping[str, Mapping[int, int]]
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    nbytes_by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
+    nbytes_by_peer: dict[str, Counter[int]] = field(default_factory=dict)
     staging_nbytes: int = 0
     least_nbytes: int = 0
     skipped_nbytes: int = 0
@@ -85,17 +83,26 @@ class FillReport:
         """Bytes that came from other devices."""
         return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
 
+    def add_run(self, report: RunReport) -> None:
+        """Add a bucket's costs."""
+        for phase, seconds in report.seconds.items():
+            self.seconds[phase] += seconds
+        for link, nbytes in report.nbytes_by_link.items():
+            self.nbytes_by_link[link] += nbytes
+        for name, by_peer in report.nbytes.items():
+            self.nbytes_by_peer.setdefault(name, Counter()).update(by_peer)
+
     def of_all(self, agreement: Agreement) -> FillReport:
         """With the bytes of all ranks together, in which each way between two of them counts once. Collective."""
         sums = self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas)
         own = self.nbytes_by_link, self.nbytes_by_peer, sums
-        by_link, by_way = Counter[Link](), dict[str, dict[int, int]]()
+        by_link, by_way = Counter[Link](), dict[str, Counter[int]]()
         told = agreement.gather(own, _Told, "bytes of all ranks")
         for number, (links, peers, _) in enumerate(told):
             by_link.update({Link(link): nbytes for link, nbytes in links.items()})
             for name, by_peer in peers.items():
-                ways = by_way.setdefault(name, {})
-                ways |= {number * len(told) + peer: nbytes for peer, nbytes in by_peer.items()}
+                ways = {number * len(told) + peer: nbytes for peer, nbytes in by_peer.items()}
+                by_way.setdefault(name, Counter()).update(ways)
         counts = {link: by_link[link] for link in Link}
         staging, least, skipped, *deltas = (sum(column) for column in zip(*(each[2] for each in told), strict=True))
         return FillReport(self.seconds, counts, by_way, staging, least, skipped, DeltaCount(*deltas))
@@ -185,7 +192,7 @@ class WeightContainer:
         left_out = [group for index in skipped for group in self._owned(self._plan.buckets[index])]
         if gone := [group for group in left_out if group not in self._kept]:
             raise StateError(f"groups {first_of(gone, _NUM_NAMED)} were not kept: their buckets cannot be skipped")
-        tally, self._doing, self._filling = _Tally(), "before the first bucket", []
+        report, self._doing, self._filling = FillReport(), "before the first bucket", []
         self._num_met = self._router.num_met
         self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
         self._following = self._sent_ahead()
@@ -194,7 +201,7 @@ class WeightContainer:
         self._router.begin(whole=whole)  # an interrupt here cannot be told as the others expect to hear it
         try:
             self._router.prepare()
-            self._fill(source, fence, verification, tally)
+            self._fill(source, fence, verification, report)
         except BaseException as error:
             self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", fence)
             self._is_in_step = True
@@ -207,28 +214,26 @@ class WeightContainer:
             ) from error
         self._is_in_step = True
         self._state = ContainerState.FILLED
-        return replace(
-            tally.report(),
-            least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked),
-            skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
-            deltas=self._router.deltas_sent(),
-        )
+        report.least_nbytes = sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked)
+        report.skipped_nbytes = sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped)
+        report.deltas = self._router.deltas_sent()
+        return report
 
     def _fill(
         self,
         source: Mapping[str, torch.Tensor],
         fence: ReleaseFence | None,
         verification: Verification | None,
-        tally: _Tally,
+        report: FillReport,
     ) -> None:
         for bucket in self._walked:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
-                self._fill_bucket(bucket, source, fence, verification, tally)
+                self._fill_bucket(bucket, source, fence, verification, report)
         self._doing, self._filling = "after the last bucket", []
         if fence is not None:
             fence.finish()
         self._weights.finish_fill()
-        tally.staging_nbytes = self._router.trim()
+        report.staging_nbytes = self._router.trim()
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Free the inference weights, whatever was filled; afterwards the container is empty. Idempotent.
@@ -273,7 +278,7 @@ class WeightContainer:
         source: Mapping[str, torch.Tensor],
         fence: ReleaseFence | None,
         verification: Verification | None,
-        tally: _Tally,
+        report: FillReport,
     ) -> None:
         groups = self._owned(bucket)
 
@@ -281,17 +286,17 @@ class WeightContainer:
             self._doing, self._filling = f"bucket {bucket.index}, phase {phase}", groups
             return phase
 
-        with tally.time(begin("allocate")):
+        with timed_span(report.seconds, begin("allocate")):
             destination = self._weights.allocate(groups) if groups else {}
         begin("transfer")
-        tally.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
+        report.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
         if fence is not None:
             begin("release")
             fence.sent(bucket.index)
         if verification is not None:  # nothing comes between this and the commit
             begin("verify")
             verification.filled(bucket, source, destination)
-        with tally.time(begin("commit")):
+        with timed_span(report.seconds, begin("commit")):
             if groups:
                 self._weights.commit(groups)
 
@@ -312,33 +317,3 @@ class WeightContainer:
                 failures.append(error)
         if failures:
             logger.warning("the fill could not be abandoned everywhere; peers end by their timeout: %s", failures[0])
-
-
-@dataclass
-class _Tally:
-    """The sums of a fill while it goes on."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
-    by_peer: dict[str, Counter[int]] = field(default_factory=dict)
-    staging_nbytes: int = 0
-
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with span(phase):
-                yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
-
-    def add_run(self, report: RunReport) -> None:
-        for phase, seconds in report.seconds.items():
-            self.seconds[phase] += seconds
-        for link, nbytes in report.nbytes_by_link.items():
-            self.by_link[link] += nbytes
-        for name, by_peer in report.nbytes.items():
-            self.by_peer.setdefault(name, Counter()).update(by_peer)
-
-    def report(self) -> FillReport:
-        return FillReport(self.seconds, self.by_link, self.by_peer, self.staging_nbytes)

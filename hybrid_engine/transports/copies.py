@@ -10,9 +10,8 @@ may come back elsewhere. Experts are why this pays: Megatron's buffers hold the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ranks.torch_internals import copy_each
 from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
-from hybrid_engine.tracing import span
+from hybrid_engine.tracing import timed_span
 
 FlatOf = Callable[[Transfer], torch.Tensor]
 """The flat buffer that a transfer reads, or writes."""
@@ -281,15 +280,9 @@ class PhaseClock:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the time of the `with` block to phase `name`."""
-        start = time.perf_counter()
-        try:
-            with span(name):
-                yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
+        return timed_span(self.seconds, name)
 
     def take(self) -> dict[str, float]:
         """The sums since the last call, which start again at zero."""
