@@ -60,7 +60,6 @@ def run_ranks(
     *,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Run `python arguments` as `num_ranks` processes with the environment that `torchrun --standalone` gives.
 
@@ -69,7 +68,6 @@ def run_ranks(
         timeout: seconds until all processes are killed.
         environment: added to this process's own. A rank has one thread unless OMP_NUM_THREADS says otherwise.
         directory: where the ranks run; default: here.
-        meanwhile: called again and again while they run, several times a second.
 
     Without torchrun's own process, which takes seconds to start. The store through which ranks meet is here, so it
     outlives their process groups; it and the ranks' gloo groups listen on the loopback interface only. Afterwards, also
@@ -90,7 +88,7 @@ def run_ranks(
             preexec_fn=functools.partial(end_with_parent, os.getpid()),
         )
 
-    return run_started(start, num_ranks, timeout, environment=environment, meanwhile=meanwhile)
+    return run_started(start, num_ranks, timeout, environment=environment)
 
 
 class Process(Protocol):
@@ -109,7 +107,6 @@ def run_started(
     timeout: float,
     *,
     environment: Mapping[str, str] | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
 ) -> Ended:
     """`run_ranks` with ranks that are not started as `python arguments`.
 
@@ -127,7 +124,7 @@ def run_started(
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
                 with lines.writer() as output:
                     processes.append(start({**shared, **own}, output.fileno()))
-            status = _wait(processes, lines, timeout, meanwhile)
+            status = _wait(processes, lines, timeout)
         finally:
             for process in processes:
                 kill_tree(process)
@@ -211,7 +208,7 @@ def _job(num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: Sequence[Process], lines: _Lines, timeout: float, meanwhile: Callable[[], object]) -> int | None:
+def _wait(processes: Sequence[Process], lines: _Lines, timeout: float) -> int | None:
     """Until all have ended well, one has failed and the others had their time, or the time is over."""
     deadline, failed = time.monotonic() + timeout, 0
     while True:
@@ -223,7 +220,6 @@ def _wait(processes: Sequence[Process], lines: _Lines, timeout: float, meanwhile
         if time.monotonic() > deadline:
             return failed or None
         lines.read(_SECONDS_BETWEEN_LOOKS)
-        meanwhile()
 
 
 def kill_tree(process: Process) -> None:

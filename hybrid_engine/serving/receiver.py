@@ -58,24 +58,15 @@ class WeightReceiver:
         weights: of its model. caches: of what it computed with them.
         index: of the worker in its server, from 0, over all its replicas.
         device: of the weights.
-        host: where the worker is; default: `groups.host_id()`.
 
     Attributes:
         holds: what the weights are now.
         version: of the weights, in FILLED.
     """
 
-    def __init__(
-        self,
-        weights: ServedWeights,
-        caches: InferenceCaches,
-        index: int,
-        device: torch.device,
-        *,
-        host: str | None = None,
-    ) -> None:
+    def __init__(self, weights: ServedWeights, caches: InferenceCaches, index: int, device: torch.device) -> None:
         self._weights, self._caches = weights, caches
-        self._index, self._device, self._host = index, device, host
+        self._index, self._device = index, device
         self.holds, self.version = Holds.NOTHING_YET, -1
         self._name = ""
         self._manager: ShardingManager | None = None
@@ -95,7 +86,7 @@ class WeightReceiver:
         world = invitation.world(rank, may_end=False)
         self.leave()
         with Ends() as undo:
-            job = Job.join(config.timeout_seconds, world=world, device=self._device, host=self._host)
+            job = Job.join(config.timeout_seconds, world=world, device=self._device)
             undo.callback(job.close)
             self._weights.take_place(rank, keeps_memory=not config.release_weights)
             trainer = NoTraining()

@@ -114,13 +114,12 @@ class CollectiveTransport:
     working.
 
     Args:
-        context: with a group.
-        device: where staging lies; default: the current GPU with NCCL, else the CPU.
+        context: with a group. Staging lies on the current GPU with NCCL, else on the CPU.
     """
 
     name = "collective"
 
-    def __init__(self, context: TransportContext, device: torch.device | None = None) -> None:
+    def __init__(self, context: TransportContext) -> None:
         assert context.group is not None
         self.rank, self._timeout = context.rank, context.timeout
         self._relays = context.relays or RelayBuffers(context.rank, {})
@@ -129,9 +128,7 @@ class CollectiveTransport:
         )
         self._deltas = context.deltas
         self._group, self._notify_group = context.group, context.notify_group or context.group
-        self._device, self._notify_device = (
-            device or _staging_device(each) for each in (self._group, self._notify_group)
-        )
+        self._device, self._notify_device = map(_staging_device, (self._group, self._notify_group))
         self._receives_copies = self._device.type == "cpu"  # messages come into the copies themselves
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
