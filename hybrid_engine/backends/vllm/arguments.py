@@ -67,6 +67,16 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     return {**defaults, **_arguments_that_follow(settings, device_type), **settings.generate.vllm}
 
 
+def engine_config(settings: InferenceSettings, rank: int, device_type: str, **changes: Any) -> VllmConfig:
+    """vLLM's configuration of such an engine for this rank, in vLLM's own worker; `changes`: of its arguments."""
+    from vllm import EngineArgs
+
+    wanted = llm_arguments(settings, device_type) | changes
+    wanted.pop("worker_cls", None)
+    with rank_in_instance(settings, rank):
+        return EngineArgs(**wanted).create_engine_config()
+
+
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
     """Where what vLLM would choose by itself makes switches slower, or cannot be had here."""
     defaults: dict[str, Any] = {}
@@ -162,14 +172,11 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     _check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
     _check_allocator(settings, device_type)
-    arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
-    from vllm import EngineArgs
     from vllm.model_executor.model_loader import get_model_architecture
     from vllm.model_executor.models import supports_lora
 
     try:
-        with rank_in_instance(settings, rank):
-            config = EngineArgs(**arguments).create_engine_config()
+        config = engine_config(settings, rank, device_type, load_format="dummy")
         model_class, _ = get_model_architecture(config.model_config)
     except (ValidationError, ValueError, NotImplementedError) as error:
         details = error.errors() if isinstance(error, ValidationError) else [{"msg": str(error)}]

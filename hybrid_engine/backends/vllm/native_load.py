@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.arguments import llm_arguments
+from hybrid_engine.backends.vllm.arguments import engine_config
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.isolation import forget_models, rank_in_instance, register_model_class
+from hybrid_engine.backends.vllm.isolation import forget_models, register_model_class
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.engine import InferenceEngine
@@ -59,15 +59,11 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
 
     `model_dir` may be another model's than the engine's; `changes`: arguments in place of those from the settings.
     """
-    from vllm import EngineArgs
     from vllm.platforms import current_platform
 
     register_model_class(model_dir)
-    arguments = llm_arguments(replace(settings, model_dir=model_dir), current_platform.device_type)
-    arguments |= {"load_format": "safetensors", "quantization": None, **changes}
-    arguments.pop("worker_cls", None)
-    with rank_in_instance(settings, rank):
-        config = EngineArgs(**arguments).create_engine_config()
+    changes = {"load_format": "safetensors", "quantization": None, **changes}
+    config = engine_config(replace(settings, model_dir=model_dir), rank, current_platform.device_type, **changes)
     with _building(config), torch.device(config.device_config.device):
         model = internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
     forget_models()

@@ -71,7 +71,8 @@ def _traced(
     dtypes: Mapping[str, torch.dtype],
     device_type: str,
 ) -> Layout:
-    config = _config(settings, job.rank, device_type)
+    # nothing is compiled, of which weights know nothing
+    config = arguments.engine_config(settings, job.rank, device_type, load_format="dummy", enforce_eager=True)
     with contextlib.ExitStack() as undo:
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_rotary_embeddings_kept())
@@ -87,16 +88,6 @@ def _traced(
                 f"vLLM cannot construct {config.model_config.architecture} without memory, to see what each inference "
                 f"position holds: {error}. Set generate_config.infer_rank_order to sequential"
             ) from error
-
-
-def _config(settings: InferenceSettings, rank: int, device_type: str) -> Any:
-    """vLLM's configuration for an engine; nothing is compiled, of which weights know nothing."""
-    from vllm import EngineArgs
-
-    wanted = arguments.llm_arguments(settings, device_type) | {"load_format": "dummy", "enforce_eager": True}
-    wanted.pop("worker_cls", None)
-    with isolation.rank_in_instance(settings, rank):
-        return EngineArgs(**wanted).create_engine_config()
 
 
 def _model(config: Any) -> torch.nn.Module:
