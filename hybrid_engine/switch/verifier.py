@@ -23,11 +23,10 @@ Memory: 16 bytes for every region of the verified tensors, of all ranks that tra
 
 from __future__ import annotations
 
-import math
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -89,17 +88,10 @@ class Verifier:
         return Verification(self._regions, self._job, frozenset(names), self._compared)
 
 
-@dataclass
-class _Digests:
-    """Digests of one side on this rank: one for each region, in the same order."""
-
-    regions: list[PlacedRegion] = field(default_factory=list)
-    values: list[int] = field(default_factory=list)
-
-    def rows(self) -> torch.Tensor:
-        """[N, 2] int64: number of the region, digest."""
-        pairs = [(region.number, value) for region, value in zip(self.regions, self.values, strict=True)]
-        return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+def _rows_of(digests: Sequence[tuple[PlacedRegion, int]]) -> torch.Tensor:
+    """[N, 2] int64: number of the region, digest."""
+    pairs = [(region.number, digest) for region, digest in digests]
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
 def _rows_from(message: bytes) -> torch.Tensor:
@@ -118,7 +110,7 @@ class Verification:
     def __init__(self, regions: CommonRegions, job: Job, tensors: frozenset[str], compared: set[str]) -> None:
         self.tensors, self._compared = tensors, compared
         self._regions, self._job = regions, job
-        self._source, self._destination = _Digests(), _Digests()
+        self._source, self._destination = list[tuple[PlacedRegion, int]](), list[tuple[PlacedRegion, int]]()
         self._sent: set[str] = set()
         self._nbytes = self._num_tensors = 0
         self._seconds = {"verify": 0.0}
@@ -149,7 +141,7 @@ class Verification:
     def conclude(self) -> VerifyReport:
         """Compare. Collective. Raises WeightError with all that is wrong, RemoteError with that of other ranks."""
         with timed_span(self._seconds, "verify"):
-            rows = self._source.rows()
+            rows = _rows_of(self._source)
             told = self._job.agreement.gather(rows.numpy().tobytes(), bytes, "verify", sys.maxsize)
             sources = [_rows_from(each) for each in told]
             received = sum(each.nbytes for each in sources) - rows.nbytes
@@ -165,14 +157,13 @@ class Verification:
         names: Sequence[str],
         own: Mapping[str, Sequence[PlacedRegion]],
         buffers: Mapping[str, torch.Tensor],
-        digests: _Digests,
+        digests: list[tuple[PlacedRegion, int]],
     ) -> None:
         for name in names:
             dtype = getattr(torch, self._regions.dtypes[name])
             for part in own[name]:
                 box = strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place)
-                digests.values.append(box_digest(box, dtype))
-                digests.regions.append(part)
+                digests.append((part, box_digest(box, dtype)))
                 self._nbytes += box.numel() * box.element_size()
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
@@ -181,7 +172,7 @@ class Verification:
         order = rows[:, 0].argsort(stable=True)
         numbers, digests, ranks = rows[order, 0].contiguous(), rows[order, 1], ranks[order]
         self._compare_replicas(numbers, digests, ranks)
-        found = self._destination.rows()
+        found = _rows_of(self._destination)
         first = torch.searchsorted(numbers, found[:, 0].contiguous())
         end = torch.searchsorted(numbers, found[:, 0].contiguous(), right=True)
         is_right = torch.zeros(len(found), dtype=torch.bool)
@@ -189,7 +180,7 @@ class Verification:
             at = (first + step).clamp(max=len(numbers) - 1)
             is_right |= (first + step < end) & (digests[at] == found[:, 1])
         for index in (~is_right).nonzero().flatten().tolist():
-            part = self._destination.regions[index]
+            part, _ = self._destination[index]
             senders = ranks[int(first[index]) : int(end[index])].tolist()
             where = f"{_named(self._regions.region(part.number))}: {part.place.buffer.name} of rank {self._job.rank}"
             self._findings.append(f"{where} differs from the training weights of {_ranks(senders)}")
@@ -225,10 +216,6 @@ class PlacedRegion:
     number: int
     lengths: tuple[int, ...]
     place: Place
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.lengths)
 
 
 OwnRegions = Mapping[str, Sequence[PlacedRegion]]

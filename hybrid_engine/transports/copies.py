@@ -213,10 +213,6 @@ def widened(into: torch.Tensor, out_of: torch.Tensor) -> tuple[torch.Tensor, tor
     return (into.view(_WIDE), out_of.view(_WIDE)) if fits else (into, out_of)
 
 
-SourceOf = Callable[[Transfer], torch.Tensor]
-"""The flat source buffer of a transfer."""
-
-
 def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch.Tensor:
     """The box of `lengths` at `place` of a flat buffer, as a view; lengths and strides in elements."""
     return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
@@ -226,7 +222,7 @@ def copy_straight(
     label: str,
     bucket: int,
     transfers: Iterable[Transfer] | BatchedCopies,
-    source_of: SourceOf,
+    source_of: FlatOf,
     destination: Mapping[str, torch.Tensor],
 ) -> None:
     """Copy every transfer from its flat source into its place in `destination`, casting to the destination's dtype.

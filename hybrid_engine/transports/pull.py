@@ -24,7 +24,7 @@ from hybrid_engine.memory.host_pages import BufferHandle, map_pages
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.context import TransportContext
-from hybrid_engine.transports.copies import BatchedCopies, PhaseClock, SourceOf, copy_straight, failure_at
+from hybrid_engine.transports.copies import BatchedCopies, FlatOf, PhaseClock, copy_straight, failure_at
 
 
 class PullTransport:
@@ -94,7 +94,7 @@ class PullTransport:
 
     def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> SourceOf:
+    ) -> FlatOf:
         """Return what finds a transfer's flat source; `readings` is closed after the copies. Raises TransportError."""
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class LocalTransport(PullTransport):
 
     def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> SourceOf:
+    ) -> FlatOf:
         return lambda transfer: source[transfer.src.buffer.name]
 
 
@@ -180,7 +180,7 @@ class SharedMemoryTransport(PullTransport):
 
     def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> SourceOf:
+    ) -> FlatOf:
         on_devices: dict[BufferId, list[Transfer]] = {}
         for transfer in pulls:
             buffer_id = transfer.src.buffer

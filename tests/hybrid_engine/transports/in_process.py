@@ -9,7 +9,7 @@ import torch
 
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.copies import SourceOf
+from hybrid_engine.transports.copies import FlatOf
 from hybrid_engine.transports.pull import PullTransport
 
 
@@ -22,5 +22,5 @@ class InProcessTransport(PullTransport):
 
     def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> SourceOf:
+    ) -> FlatOf:
         return lambda transfer: self._sources[transfer.src.buffer]
