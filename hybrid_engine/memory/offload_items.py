@@ -119,9 +119,8 @@ class Part:
             raise ValueError(f"invalid part [{self.start}, {self.stop}) of a tensor of {self.flat.numel()} elements")
 
 
-@dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """Bytes that one call moved.
+    """Bytes that one call moved, summed up while it runs.
 
     Attributes:
         nbytes: device bytes freed or taken again, by kind.
@@ -129,22 +128,19 @@ class OffloadReport:
         seconds: duration of the call.
     """
 
-    nbytes: Mapping[str, int]
-    copied_nbytes: Mapping[str, int]
-    seconds: float
-
-
-class Moved:
-    """Bytes that a running call has moved so far, by kind."""
-
     def __init__(self, kinds: Iterable[Kind]) -> None:
         self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
-        self.copied = dict(self.nbytes)
-        self._start = time.perf_counter()
+        self.copied_nbytes, self.seconds, self._start = dict(self.nbytes), 0.0, time.perf_counter()
 
-    def report(self) -> OffloadReport:
-        """Return what was moved since this object was created."""
-        return OffloadReport(self.nbytes, self.copied, time.perf_counter() - self._start)
+    @property
+    def total_nbytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.nbytes.values())
+
+    def ended(self) -> OffloadReport:
+        """Return it, with the time since it was created."""
+        self.seconds = time.perf_counter() - self._start
+        return self
 
 
 @dataclass(eq=False)
@@ -366,7 +362,7 @@ def elastic_ranges(storages: Iterable[Storage], parts: Iterable[Part]) -> list[t
     return [(elastic[key], spans) for key, spans in ranges.items()]
 
 
-def forget(caches: Iterable[OffloadItem], moved: Moved) -> None:
+def forget(caches: Iterable[OffloadItem], moved: OffloadReport) -> None:
     """Make the owners of these caches drop them."""
     for item in caches:
         if item.kind in moved.nbytes:

@@ -31,7 +31,6 @@ from hybrid_engine.memory.arena import Arena, Copier
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
-    Moved,
     OffloadItem,
     OffloadReport,
     Part,
@@ -96,7 +95,7 @@ class Offloader:
         """
         requested = set(map(checked, kinds))
         to_move = self._on_device(requested)
-        moved = Moved(to_move)
+        moved = OffloadReport(to_move)
         self._call_off(to_move, moved)
         self._synchronize()
         found = survey(self._inventory(), self._device_type)
@@ -113,7 +112,7 @@ class Offloader:
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        return moved.report()
+        return moved.ended()
 
     def begin_offload(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Begin to copy these kinds to the arena, in the background; `offload` waits for it and frees the device.
@@ -190,7 +189,7 @@ class Offloader:
                 later call continues from there.
         """
         requested = dict.fromkeys(map(checked, kinds))
-        moved = Moved(kind for kind in requested if kind in self._departed)
+        moved = OffloadReport(kind for kind in requested if kind in self._departed)
         for kind in requested:
             if not read_only:
                 self._unchanged.pop(kind, None)
@@ -201,7 +200,7 @@ class Offloader:
                 self._onload_kind(self._departed[kind], moved, limit, background=not wait)
                 if wait:
                     self._complete(kind, read_only=read_only)
-        return moved.report()
+        return moved.ended()
 
     def wait(self) -> None:
         """Complete what `onload(wait=False)` began, before it is used. Raises OffloadError; a later call goes on."""
@@ -240,7 +239,7 @@ class Offloader:
             kind for kind in kinds if kind not in self._offloaded or not all(s.is_away for s in self._departed[kind])
         }
 
-    def _call_off(self, kinds: Collection[Kind], moved: Moved | None = None) -> None:
+    def _call_off(self, kinds: Collection[Kind], moved: OffloadReport | None = None) -> None:
         """Bring nothing of these kinds any more."""
         for storage in (each for each in self._storages(kinds) if each.is_coming):
             storage.call_off()
@@ -288,7 +287,7 @@ class Offloader:
             for start, stop in ranges:
                 self._save(storage, start, stop)
 
-    def _take_off(self, storage: Storage, moved: Moved) -> None:
+    def _take_off(self, storage: Storage, moved: OffloadReport) -> None:
         """Save what is not saved yet, then free the storage."""
         remaining = storage.nbytes - storage.released.nbytes
         self._hidden_seconds += storage.complete()
@@ -298,7 +297,7 @@ class Offloader:
         storage.free()
         storage.in_arena = storage.action == "copy"
         moved.nbytes[storage.kind] += remaining
-        moved.copied[storage.kind] += copied
+        moved.copied_nbytes[storage.kind] += copied
 
     def _save(self, storage: Storage, start: int, stop: int) -> int:
         """Copy of this byte range to the arena what must be kept and is not there yet; return the bytes copied."""
@@ -312,10 +311,12 @@ class Offloader:
             copied += gap_stop - gap_start
         return copied
 
-    def _onload_kind(self, storages: Sequence[Storage], moved: Moved, limit: int | None, *, background: bool) -> None:
+    def _onload_kind(
+        self, storages: Sequence[Storage], moved: OffloadReport, limit: int | None, *, background: bool
+    ) -> None:
         """Begin to bring back those of these storages that fit."""
         for index, storage in enumerate(storages):
-            fits = limit is None or storage.released.nbytes <= limit - sum(moved.nbytes.values())
+            fits = limit is None or storage.released.nbytes <= limit - moved.total_nbytes
             if storage.is_coming or not fits:
                 continue
             try:
@@ -328,7 +329,7 @@ class Offloader:
                     "Free device memory and onload again"
                 ) from error
 
-    def _put_back(self, storage: Storage, moved: Moved, *, background: bool) -> None:
+    def _put_back(self, storage: Storage, moved: OffloadReport, *, background: bool) -> None:
         """Take memory wherever it was released, and begin to copy contents back; `_complete` ends it."""
         storage.call_off()
         if not storage.released.nbytes:
@@ -343,7 +344,7 @@ class Offloader:
                     self._copier.begin_copy(storage.copies, *pair, "to device")
                 else:
                     self._copier.copy(*pair, "to device")
-                moved.copied[storage.kind] += stop - start
+                moved.copied_nbytes[storage.kind] += stop - start
         moved.nbytes[storage.kind] += storage.released.nbytes
         storage.is_coming = True  # not before all of its copies have begun
 

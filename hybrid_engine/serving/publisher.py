@@ -66,7 +66,6 @@ from hybrid_engine.serving.invitation import (
     require_address,
 )
 from hybrid_engine.serving.roles import NoInference
-from hybrid_engine.switch.prefetch import total
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import NEEDED_KINDS, State, Switch, require, resident_kinds
@@ -270,9 +269,9 @@ class WeightPublisher(Switch):
             with tally.timed("prepare"), agreement.phase("prepare", SHORT_PATIENCE):
                 self.trainer.weights.prepare()
         with tally.timed("offload"), agreement.phase("offload"):
-            tally.offloaded += total(self.offloader.offload(frozenset(KINDS) - wanted))
+            tally.offloaded += self.offloader.offload(frozenset(KINDS) - wanted).total_nbytes
         with tally.timed("onload"), agreement.phase("onload"):
-            tally.onloaded += total(self.offloader.onload(wanted, read_only=target is not State.TRAIN))
+            tally.onloaded += self.offloader.onload(wanted, read_only=target is not State.TRAIN).total_nbytes
 
     def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
         """Both sides of one switch."""

@@ -17,7 +17,7 @@ import torch
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.layouts.memory import MIB
-from hybrid_engine.memory.offload_items import Kind, OffloadReport
+from hybrid_engine.memory.offload_items import Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.switch.states import NEEDED_KINDS, State
@@ -115,11 +115,6 @@ def free_beside_vllm(free: int, size: int, utilization: float, taken: int) -> in
     Of its share vLLM may take all, beside the `taken` bytes that others have.
     """
     return min(free, int(size * (1 - utilization)) - taken)
-
-
-def total(report: OffloadReport) -> int:
-    """Bytes that a call of the offloader moved."""
-    return sum(report.nbytes.values())
 
 
 def resident_nbytes(offloader: Offloader) -> int:

@@ -38,7 +38,7 @@ from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.computation import Computation
 from hybrid_engine.switch.incremental import Selection
-from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes, total
+from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
@@ -289,13 +289,13 @@ class ShardingManager(Switch):
         # gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill
         with self._phase("offload"):
             self.offloader.begin_offload(kinds)
-            self._tally.offloaded += total(self.offloader.offload(kinds & {"grad"}))
+            self._tally.offloaded += self.offloader.offload(kinds & {"grad"}).total_nbytes
 
     def _make_room(self, kinds: frozenset[Kind]) -> None:
         """Offload what began to leave, unless it and the inference weights fit into what was taken before."""
         with self._phase("offload"):
             if resident_nbytes(self.offloader) + self._filled_nbytes > self._tally.peak:
-                self._tally.offloaded += total(self.offloader.offload(kinds))
+                self._tally.offloaded += self.offloader.offload(kinds).total_nbytes
 
     def _next_selection(self) -> Selection:
         """Agree on what all ranks send, bring parameters unless that is nothing, and release what it renews."""
@@ -368,11 +368,11 @@ class ShardingManager(Switch):
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
-            self._tally.offloaded += total(self.offloader.offload(kinds))
+            self._tally.offloaded += self.offloader.offload(kinds).total_nbytes
 
     def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
-            self._tally.onloaded += total(self.offloader.onload(kinds, read_only=read_only))
+            self._tally.onloaded += self.offloader.onload(kinds, read_only=read_only).total_nbytes
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
