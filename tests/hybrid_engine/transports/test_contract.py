@@ -22,7 +22,7 @@ from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import MessagePlanner
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
-from hybrid_engine.transports.router import PREFERENCES, TransportSet, export_handles
+from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import Case as PlannedCase
 from tests.hybrid_engine.planning.cases import cases, plan
@@ -86,7 +86,7 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
 
 
 DELTAS = ("deltas", "deltas, staged")
-KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed", *DELTAS]
+KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTransport), "mixed", *DELTAS]
 """Every registered transport that goes between ranks, several of them at once, and messages that may be deltas, also
 where they do not come into the copies of the last ones, as on a GPU."""
 
