@@ -354,13 +354,9 @@ class WeightPublisher(Switch):
             yield server
 
     def _connected(self) -> ShardingManager:
-        if self._manager is None:
-            self._connect()
-        assert self._manager is not None
-        return self._manager
-
-    def _connect(self) -> None:
-        """Invite the servers to a new job, and plan with them."""
+        """The switch with the servers; where there is none they are invited to a new job, and planned with."""
+        if (present := self._manager) is not None:
+            return present
         with ExitStack() as undo:
             counts = self._ask("inviting the servers", lambda: [server.num_workers() for server in self._servers])
             with self.job.agreement.phase("inviting the servers"):
@@ -405,6 +401,8 @@ class WeightPublisher(Switch):
             self._ask("joining the servers", lambda: self._await(calls))
             self._name, self._is_new, self._ends = name, True, undo.pop_all()
         self._close_places(but=1)
+        assert self._manager is not None
+        return self._manager
 
     def _close_places(self, but: int) -> None:
         """But for the last ones."""
@@ -493,14 +491,12 @@ class WeightPublisher(Switch):
         self._may_hold = False
         try:
             self._switch(self._connected(), State.INTERRUPTED, State.TRAIN)
-        except HybridEngineError as error:
-            if self.job.agreement.lost is not None or isinstance(error, DifferentCallsError):
+        except BaseException as error:
+            is_told = isinstance(error, HybridEngineError) and not isinstance(error, DifferentCallsError)
+            if not is_told or self.job.agreement.lost is not None:
                 self._may_hold = True
                 raise
             logger.warning("[Reshard] servers that may have weights do not give them up: %s", error)
-        except BaseException:
-            self._may_hold = True
-            raise
 
     def _leave_servers(self, why: BaseException | None = None) -> None:
         """End the job with them; `why` this rank goes alone, where it does."""
