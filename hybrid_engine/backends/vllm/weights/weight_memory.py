@@ -24,7 +24,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -83,31 +83,8 @@ class WeightMemory:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class Sleeper(Protocol):
-    """Who puts vLLM to sleep: an engine of this process, or a server's worker.
-
-    Attributes:
-        worker: vLLM's, of this process.
-    """
-
-    @property
-    def worker(self) -> Any: ...
-
-    def sleep(self, level: int) -> None:
-        """As `vllm.LLM` has it; level 0 pauses vLLM, and takes no memory."""
-        ...
-
-    def wake_up(self, tags: list[str]) -> None:
-        """As `vllm.LLM` has it."""
-        ...
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """Give back the memory of these kinds, without their contents."""
-        ...
-
-
 class SleepingLlm:
-    """An engine of this process."""
+    """An engine of this process, as one who puts vLLM to sleep."""
 
     def __init__(self, llm: Callable[[], Any]) -> None:
         """`llm`: called for the `vllm.LLM`, which others keep."""
@@ -115,20 +92,24 @@ class SleepingLlm:
 
     @property
     def worker(self) -> Any:
+        """vLLM's, of this process."""
         return internals.worker_of(self._llm())
 
     def sleep(self, level: int) -> None:
+        """As `vllm.LLM` has it; level 0 pauses vLLM, and takes no memory."""
         self._llm().sleep(level=level)
 
     def wake_up(self, tags: list[str]) -> None:
+        """As `vllm.LLM` has it."""
         self._llm().wake_up(tags=tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
+        """Give back the memory of these kinds, without their contents."""
         internals.core_of(self._llm()).model_executor.discard(tags)
 
 
 class SleepingWorker:
-    """A server's worker; whoever calls it has paused the server.
+    """The same of a server's worker; whoever calls it has paused the server.
 
     The engine core is not told: it would take the worker's memory for its own to give.
     """
@@ -161,7 +142,7 @@ class SleepMode(WeightMemory):
 
     frees_all_at_once = True
 
-    def __init__(self, vllm: Sleeper) -> None:
+    def __init__(self, vllm: SleepingLlm | SleepingWorker) -> None:
         self._vllm = vllm
         self._is_asleep = False
         self._is_partly_awake = False  # a wake-up ran out of memory half-way
