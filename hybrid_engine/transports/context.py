@@ -26,7 +26,7 @@ Group = dist.ProcessGroup | RankGroup
 
 @dataclass(frozen=True)
 class TransportContext:
-    """Raises ValueError for a timeout that is not positive.
+    """Inputs of a rank's transports.
 
     Attributes:
         rank: global rank of this process; transfers name global ranks.
@@ -53,10 +53,6 @@ class TransportContext:
     buckets: Sequence[Bucket] = ()
     deltas: Deltas | None = None
     timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.timeout <= 0:
-            raise ValueError(f"timeout must be > 0 seconds, got {self.timeout}")
 
 
 _ALIGNMENT = 512  # bytes
