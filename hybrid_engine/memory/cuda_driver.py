@@ -63,7 +63,8 @@ class CudaDriver:
         except DeviceMemoryError as error:
             if not error.is_out_of_memory:
                 raise
-            self._empty_cache()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             return self._call("cuMemCreate", nbytes, self._properties, 0)
 
     def release(self, handle: Any) -> None:
@@ -134,10 +135,6 @@ class CudaDriver:
     def _attribute(self, name: str) -> int:
         attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", self._ordinal))
-
-    def _empty_cache(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Return the call's value, if it has one. Raises DeviceMemoryError naming call, arguments and error code."""

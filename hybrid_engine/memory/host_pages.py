@@ -201,7 +201,8 @@ class HostMemory:
 
     def release(self, first: int, last: int) -> None:
         """Give the pages of bytes [first, last) back, multiples of `granularity`."""
-        _punch_hole(self._open_file().fd, first, last - first)
+        if libc().fallocate(self._open_file().fd, _PUNCH_HOLE | _KEEP_SIZE, first, last - first):
+            raise_errno(f"fallocate(PUNCH_HOLE) of {last - first} bytes at {first}")
 
     def restore(self, first: int, last: int) -> None:
         """Nothing to do: a page comes back, zero, when it is touched."""
@@ -253,8 +254,3 @@ def map_memory(nbytes: int, fd: int = -1, *, writable: bool = True) -> int:
     if address == ctypes.c_void_p(-1).value:
         raise_errno(f"mapping {nbytes} bytes")
     return address
-
-
-def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    if libc().fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) != 0:
-        raise_errno(f"fallocate(PUNCH_HOLE) of {nbytes} bytes at {offset}")

@@ -200,8 +200,7 @@ class FailureWatch:
 
     def left(self) -> str:
         """Which ranks have ended their part in the job, in words."""
-        none: list[str] = []
-        gone = self._ask(lambda: _lines(self._store, "left"), none)
+        gone = self._ask(lambda: _lines(self._store, "left"), list[str]())
         return ", ".join(f"rank {rank} has left the job" for rank in gone if rank != str(self._rank))
 
     def num_at(self, mark: str, *, arriving: bool = False) -> int | None:
@@ -215,7 +214,7 @@ class FailureWatch:
         awaited = set(range(self._world_size) if ranks is None else ranks) - {self._rank}
         step, deadline = self._place.step, time.monotonic() + patience
         while awaited and time.monotonic() < deadline:
-            awaited -= self._ask(lambda: self._arrivals(step), set())
+            awaited -= set(map(int, self._ask(lambda: _lines(self._store, f"{step}/arrived"), list[str]())))
             time.sleep(_SECONDS_BETWEEN_LOOKS / 5 if awaited else 0)
         return not awaited
 
@@ -267,9 +266,6 @@ class FailureWatch:
         lines = map(json.loads, _lines(store, f"{place.step}/failed"))
         told = [Failure(**{**line, "waiting": line["waiting"] and tuple(line["waiting"])}) for line in lines]
         return [failure for failure in told if failure.rank != self._rank and failure.entry >= place.entry]
-
-    def _arrivals(self, step: int) -> set[int]:
-        return {int(line) for line in _lines(self._store, f"{step}/arrived")}
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
@@ -128,7 +129,8 @@ def run_started(
         finally:
             for process in processes:
                 kill_tree(process)
-                _send_to_group(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # what a rank that has ended left behind
+                    os.killpg(process.pid, signal.SIGKILL)
         return Ended(status, lines.rest())
 
 
@@ -238,19 +240,9 @@ def kill_tree(process: Process) -> None:
     process.wait()
 
 
-def _send_to_group(group: int, number: signal.Signals) -> None:
-    """To what a rank that has ended left behind."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
-
-
 def _send(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def children_of(pid: int) -> list[int]:

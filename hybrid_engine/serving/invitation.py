@@ -14,8 +14,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -202,22 +201,16 @@ class MeetingPlace:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MessageError(f"{path}: {error.strerror}; trainers and servers on one host share its files") from None
-
-
 def _require_own(path: Path) -> None:
     """Raise MessageError unless `path` is a meeting place's file, in two directories of this user that are closed to
     others.
 
     Whoever reaches a server can invite it; a file of another kind would be written to.
     """
-    with _explained(path):
+    try:
         file, *directories = map(os.lstat, (path, *path.parents[:2]))
+    except OSError as error:
+        raise MessageError(f"{path}: {error.strerror}; trainers and servers on one host share its files") from None
     if path.name != _FILE or not path.parent.name.startswith(_DIRECTORY) or not stat.S_ISREG(file.st_mode):
         raise MessageError(f"{path} is no place where trainers and servers meet")
     for directory, found in zip(path.parents, directories, strict=False):
