@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Transfer, wire_dtype
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
@@ -224,17 +223,11 @@ class MessagePlanner:
         return self._by_peer(outgoing), self._by_peer(incoming)
 
     def source_dtype(self, transfer: Transfer) -> torch.dtype:
-        """Dtype of the source buffer. Raises TransportError when it was not given."""
-        return _dtype(self._source(transfer).dtype)
-
-    def _source(self, transfer: Transfer) -> Buffer:
-        buffer = self.source_buffers.get(transfer.src.buffer)
-        if buffer is None:
-            raise TransportError(f"{transfer.tensor}: the dtype of {transfer.src.buffer} was not given")
-        return buffer
+        """Dtype of the source buffer."""
+        return _dtype(self.source_buffers[transfer.src.buffer].dtype)
 
     def _wire_dtype(self, transfer: Transfer) -> torch.dtype:
-        source = self._source(transfer)
+        source = self.source_buffers[transfer.src.buffer]
         return _dtype(wire_dtype(source.dtype, self.destination_buffers.get(transfer.dst.buffer, source).dtype))
 
     def _by_peer(self, transfers: Mapping[int, Sequence[Transfer]]) -> list[Message]:
