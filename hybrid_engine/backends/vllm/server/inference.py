@@ -71,6 +71,7 @@ class ServedInference:
             offloader=offloader,
             pause=generate.server_pause,
             address=generate.server_address,
+            allow_public=generate.server_allow_public,
         )
 
     def generate_over_replicas(

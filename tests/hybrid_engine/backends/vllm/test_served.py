@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hybrid_engine import Sampling, load_config
 from hybrid_engine.backends.vllm.replica_exchange import stream_seeds
 from hybrid_engine.backends.vllm.requests import sampling_params
+from hybrid_engine.backends.vllm.server import inference as server_inference
 from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.ranks.job import Job
@@ -85,6 +86,16 @@ def test_a_server_draws_as_an_engine_in_this_process(served: tuple[ServedInferen
                 assert getattr(theirs, name) == getattr(own, name), name
             seeds = stream_seeds(sampling.seed, PROMPTS, "global", inference.job)
             assert theirs.seed == seeds[PROMPTS.index(prompt)]
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_a_public_server_address_is_allowed_by_the_same_key_as_servers(
+    served: tuple[ServedInference, Asked], monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    inference, _ = served
+    inference._generate = inference._generate.model_copy(update={"server_allow_public": is_allowed})
+    monkeypatch.setattr(server_inference, "WeightPublisher", lambda *_, **settings: settings)
+    assert inference.switch(None, None)["allow_public"] is is_allowed  # type: ignore[arg-type, index]
 
 
 def test_one_rank_asks_one_server_after_the_other(served: tuple[ServedInference, Asked]) -> None:
