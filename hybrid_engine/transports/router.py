@@ -164,6 +164,7 @@ class TransportSet:
             raise ConfigError(list(problems.values()))
 
     @torch.no_grad()
+    @signals_held()
     def run(
         self,
         bucket: Bucket,
@@ -179,16 +180,6 @@ class TransportSet:
         Signals are held until its end: a rank that stopped before it has sent all of a bucket, or heard of it, would
         meet its peers with others from there on.
         """
-        with signals_held():
-            return self._run(bucket, source, destination, following)
-
-    def _run(
-        self,
-        bucket: Bucket,
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
-        following: Bucket | None,
-    ) -> RunReport:
         share = self._share(bucket)
         self.num_met += 1
         failure = self._start(bucket, following, source) if following is not None else None
