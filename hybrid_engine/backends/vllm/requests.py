@@ -184,29 +184,23 @@ def completions_of(output: Any, params: Any, tokenizer: Decoder) -> list[Complet
     prompt = tuple(output.prompt_token_ids)
     scored = _scored(output.prompt_logprobs[1:], prompt[1:]) if output.prompt_logprobs else ()
     top = _all_scored(output.prompt_logprobs[1:]) if params.prompt_logprobs else ()
-    return [_completion_of(choice, prompt, params, tokenizer, (scored, top)) for choice in output.outputs]
-
-
-def _completion_of(
-    choice: Any, prompt: tuple[int, ...], params: Any, tokenizer: Decoder, of_prompt: tuple[Any, Any]
-) -> Completion:
-    tokens = tuple(choice.token_ids)
-    positions = choice.logprobs or ()
     has_top = bool(params.logprobs or params.logprob_token_ids)
-    prompt_logprobs, prompt_top_logprobs = of_prompt
-    return Completion(
-        tokens,
-        _scored(positions, tokens),
-        str(choice.finish_reason),
-        choice.stop_reason,
-        prompt,
-        _all_scored(positions) if has_top else (),
-        choice.text if params.detokenize else None,
-        tokenizer,
-        params.temperature or 1.0,
-        prompt_logprobs,
-        prompt_top_logprobs,
-    )
+    return [
+        Completion(
+            tuple(choice.token_ids),
+            _scored(choice.logprobs or (), choice.token_ids),
+            str(choice.finish_reason),
+            choice.stop_reason,
+            prompt,
+            _all_scored(choice.logprobs or ()) if has_top else (),
+            choice.text if params.detokenize else None,
+            tokenizer,
+            params.temperature or 1.0,
+            scored,
+            top,
+        )
+        for choice in output.outputs
+    ]
 
 
 def _scored(positions: Sequence[Any], tokens: Sequence[int]) -> tuple[float, ...]:
