@@ -31,8 +31,6 @@ from hybrid_engine.memory.host_pages import host_tensor_over, libc, map_memory, 
 
 logger = logging.getLogger("hybrid_engine")
 
-PINNED_IN_HUGE_PAGES = True
-"""Whether the kernel is asked for pages of 2 MiB behind pinned memory. Not measured on a machine with a GPU."""
 NUM_THREADS = 8
 """That populate, at most. They take pages near the processors on which they may run: bind ranks to NUMA nodes."""
 
@@ -114,8 +112,8 @@ class Arena:
 
 def _populate(mapping: _Mapping) -> None:
     """Have pages behind all of it; kernels before 5.14 leave that to the registration."""
-    if PINNED_IN_HUGE_PAGES:
-        libc().madvise(mapping.address, mapping.nbytes, _HUGEPAGE)  # without effect where there are none
+    # without effect where there are none; not measured on a machine with a GPU
+    libc().madvise(mapping.address, mapping.nbytes, _HUGEPAGE)
     slices = [
         (mapping.address + at, min(_SLICE_NBYTES, mapping.nbytes - at))
         for at in range(0, mapping.nbytes, _SLICE_NBYTES)
