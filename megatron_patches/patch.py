@@ -45,8 +45,6 @@ CORE_VERSIONS: Final = ("0.16.1", "0.19.2")
 SAME_AS: Final = {"0.19.1": "0.19.2"}
 """What a checkout calls itself -> the release in which all that is patched or reviewed is the same: Megatron-LM's tag
 core_v0.19.0 has the `megatron.training` of 0.19.2, and says 0.19.1."""
-PYTHON_3_12_SINCE: Final = "0.17.0"
-"""The megatron-core from which on wheels ask for Python 3.12."""
 
 
 class _Missing(enum.Enum):
