@@ -115,7 +115,7 @@ def run_started(
         start: begins a rank in a session of its own, with these variables added to this process's; its output goes to
             that file descriptor, unbuffered.
     """
-    store = _store_on_loopback()
+    store = store_at(_LOOPBACK)
     num_threads = os.environ.get("OMP_NUM_THREADS", "1")
     shared = {"OMP_NUM_THREADS": num_threads, **(environment or {}), **_job(num_ranks, store.port)}
     processes: list[Process] = []
@@ -184,13 +184,16 @@ class _Lines:
             line.clear()
 
 
-def _store_on_loopback() -> TCPStore:
-    """By itself, a TCPStore listens on all interfaces, whatever host name it is given, and authenticates nobody."""
+def store_at(address: str, family: socket.AddressFamily = socket.AF_INET) -> TCPStore:
+    """A store that this address alone reaches, at a port of its own.
+
+    By itself, a TCPStore listens on all interfaces, whatever host name it is given, and authenticates nobody.
+    """
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((_LOOPBACK, 0))
+    listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
-    return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _job(num_ranks: int, port: int) -> dict[str, str]:

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
+from hybrid_engine.ranks.launching import store_at
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import addresses_of, public_ones
 
@@ -184,15 +185,9 @@ class MeetingPlace:
             self._store: dist.Store | None = dist.FileStore(str(path), -1)
             return
         require_token()
-        # By itself, a TCPStore listens on all interfaces, whatever host name it is given.
         found = addresses_of(address)[0]
-        address, family = str(found), socket.AF_INET6 if found.version == 6 else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self.place = f"tcp:{address}:{port}"
+        store = self._store = store_at(str(found), socket.AF_INET6 if found.version == 6 else socket.AF_INET)
+        self.place = f"tcp:{found}:{store.port}"
 
     def close(self) -> None:
         """Remove what was made. Those who have the file open keep it; an address is closed. Idempotent."""
