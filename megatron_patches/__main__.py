@@ -65,17 +65,6 @@ def patch_sets() -> list[PatchSet]:
     return found
 
 
-def patch_checkout(checkout: Path, *, reverse: bool = False, force: bool = False) -> int:
-    """Put the set of its version on a Megatron-LM checkout, all of it or nothing, or take it off; `apply.sh`'s status.
-
-    `force`: it need not be a clean git checkout, nor of a version that has a set, if the hunks of one fit. The script
-    prints what it did, or why it changed nothing.
-    """
-    # Through bash, for a wheel does not keep the bit that makes a file executable.
-    flags = [flag for flag, given in (("--reverse", reverse), ("--force", force)) if given]
-    return subprocess.run(["bash", str(folder() / "apply.sh"), str(checkout), *flags]).returncode
-
-
 def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run `path` as ``python path arguments`` would, with the patches of group "script" on megatron.training.
 
@@ -150,7 +139,9 @@ def patch_source(
 
     Exits with 1, and changes nothing, when there is no set for the version or a hunk does not fit.
     """
-    raise typer.Exit(patch_checkout(checkout, reverse=reverse, force=force))
+    flags = [flag for flag, given in (("--reverse", reverse), ("--force", force)) if given]
+    # Through bash, for a wheel does not keep the bit that makes a file executable. It prints what it did, or why not.
+    raise typer.Exit(subprocess.run(["bash", str(folder() / "apply.sh"), str(checkout), *flags]).returncode)
 
 
 def _fail(error: MegatronPatchError) -> NoReturn:

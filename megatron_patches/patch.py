@@ -12,7 +12,6 @@ Modules of megatron that are imported later are exchanged in right after they we
 
 from __future__ import annotations
 
-import enum
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -47,11 +46,7 @@ SAME_AS: Final = {"0.19.1": "0.19.2"}
 core_v0.19.0 has the `megatron.training` of 0.19.2, and says 0.19.1."""
 
 
-class _Missing(enum.Enum):
-    MISSING = enum.auto()
-
-
-MISSING: Final = _Missing.MISSING
+MISSING: Final = object()
 """The value of an attribute that does not exist."""
 
 
