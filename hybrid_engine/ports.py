@@ -65,7 +65,6 @@ class WeightAdaptor(Protocol):
 
     def layout(self) -> Layout:
         """The records of this rank. Pure data; no collective. Raises ParameterMismatchError naming every parameter."""
-        ...
 
 
 class TrainingWeights(WeightAdaptor, Protocol):
@@ -73,21 +72,18 @@ class TrainingWeights(WeightAdaptor, Protocol):
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """This rank's flat source buffers by `BufferId.name`; live storage, no copies."""
-        ...
 
     def prepare(self) -> None:
         """Finish whatever is pending on the weights (parameter gathers); afterwards the buffers hold final values.
 
         Raises ReshardError when the weights no longer lie where `layout` said.
         """
-        ...
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity.
 
         `unread`: intervals of the buffers that need no look, for they are not read in this switch.
         """
-        ...
 
 
 class LoadableWeights(TrainingWeights, Protocol):
@@ -95,11 +91,9 @@ class LoadableWeights(TrainingWeights, Protocol):
 
     def zero_padding(self) -> None:
         """Zero what no weight covers."""
-        ...
 
     def zero_adapters(self) -> None:
         """Make adapters add nothing."""
-        ...
 
 
 class SourceWeights(TrainingWeights, Protocol):
@@ -108,12 +102,10 @@ class SourceWeights(TrainingWeights, Protocol):
     @property
     def base(self) -> LoadableWeights:
         """Without adapters."""
-        ...
 
     @property
     def merged(self) -> TrainingWeights:
         """With adapters added."""
-        ...
 
 
 class Trainer(Protocol):
@@ -132,17 +124,14 @@ class Trainer(Protocol):
     @property
     def weights(self) -> SourceWeights:
         """What is resharded; always the same object."""
-        ...
 
     @property
     def version(self) -> int:
         """Number of optimizer steps the weights have taken."""
-        ...
 
     @property
     def unserved(self) -> Collection[str]:
         """Canonical tensors that are trained and that the inference engine does not read."""
-        ...
 
     @property
     def frozen(self) -> Collection[str]:
@@ -151,11 +140,9 @@ class Trainer(Protocol):
         With `generate_config.incremental` they get buckets of their own. Whether a tensor changed is decided by
         its bytes.
         """
-        ...
 
     def offload_items(self) -> Iterable[OffloadItem]:
         """Everything that can leave the device: parameters, gradients, optimizer state, caches, as they are now."""
-        ...
 
     def reload_main_params(self) -> None:
         """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
@@ -169,11 +156,9 @@ class Companion(Protocol):
     @property
     def has_the_device(self) -> bool:
         """Whether it is there in place of the actor."""
-        ...
 
     def resident_nbytes(self) -> int:
         """Bytes of its state on this rank's device."""
-        ...
 
 
 class InferenceWeights(WeightAdaptor, Protocol):
@@ -181,15 +166,12 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         """Flat destination buffers of these groups (all of this rank) by `BufferId.name`, padding already in place."""
-        ...
 
     def commit(self, groups: Sequence[str]) -> None:
         """Make filled groups the live weights: run the engine's own post-load processing where it repacks them."""
-        ...
 
     def finish_fill(self) -> None:
         """After the last commit of a fill: free staging memory."""
-        ...
 
     def abandon(self) -> None:
         """This rank goes no further with a fill, wherever it failed: no other waits for it in `commit`. Waits for none.
@@ -197,7 +179,6 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
         All ranks release the weights before they are filled again.
         """
-        ...
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Free the memory of all weights; they cannot be used before the next allocate, fill and commit.
@@ -205,21 +186,17 @@ class InferenceWeights(WeightAdaptor, Protocol):
         `keep`: committed groups that stay as they are where the engine can keep some without the others. Without
         `generate_config.incremental` none are named.
         """
-        ...
 
     def committed(self) -> Collection[str]:
         """The groups that hold what was last committed to them; asked for with `generate_config.incremental` alone."""
-        ...
 
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
         """Within this context `commit` checks of every group with one of these canonical tensors that the engine holds
         what was filled in place. Its end checks that all such groups, of earlier fills too, still have the bytes
         that were committed. `unproven` is told what is not so. Called where a fill is verified only."""
-        ...
 
     def resident_nbytes(self) -> int:
         """Bytes of device memory that the weights take now, those in flight and memory kept for them included."""
-        ...
 
 
 class InferenceCaches(Protocol):
@@ -233,11 +210,9 @@ class InferenceCaches(Protocol):
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again where the release of the weights gave it back."""
-        ...
 
     def reset_caches(self) -> None:
         """Forget what was computed with older weights: no later answer depends on it, whatever it was."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -281,7 +256,6 @@ class Transport(Protocol):
         No more than `relays.NUM_SLOTS` buckets are started and not run. Without `source` this rank failed elsewhere,
         for a `reason`.
         """
-        ...
 
     def run(
         self,
@@ -291,11 +265,9 @@ class Transport(Protocol):
         destination: Mapping[str, torch.Tensor],
     ) -> None:
         """Carry out `transfers` (those of bucket number `bucket` that read from or write to this rank)."""
-        ...
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
-        ...
 
     def notify(
         self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
@@ -305,16 +277,12 @@ class Transport(Protocol):
         Returns what the first of the senders to fail said, with peer, bucket and phase; "" when none did. Each rank
         is a listener of those that are its senders. A transport without messages does nothing: it returns "".
         """
-        ...
 
     def take_seconds(self) -> Mapping[str, float]:
         """Seconds by phase since the last call: read (find sources, pack), transfer, write (unpack)."""
-        ...
 
     def trim(self) -> int:
         """Between fills: give back staging memory, and say how many bytes it was."""
-        ...
 
     def close(self) -> None:
         """Give back mappings and staging memory; idempotent."""
-        ...

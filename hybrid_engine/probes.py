@@ -46,7 +46,6 @@ class Probed(Protocol):
 
     def probe_limits(self) -> ProbeLimits:
         """Return what it can compute. No collective; ranks may differ."""
-        ...
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """Log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks. Collective.
@@ -54,11 +53,9 @@ class Probed(Protocol):
         Neither gradients, generators, counters nor flags of the model are changed by it. Of a trainer, parameters are
         on the device while it is called, and its `guard` lets it pass.
         """
-        ...
 
     def computed_settings(self) -> Mapping[str, Any]:
         """Return the settings that decide what it computes, by their names in config.json where they have such."""
-        ...
 
 
 @contextmanager
