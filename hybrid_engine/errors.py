@@ -31,11 +31,13 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar
 
 Finding = TypeVar("Finding")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def shortened(value: object, most: int = 200) -> str:
@@ -61,6 +63,20 @@ def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is a misspelling of; None where none is near enough to be meant."""
     return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.75)), None)
+
+
+def collect(
+    found: list[Violation],
+    function: Callable[Parameters, Result],
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> Result | None:
+    """Return the function's result, or None after adding the violations of its ConfigError to `found`."""
+    try:
+        return function(*args, **kwargs)
+    except ConfigError as error:
+        found.extend(error.findings)
+        return None
 
 
 class _Short(reprlib.Repr):

@@ -16,7 +16,7 @@ import numpy as np
 from hybrid_engine.advisor.activations import Step, activation_nbytes, gathered_nbytes, vllm_step_nbytes
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, Violation
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
     GIB,
@@ -363,8 +363,8 @@ def plan_job(
         progress: is told what is being done.
         inference: lays out vLLM's side; whoever plans several jobs of a model may keep what it gave.
 
-    Raises ConfigError where FSDP2 trains and transformers does not build the model; DependencyError for the order
-    "auto" without scipy.
+    Raises ConfigError where FSDP2 trains and transformers does not build the model, and for the order "auto" without
+    scipy.
     """
     cluster, generate, dtype = cluster or Cluster(), config.generate_config, config.served_dtype
     table, hf_config = read_model(config.model)
@@ -376,7 +376,11 @@ def plan_job(
     progress("counting bytes")
     sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
     progress("choosing the order of ranks")
-    chosen = rank_order(generate.infer_rank_order, source.holdings, positions.holdings, hosts, infer.tensor)
+    try:
+        chosen = rank_order(generate.infer_rank_order, source.holdings, positions.holdings, hosts, infer.tensor)
+    except DependencyError as error:
+        key, remedy = "generate_config.infer_rank_order", "Install it or set it to sequential"
+        raise ConfigError([Violation(key, str(error), remedy)]) from error
     destination, moved = positions, sequential
     if chosen != tuple(range(world_size)):
         progress("counting bytes in that order")

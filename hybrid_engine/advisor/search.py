@@ -431,7 +431,7 @@ class Found:
 def find_pairs(config: HybridConfig, world_size: int, cluster: Cluster, progress: Progress = lambda _: None) -> Found:
     """Search, and plan the first NUM_ROWS pairs. `config`: by the types of its keys (`parsed_config`).
 
-    Raises ConfigError where nothing keeps the rules; DependencyError as `plan_job`.
+    Raises ConfigError where nothing keeps the rules, and as `plan_job`.
     """
     progress("counting memory of all pairs")
     search = Search(config, world_size, cluster)

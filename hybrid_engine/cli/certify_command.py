@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_engine.cli.options import refuse
+from hybrid_engine.cli.options import refuse, refusing
 from hybrid_engine.cli.output import Console, new_table, progress, writing
-from hybrid_engine.errors import ConfigError, FileError, ModelError, ReshardError, Violation, first_of, shortened
+from hybrid_engine.errors import Violation, first_of, shortened
 
 if TYPE_CHECKING:
     from hybrid_engine.verification.certificate import Finding
@@ -49,20 +49,19 @@ def certify(
         refuse([Violation("MODEL", problem, remedy) for problem in problems])
     names = [Path(model).absolute().name for model in models]
     names = names if len({*names}) == len(names) else models
-    try:
-        with unwinding_on_sigterm(), scratch_directory("hybrid-engine-certify-") as scratch, progress() as doing:
-            doing("writing checkpoints")
-            pairs = [
-                verification.prepare(Path(model), name, words[first:], scratch / str(index))
-                for index, (model, name) in enumerate(zip(models, names, strict=True))
-            ]
-            doing(f"vLLM's engines, models: {len(models)}")
-            findings = verification.certify(pairs, scratch)
-    except ConfigError as error:
-        refuse(error.findings)
-    except (FileError, ModelError, ReshardError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(3 if isinstance(error, ReshardError) else 2) from None
+    with (
+        refusing(),
+        unwinding_on_sigterm(),
+        scratch_directory("hybrid-engine-certify-") as scratch,
+        progress() as doing,
+    ):
+        doing("writing checkpoints")
+        pairs = [
+            verification.prepare(Path(model), name, words[first:], scratch / str(index))
+            for index, (model, name) in enumerate(zip(models, names, strict=True))
+        ]
+        doing(f"vLLM's engines, models: {len(models)}")
+        findings = verification.certify(pairs, scratch)
     with writing():
         if as_json:
             typer.echo(json.dumps(_as_json(findings), indent=2))

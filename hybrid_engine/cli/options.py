@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.config.loading import parsed_config
-from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    FileError,
+    ModelError,
+    ReshardError,
+    Violation,
+    collect,
+    shortened,
+)
 from hybrid_engine.files.documents import apply_overrides, read_yaml
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 MOST_RANKS = 2**17
 """Beyond these a plan would take minutes, and more memory than it tells of."""
@@ -76,29 +83,22 @@ def _rank_violations(ranks: int) -> Iterator[Violation]:
         yield Violation("--ranks", f"{ranks} ranks", f"Use 1 to {MOST_RANKS}")
 
 
-def heading(words: Sequence[str], ranks: int) -> str:
-    """Return what to call the job: `job.yaml actor_config.seed=1 on 8 ranks`."""
-    return f"{' '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-
-
 def _parse_integer(text: str) -> int:
     if not re.fullmatch("[0-9]{1,30}", str(text)):
         raise typer.BadParameter(f"{shortened(text)} is not a whole number")
     return int(text)
 
 
-def collect(
-    found: list[Violation],
-    function: Callable[Parameters, Result],
-    *args: Parameters.args,
-    **kwargs: Parameters.kwargs,
-) -> Result | None:
-    """Return the function's result, or None after adding the violations of its ConfigError to `found`."""
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the command with what is wrong where the block raises it: status 2, or 3 for ranks or engines that ended."""
     try:
-        return function(*args, **kwargs)
+        yield
     except ConfigError as error:
-        found.extend(error.findings)
-        return None
+        refuse(error.findings)
+    except (FileError, ModelError, ReshardError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(3 if isinstance(error, ReshardError) else 2) from None
 
 
 def refuse(found: Sequence[Violation]) -> NoReturn:

@@ -25,11 +25,11 @@ from hybrid_engine.advisor.answer import (
 )
 from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
 from hybrid_engine.cli.from_verl import read_verl
-from hybrid_engine.cli.options import collect, config_argument, integer_option, read_config, refuse
+from hybrid_engine.cli.options import config_argument, integer_option, read_config, refuse, refusing
 from hybrid_engine.cli.output import Console, new_table, progress, writing
 from hybrid_engine.cli.search_output import search_and_print
 from hybrid_engine.config import HybridConfig, find_violations
-from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
+from hybrid_engine.errors import ConfigError, Violation, collect, shortened
 from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.planning.plan import Link
@@ -131,14 +131,10 @@ def _answer(
     """Plan the job, and what is asked for beside it. Ends the command where that cannot be."""
     started = time.perf_counter()
     later = of_rank = None
-    try:
+    with refusing():
         job = plan_job(config, ranks, cluster, doing)
         if frozen is not None:
             later = later_switches(job, frozen.replace(" ", "").split(","))
-    except DependencyError as error:
-        refuse([Violation("generate_config.infer_rank_order", str(error), "Install it or set it to sequential")])
-    except ConfigError as error:
-        refuse(error.findings)
     cost = {"seconds": time.perf_counter() - started, "peak_memory": _peak_memory()}
     if rank is not None:
         doing(f"every transfer of rank {rank}")

@@ -12,10 +12,9 @@ from rich.table import Table
 
 from hybrid_engine.advisor.cluster_plan import Cluster
 from hybrid_engine.advisor.search import RESERVE, Found, Row, find_pairs, flow
-from hybrid_engine.cli.options import refuse
+from hybrid_engine.cli.options import refusing
 from hybrid_engine.cli.output import Console, progress, writing
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError, DependencyError, Violation
 from hybrid_engine.layouts.memory import GIB, gib
 
 _HEADS = ("", "training", "generation", "state", "act.", "vLLM", "left", "tokens", "recv.", "sec.", "cost")
@@ -34,13 +33,8 @@ _SHORT = {
 def search_and_print(config: HybridConfig, ranks: int, cluster: Cluster, remarks: list[str], *, as_json: bool) -> int:
     """Search, print what was found, and return the exit status. Ends the command where nothing keeps the rules."""
     started = time.process_time()
-    try:
-        with progress() as doing:
-            found = find_pairs(config, ranks, cluster, doing)
-    except ConfigError as error:
-        refuse(error.findings)
-    except DependencyError as error:
-        refuse([Violation("generate_config.infer_rank_order", str(error), "Install it or set it to sequential")])
+    with refusing(), progress() as doing:
+        found = find_pairs(config, ranks, cluster, doing)
     seconds = time.process_time() - started
     with writing():
         if as_json:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from hybrid_engine.cli.options import collect, config_argument, heading, integer_option, read_config, refuse
+from hybrid_engine.cli.options import config_argument, integer_option, read_config, refuse, refusing
 from hybrid_engine.cli.output import Console, new_table, progress, writing
-from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
+from hybrid_engine.errors import ConfigError, Violation, collect
 from hybrid_engine.layouts.memory import GIB
 
 if TYPE_CHECKING:
@@ -49,20 +49,15 @@ def verify(
         collect(found, _check_room_for_ranks, ranks)
     if found or config is None:
         refuse(found)
-    try:
-        with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as scratch:
-            case = case_of(heading(words, ranks), config.model, scratch, ranks, *values_to_verify(config), layers)
-            collect(found, case.config, ranks)
-            if found:
-                refuse(found)
-            with progress() as doing:
-                doing(f"three switches on {ranks} processes")
-                (verdict,) = run_cases([case], ranks)
-        if (method := config.generate_config.quantization) is not None:
-            verdict.remarks.append(f"Compared without generate_config.quantization ({method}), which rounds weights")
-    except (FileError, ReshardError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2 if isinstance(error, FileError) else 3) from None
+    name = f"{' '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    with refusing(), unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as scratch:
+        case = case_of(name, config.model, scratch, ranks, *values_to_verify(config), layers)
+        case.config(ranks)  # with every violation, before anything is started
+        with progress() as doing:
+            doing(f"three switches on {ranks} processes")
+            (verdict,) = run_cases([case], ranks)
+    if (method := config.generate_config.quantization) is not None:
+        verdict.remarks.append(f"Compared without generate_config.quantization ({method}), which rounds weights")
     with writing():
         if as_json:
             typer.echo(json.dumps({**verdict.as_dict(), "faults": verdict.faults}, indent=2))

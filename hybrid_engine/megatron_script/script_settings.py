@@ -16,14 +16,14 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hybrid_engine.attaching.matching import model_mismatches
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, Violation, clipped, collect, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
@@ -33,7 +33,6 @@ from hybrid_engine.models.table import ModelTable
 from megatron_patches.engines import MegatronScript, ReshardingOptions, performs_rl
 from megatron_patches.review import argument_refusals
 
-_Value = TypeVar("_Value")
 Prompt = str | tuple[int, ...]
 Callback = Callable[[Any], Callable[[list[Any]], None] | None]
 """Called on every rank with the `InferenceEngine`, which has the new weights. A function it returns is called with
@@ -92,15 +91,13 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     """Everything from the script's arguments. Raises ConfigError with all violations at once."""
     options, args = script.options, script.args
     found = list(_refused(args))
-    values = _Collected(found)
-    content = values.of(lambda: _read_yaml(options.config), None)
-    sampling = values.of(lambda: _read_sampling((content or {}).get("sampling")), Sampling())
-    no_prompts: tuple[Prompt, ...] = ()
-    prompts = values.of(lambda: _read_prompts(options), no_prompts)
-    callback = values.of(lambda: _import_callback(options.callback), None)
+    content = collect(found, _read_yaml, options.config)
+    sampling = collect(found, _read_sampling, (content or {}).get("sampling")) or Sampling()
+    prompts = collect(found, _read_prompts, options) or ()
+    callback = collect(found, _import_callback, options.callback)
     if args.rank == 0:  # it alone writes
-        values.of(lambda: _require_writable(options.output), None)
-    config = values.of(lambda: _read_config(content, options, args), None)
+        collect(found, _require_writable, options.output)
+    config = None if content is None else collect(found, _read_config, content, options, args)
     if performs_rl(args):
         limit = None if config is None else config.hf_config().get("max_position_embeddings")
         found += rl_refusals(args, options, content or {}, limit)
@@ -110,27 +107,12 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     if config is not None and prompts:
         found += _cannot_generate(config, args.world_size)
     if table is not None:
-        found += values.of(lambda: model_mismatches(table, args, transformer_config), [])
+        found += collect(found, model_mismatches, table, args, transformer_config) or ()
     if found:
         raise ConfigError(found)
     assert config is not None, "whatever kept them from being read was reported"
     assert table is not None, "whatever kept them from being read was reported"
     return ScriptSettings(config, table, sampling, prompts, options.output, callback)
-
-
-class _Collected:
-    """Calls functions that raise ConfigError, and goes on with the next."""
-
-    def __init__(self, found: list[Violation]) -> None:
-        self._found = found
-
-    def of(self, read: Callable[[], _Value], otherwise: _Value) -> _Value:
-        """What `read` gives, or `otherwise` after noting its violations."""
-        try:
-            return read()
-        except ConfigError as error:
-            self._found += error.findings
-            return otherwise
 
 
 def actor_values(args: Namespace) -> dict[str, Any]:
@@ -205,10 +187,7 @@ def _read_sampling(values: Any) -> Sampling:
     return Sampling(**values)
 
 
-def _read_config(content: Mapping[str, Any] | None, options: ReshardingOptions, args: Namespace) -> HybridConfig | None:
-    """None where the file could not be read: that was reported."""
-    if content is None:
-        return None
+def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: Namespace) -> HybridConfig:
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     overrides = {key: given[key] for key in given.keys() & GenerateConfig.model_fields.keys() if given[key] is not None}
     generate = content.get("generate_config") or {}
