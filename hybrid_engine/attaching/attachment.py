@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +200,17 @@ def attach(
 
                     require_vllm(allow_version=checked.generate_config.allow_version)
                 job.require_timeout(checked.generate_config.timeout_seconds)
-            find = partial(_live_model, chunks, optimizer, checked, table, num_steps, job, owner)
-            engine = HybridEngine.beside(find, checked, table, job, owner)
+
+            def found() -> Trainer:
+                from hybrid_engine.backends.megatron.live_model import in_ddp, live_model
+
+                noop_layers = checked.actor_config.noop_layers
+                live = live_model(chunks, optimizer, table, num_steps=num_steps, noop_layers=noop_layers)
+                owner.callback(live.close)  # at the end the model is its owner's alone
+                _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))
+                return live
+
+            engine = HybridEngine.beside(found, checked, table, job, owner)
         engine.take_over(owner)
     return engine
 
@@ -215,24 +223,6 @@ def _timeout_in(values: Mapping[str, Any]) -> float:
         return GenerateConfig.model_validate({} if given is None else {"timeout_seconds": given}).timeout_seconds
     except pydantic.ValidationError:
         return GenerateConfig().timeout_seconds
-
-
-def _live_model(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any,
-    config: HybridConfig,
-    table: ModelTable,
-    num_steps: int,
-    job: Job,
-    owner: ExitStack,
-) -> Trainer:
-    """The live model; at the end it is its owner's alone."""
-    from hybrid_engine.backends.megatron.live_model import in_ddp, live_model
-
-    live = live_model(chunks, optimizer, table, num_steps=num_steps, noop_layers=config.actor_config.noop_layers)
-    owner.callback(live.close)
-    _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))
-    return live
 
 
 def _warn_of_ordinary_memory(live: Trainer, job: Job, *, in_ddp: bool) -> None:
