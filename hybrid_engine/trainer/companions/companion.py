@@ -100,14 +100,9 @@ class Companion:
             yield
             self._worker.note_memory(phase)
 
-    @contextmanager
-    def beside(self, kinds: frozenset[Kind], *, read_only: bool) -> Iterator[None]:
+    def beside(self, kinds: frozenset[Kind], *, read_only: bool) -> AbstractContextManager[None]:
         """Be on the device with these kinds inside the context, beside what is there; `read_only`: nothing changes."""
-        if kinds <= self._present:
-            yield
-            return
-        with self._here(kinds, read_only=read_only):
-            yield
+        return nullcontext() if kinds <= self._present else self._here(kinds, read_only=read_only)
 
     @contextmanager
     def _here(self, kinds: frozenset[Kind], *, read_only: bool) -> Iterator[None]:

@@ -31,30 +31,17 @@ def stack_spec_for(config: TransformerConfig, transformer_engine: bool) -> Modul
     """The layers of a HybridModel, of the modules that a GPTModel's have."""
     dense = gpt_layer(config, None, transformer_engine)
     attention = "mla_layer" if config.multi_latent_attention else "attention_layer"
-    kinds = {attention: _attention_alone(dense), "mlp_layer": _mlp_alone(dense)}
+    kinds = {attention: _alone(dense, *_ATTENTION), "mlp_layer": _alone(dense, *_MLP)}
     if config.num_moe_experts is not None:
-        kinds["moe_layer"] = _mlp_alone(gpt_layer(config, config.num_moe_experts, transformer_engine))
+        kinds["moe_layer"] = _alone(gpt_layer(config, config.num_moe_experts, transformer_engine), *_MLP)
     norm = final_norm(config, transformer_engine)
     return ModuleSpec(module=_Stack, params={"final_norm": norm}, submodules=HybridStackSubmodules(**kinds))
 
 
-def _attention_alone(layer: ModuleSpec) -> ModuleSpec:
-    parts = layer.submodules
-    return ModuleSpec(
-        module=layer.module,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.input_layernorm,
-            self_attention=parts.self_attention,
-            self_attn_bda=parts.self_attn_bda,
-        ),
-    )
+def _alone(layer: ModuleSpec, *parts: str) -> ModuleSpec:
+    """A layer with these of another's parts, and no others."""
+    kept = {name: getattr(layer.submodules, name) for name in parts}
+    return ModuleSpec(module=layer.module, submodules=TransformerLayerSubmodules(**kept))
 
 
-def _mlp_alone(layer: ModuleSpec) -> ModuleSpec:
-    parts = layer.submodules
-    return ModuleSpec(
-        module=layer.module,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
-        ),
-    )
+_ATTENTION, _MLP = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
