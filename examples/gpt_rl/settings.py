@@ -16,7 +16,8 @@ from pydantic import Field
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
 from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Section, Seed
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.config.loading import violations_of
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.documents import apply_overrides, read_yaml
 from hybrid_engine.rl.run_files import defaults_of
 
@@ -153,7 +154,7 @@ def load_settings(source: str | Path, world_size: int, overrides: Sequence[str] 
     try:
         rl = RLConfig.model_validate(values.pop("rl_config", None) or {}, context={"directory": directory})
     except pydantic.ValidationError as error:
-        violations += map(_violation_of, error.errors())
+        violations += violations_of(error, RLConfig, "rl_config.")
     for name in ("actor_config", "generate_config"):
         section = values.setdefault(name, {})
         if rl is not None and isinstance(section, Mapping):
@@ -174,15 +175,6 @@ def _sizes_text(sizes: Any) -> str:
     named = {"TP": "tensor", "PP": "pipeline", "EP": "expert", "DP": "data"}
     shown = [f"{short}={size}" for short, name in named.items() if (size := getattr(sizes, name, 1)) > 1]
     return " x ".join(shown) or "on 1 rank"
-
-
-def _violation_of(item: Mapping[str, Any]) -> Violation:
-    key = clipped(".".join(("rl_config", *map(str, item["loc"]))))
-    if item["type"] == "extra_forbidden":
-        return Violation(key, "unknown key", "examples/gpt_rl/settings.py has all keys")
-    if item["type"] == "missing":
-        return Violation(key, "is missing", "Add it")
-    return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
 
 
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
