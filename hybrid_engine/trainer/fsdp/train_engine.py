@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
-from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
@@ -24,10 +23,11 @@ from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
-from hybrid_engine.trainer.learning_rate import Scheduler, learning_rate_of, resume, set_learning_rate
+from hybrid_engine.trainer.learning_rate import Scheduler, resume
+from hybrid_engine.trainer.ports import TrainedModel
 
 
-class FsdpTrainEngine(ShardedModel):
+class FsdpTrainEngine(TrainedModel, ShardedModel):
     """One rank's share of a model that is trained here (or only read), and its loop. Every rank is data parallel.
 
     Args:
@@ -60,17 +60,7 @@ class FsdpTrainEngine(ShardedModel):
         self.micro_batch_size = micro_batch_size
         self._clip_grad = clip_grad
         self._seq_length = seq_length
-        self._job = job
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's data parallel rank."""
-        return self._job.rank
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data parallel ranks."""
-        return self._job.world_size
+        self._job, self._device, self._data_parallel = job, job.device, None
 
     @property
     def limits(self) -> BatchLimits:
@@ -83,22 +73,6 @@ class FsdpTrainEngine(ShardedModel):
             self._seq_length,
             no_packing=self._no_packing,
         )
-
-    @property
-    def trained_by(self) -> torch.optim.Optimizer:
-        """The optimizer. Raises StateError where there is none."""
-        if self.optimizer is None:
-            raise StateError("this model has no optimizer and cannot be trained")
-        return self.optimizer
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return learning_rate_of(self.trained_by.param_groups)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
-        set_learning_rate(self.trained_by.param_groups, self.scheduler, learning_rate)
 
     def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
         """One optimizer step on this rank's share of the batch. Collective.
@@ -116,7 +90,7 @@ class FsdpTrainEngine(ShardedModel):
         optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
         self.before_step()
-        parts = micro_batches(batch, self.micro_batch_size, self._job.device)
+        parts = micro_batches(batch, self.micro_batch_size, self._device)
         optimizer.zero_grad()
         checked, reports = CheckedLoss(loss_function), []
         for index, part in enumerate(parts):
@@ -125,7 +99,7 @@ class FsdpTrainEngine(ShardedModel):
             loss, report = checked({**part.given, **further} if further else part.given, log_probs)
             (loss / len(parts)).backward()
             reports.append({name: value.float() for name, value in report.items()})
-        checked.finish(self._job.device)
+        checked.finish(self._device)
         self._job.agreement.conclude("loss function", checked.fault)
         grad_norm = self._clip_gradients()
         optimizer.step()
@@ -141,7 +115,7 @@ class FsdpTrainEngine(ShardedModel):
     @torch.no_grad()
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
         """`log_probs` [B, S] fp32 of every label, and what `outputs` asks for. Collective."""
-        parts = micro_batches(batch, self.micro_batch_size, self._job.device)
+        parts = micro_batches(batch, self.micro_batch_size, self._device)
         read = [self._read(part.rows, outputs) for part in parts]
         whole = {name: torch.cat([further[name] for _, further in read]) for name in outputs.names}
         return {"log_probs": torch.cat([log_probs for log_probs, _ in read]), **whole}
@@ -149,15 +123,8 @@ class FsdpTrainEngine(ShardedModel):
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
-        parts = micro_batches({"tokens": tokens}, self.micro_batch_size, self._job.device)
+        parts = micro_batches({"tokens": tokens}, self.micro_batch_size, self._device)
         return torch.cat([self._logits(part.rows) for part in parts])
-
-    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the shares [B, …] of all ranks along dim 0, in order of rank."""
-        own = tensor.to(self._job.device).contiguous()
-        shares = [torch.empty_like(own) for _ in range(self.dp_size)]
-        dist.all_gather(shares, own)
-        return torch.cat(shares).to(tensor.device)
 
     @torch.no_grad()
     def copy_weights_from(self, other: FsdpTrainEngine) -> None:
@@ -237,6 +204,6 @@ class FsdpTrainEngine(ShardedModel):
         if not names:
             return {}
         values = torch.stack([torch.stack([report[name] for report in reports]).mean() for name in names])
-        values = values.to(self._job.device)
+        values = values.to(self._device)
         dist.all_reduce(values)
         return dict(zip(names, (values / self.dp_size).tolist(), strict=True))

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.attention import Attention
@@ -39,7 +38,7 @@ from hybrid_engine.backends.megatron.forward_probe import (
 )
 from hybrid_engine.backends.megatron.internals import softmax_of
 from hybrid_engine.backends.megatron.live_model import LiveModel
-from hybrid_engine.errors import BatchError, RemoteError, StateError, Violation
+from hybrid_engine.errors import BatchError, RemoteError, Violation
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.models.table import ModelTable
@@ -48,8 +47,8 @@ from hybrid_engine.ranks.groups import told_by
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, begins_of, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
-from hybrid_engine.trainer.learning_rate import learning_rate_of, set_learning_rate
 from hybrid_engine.trainer.megatron.build import Actor
+from hybrid_engine.trainer.ports import TrainedModel
 from megatron_patches.optimizers import set_weight_version
 
 
@@ -143,7 +142,7 @@ def _packing_faults(
 _Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 
 
-class PipelineEngine(LiveModel, ABC):
+class PipelineEngine(TrainedModel, LiveModel, ABC):
     """One rank's share of a model that is trained here (or of one that is only read), and its loop.
 
     Args:
@@ -175,6 +174,7 @@ class PipelineEngine(LiveModel, ABC):
         self.vocab_size = table.dims.vocab_size
         self.conclude: Callable[[str, Exception | None], None] = _conclude
         self._seq_length = seq_length
+        self._device, self._data_parallel = model_device(), parallel_state.get_data_parallel_group()
         self._inputs = ModelInputs(unwrap_model(actor.chunks))
 
     @abstractmethod
@@ -208,25 +208,6 @@ class PipelineEngine(LiveModel, ABC):
         config = self.transformer_config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
-    @property
-    def dp_rank(self) -> int:
-        """This rank's data parallel rank."""
-        return parallel_state.get_data_parallel_rank()
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data parallel ranks."""
-        return parallel_state.get_data_parallel_world_size()
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return learning_rate_of(self._require_optimizer().param_groups)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
-        set_learning_rate(self._require_optimizer().param_groups, self.scheduler, learning_rate)
-
     def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on this rank's share of the batch.
 
@@ -240,7 +221,7 @@ class PipelineEngine(LiveModel, ABC):
         LossError for a loss function that fails or returns no loss, and RemoteError with its text on the ranks that are
         not at fault.
         """
-        optimizer, learning_rate = self._require_optimizer(), self.learning_rate
+        optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
         self.before_step()
         for chunk in self.weights.model.ddp_chunks:
@@ -263,13 +244,6 @@ class PipelineEngine(LiveModel, ABC):
         report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
         return report
 
-    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        own = tensor.to(model_device()).contiguous()
-        shares = [torch.empty_like(own) for _ in range(self.dp_size)]
-        torch.distributed.all_gather(shares, own, group=parallel_state.get_data_parallel_group())
-        return torch.cat(shares).to(tensor.device)
-
     def copy_weights_from(self, other: PipelineEngine, but_for: str | None = None) -> None:
         """Copy another engine's weights (same layout), LoRA added, e.g. to freeze a reference. Collective.
 
@@ -284,11 +258,6 @@ class PipelineEngine(LiveModel, ABC):
             for name, tensor in self.weights.model.named_weights():
                 if but_for is None or not name.startswith(but_for):
                     tensor.copy_(sources[name])
-
-    def _require_optimizer(self) -> MegatronOptimizer:
-        if self.optimizer is None:
-            raise StateError("this model has no optimizer and cannot be trained")
-        return self.optimizer
 
     def _run(self, batch: Batch, loss_function: _Loss, forward_only: bool) -> list[Report]:
         """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""

@@ -95,13 +95,10 @@ def test_its_weights_have_the_version_of_the_others() -> None:
     class Stage(MagicMock):
         version = LiveModel.version
         learning_rate, scheduler = 0.1, None
-        optimizer = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
+        optimizer = trained_by = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
 
         def _run(self, *_: Any, **__: Any) -> list[Any]:
             return []
-
-        def _require_optimizer(self) -> Any:
-            return self.optimizer
 
         def _average(self, _: Any) -> dict[str, float]:
             return {}
