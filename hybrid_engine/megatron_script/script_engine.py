@@ -33,6 +33,7 @@ from hybrid_engine.errors import ConfigError, DependencyError, FileError, StateE
 from hybrid_engine.files.durable import append_text, is_disk_full, naming
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
+from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
@@ -219,8 +220,6 @@ class ScriptEngine:
     def building(self) -> Iterator[None]:
         """DDP's buffers are made in elastic memory. Raises ScriptError when the tokenizer does not fit the model."""
         _refuse(vocabulary_mismatches(self.settings.table, self._script.args))
-        from hybrid_engine.memory.elastic import allocate_elastic
-
         with buffer_allocator(allocate_elastic):
             yield
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.attaching.matching import model_mismatches
+from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, Violation, clipped, collect, shortened
@@ -147,8 +148,6 @@ def _refused_by_core(args: Namespace, transformer_config: Any) -> list[Violation
 
 def _cannot_generate(config: HybridConfig, world_size: int) -> Iterator[Violation]:
     """Why there could be no completions of the prompts; the weights arrive all the same."""
-    from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
-
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if problem := generation_problem(config.generate_config.sizes(world_size), device_type):
         remedy = f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts"

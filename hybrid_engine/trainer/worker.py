@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from hybrid_engine.assembly import check_inference, megatron_lora, put_beside
+from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import memory_plan, watches_memory
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -66,8 +67,6 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
             self.take_over(undo)
 
     def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
-        from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
-
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
             build_actor = _builder(self.config)

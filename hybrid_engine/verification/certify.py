@@ -23,6 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, HybridEngineError, ReshardError, Violation
 from hybrid_engine.files.model_files import CONFIG, weight_files
 from hybrid_engine.models import table_for
@@ -91,9 +95,6 @@ def prepare(model: Path, name: str, words: Sequence[str], scratch: Path) -> Pair
 
 def _write_other_weights(model: Path, directory: Path) -> None:
     """Write a checkpoint's files with noise on every weight; integers, which may be packed numbers, are reversed."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     names = weight_files(model)
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.pth"))
     for name in names:
@@ -196,7 +197,6 @@ def _run(pair: Pair, way: str, directory: Path) -> None:
 def _switch(pair: Pair, directory: Path) -> None:
     """Bring both checkpoints into a vLLM of this process by this project's own switch, and observe both."""
     from hybrid_engine.backends.vllm import stock
-    from hybrid_engine.config import load_config
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
     arguments, plain = (stock.arguments_of(pair.given, words) for words in (pair.words, ()))

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
 from hybrid_engine.errors import ReshardError, StateError
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.verification.cases import SEQ_LENGTH
 from hybrid_engine.verification.reference import Reference
 
 if TYPE_CHECKING:
-    import torch
-
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
@@ -191,8 +193,6 @@ class Comparison:
         self.verdict.bytes_least = agreement.total(report.bytes_least)
 
     def _served_logits(self) -> torch.Tensor | None:
-        import torch
-
         try:
             rows = self.worker.inference.prompt_distributions(self._tokens().tolist(), self.worker.adapter)
         except StateError as error:
@@ -206,9 +206,6 @@ class Comparison:
 
     def _expected_logits(self, checkpoint: Path) -> torch.Tensor:
         """Return the log-probabilities by transformers in float32, computed on rank 0."""
-        import torch
-        import torch.distributed as dist
-
         tokens = self._tokens()
         expected = torch.empty(*tokens.shape, self.table.dims.vocab_size)
         with self.worker.job.agreement.phase("logits by transformers"):
@@ -228,9 +225,6 @@ class Comparison:
 
 def write_random_checkpoint(path: Path, model_dir: Path, table: ModelTable, dtype: str, seed: int) -> None:
     """Write a checkpoint of random values under the names and shapes of a table, with the config of `model_dir`."""
-    import torch
-    from safetensors.torch import save_file
-
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -245,8 +239,6 @@ def write_random_checkpoint(path: Path, model_dir: Path, table: ModelTable, dtyp
 
 def tokens_and_labels(seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES) -> dict[str, torch.Tensor]:
     """Random tokens and those that follow them, [num_sequences, SEQ_LENGTH]; the same on every rank."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
@@ -274,8 +266,6 @@ def _next_multiple(number: int, of: int) -> int:
 
 
 def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    import torch
-
     if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from hybrid_engine.errors import clipped
 from hybrid_engine.layouts.memory import GIB
 
@@ -82,8 +84,6 @@ class Machine:
 
 def this_machine() -> Machine:
     """Describe the machine as this process finds it; no context is made on a GPU here."""
-    import torch
-
     machine = Machine(torch.cuda.device_count(), torch.version.cuda, versions())
     if not machine.num_gpus:
         return machine
@@ -130,8 +130,6 @@ def memory_users() -> Mapping[str, tuple[str, ...]]:
 
 def described() -> Iterator[Gpu]:
     """Ask each GPU in this process, which makes a context there. Raises RuntimeError where torch has no driver."""
-    import torch
-
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total, problem = 0, properties.total_memory, ""
@@ -243,8 +241,6 @@ def _driver_version() -> str:
 def _peer_access(num_gpus: int) -> str:
     if num_gpus < 2:
         return "there are no two"
-    import torch
-
     pairs = [(one, other) for one in range(num_gpus) for other in range(num_gpus) if one != other]
     without = [f"{one}-{other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
     return "all" if not without else f"not {', '.join(without)}"
@@ -253,8 +249,6 @@ def _peer_access(num_gpus: int) -> str:
 def _torch_libraries(machine: Machine) -> str:
     if machine.torch_cuda is None:
         return "this torch is built without CUDA"
-    import torch
-
     return f"CUDA {machine.torch_cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 

@@ -14,11 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from hybrid_engine.config import find_violations
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.groups import RankGroup
+from hybrid_engine.ranks.job import default_backend, own_device
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.ranks.world import World
 from hybrid_engine.verification.cases import HEAD_DIM, Case
@@ -67,10 +70,6 @@ def run_cases(
 
 def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     """Run on one rank the cases in file `job`; rank 0 writes the verdicts over all ranks to file `out`."""
-    import torch.distributed as dist
-
-    from hybrid_engine.ranks.job import default_backend, own_device
-
     timeout = timedelta(seconds=_SECONDS_TO_WAIT)
     own_device()
     dist.init_process_group(default_backend(), timeout=timeout)
@@ -101,8 +100,6 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look
 
     An error becomes part of the verdict, so that the other cases run; one that only this rank sees ends the job.
     """
-    import torch.distributed as dist
-
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
     started, verdict = time.perf_counter(), Verdict(case.name)

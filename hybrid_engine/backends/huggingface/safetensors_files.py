@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.durable import naming, sync
@@ -87,8 +89,6 @@ def stored_in(path: Path, key: str = "path") -> dict[str, StoredTensor]:
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a file of whole tensors, which is on the disk when this returns. Raises FileError."""
-    from safetensors.torch import save_file
-
     with naming("writing", path), _as_python_says_it():
         save_file(dict(tensors), path, metadata={"format": "pt"})  # the metadata is for transformers
         sync(path)
@@ -124,8 +124,6 @@ class SliceReader:
 
 
 def _opened(path: Path, stack: ExitStack) -> Any:
-    from safetensors import safe_open
-
     with naming("reading", path, DOWNLOAD_AGAIN), _as_python_says_it():
         return stack.enter_context(safe_open(path, framework="pt"))
 
@@ -133,8 +131,6 @@ def _opened(path: Path, stack: ExitStack) -> Any:
 @contextmanager
 def _as_python_says_it() -> Iterator[None]:
     """Raise OSError or ValueError where safetensors raises an error of its own."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except SafetensorError as error:

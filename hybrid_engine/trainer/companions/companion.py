@@ -9,6 +9,7 @@ from typing import overload
 
 import torch
 
+from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.memory.offload_items import KINDS, Kind, OffloadItem, held_nbytes
 from hybrid_engine.memory.offloader import Offloader
@@ -206,8 +207,6 @@ class ValueModel(Companion):
 
     def _build(self, worker: ActorHybridWorker, model: Path | None, key: str) -> None:
         """The engine, with the weights of `model` if there is one."""
-        from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
-
         job = worker.job
         if model is not None:
             fetch_weights(model, job, key)
@@ -296,8 +295,6 @@ class ValueModel(Companion):
         A language model's output layer is not read. Errors as of `ActorHybridWorker.load_hf_checkpoint`.
         """
         self.require(ALL)
-        from hybrid_engine.backends.huggingface import load_hf_checkpoint
-
         load_hf_checkpoint(path, self.engine.weights.base, self.engine.table, self._worker.job)
         self.engine.reload_main_params()
 
