@@ -80,9 +80,7 @@ class MegatronAdaptor:
     def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Megatron name, what `layout` shows of it); sums are those of the last `prepare`."""
         for name, tensor in self.model.named_weights():
-            if self._sums is not None and tensor in self._sums.offsets:
-                tensor = self._sums.view_of(tensor)
-            yield name, tensor
+            yield name, tensor if self._sums is None else self._sums.sums.get(tensor, tensor)
 
     def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Canonical tensor -> this rank's tensors that what `layout` shows of it is made of."""
@@ -160,8 +158,8 @@ class MegatronAdaptor:
     def _shards_of(self, name: str, tensor: torch.Tensor) -> list[Shard]:
         """Raises ValueError when the name has no rule or the shape does not fit the rule."""
         home = self.model.homes[tensor]
-        if self._sums is not None and tensor in self._sums.offsets:
-            home = Home(SUMS, self._sums.offsets[tensor])
+        if self._sums is not None and tensor in self._sums.sums:
+            home = Home(SUMS, int(self._sums.sums[tensor].storage_offset()))
         shards = []
         for member in self.model.members(name, tensor):
             match = self.model.table.match(member.name)

@@ -13,7 +13,6 @@ Names are Megatron-Bridge's: `linear_qkv.to_wrap.weight`, `linear_qkv.adapter.li
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,9 +30,9 @@ from megatron.core.tensor_parallel import (
 )
 
 from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
+from hybrid_engine.backends.training_side import flat_storage_of, parts_in_elastic_buffers
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
-from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.ranks.torch_internals import torch_defaults
 
 WRAPPED = "to_wrap."
@@ -156,24 +155,18 @@ class LoraSums:
 
     Attributes:
         flat: the buffer.
-        offsets: of a weight's sum in it, in elements.
+        sums: of a weight, in it: contiguous, of the weight's shape.
         lora_of: the matrices that are added to a weight.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self._layers = list(layers)
         weights = [layer.to_wrap.weight for layer in self._layers]
-        sizes = [weight.numel() for weight in weights]
-        self.flat = allocate_elastic(sum(sizes), weights[0].dtype, weights[0].device, "param")
-        starts = itertools.accumulate(sizes, initial=0)
-        self.offsets: dict[torch.Tensor, int] = dict(zip(weights, starts, strict=False))
+        parts = parts_in_elastic_buffers([weight.data for weight in weights])  # of one dtype, the training weights'
+        self.flat = flat_storage_of(parts[0])
+        self.sums: dict[torch.Tensor, torch.Tensor] = dict(zip(weights, parts, strict=True))
         self.lora_of = {layer.to_wrap.weight: list(layer.adapter.parameters()) for layer in self._layers}
 
     def fill(self) -> None:
         for layer in self._layers:
-            self.view_of(layer.to_wrap.weight).copy_(layer.merged_weight())
-
-    def view_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The sum for a weight: contiguous, of the weight's shape."""
-        start = self.offsets[weight]
-        return self.flat[start : start + weight.numel()].view(weight.shape)
+            self.sums[layer.to_wrap.weight].copy_(layer.merged_weight())
