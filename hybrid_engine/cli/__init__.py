@@ -19,14 +19,13 @@ Exit status:
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 import hybrid_engine
 from hybrid_engine.cli.certify_command import certify
-from hybrid_engine.cli.output import writing
+from hybrid_engine.cli.output import write_answer
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
 
@@ -67,8 +66,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print the facts as
     from hybrid_engine.verification.machine import facts_of, this_machine
 
     facts = facts_of(this_machine())
-    with writing():
-        typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(": ".join(each) for each in facts.items()))
+    lines = "\n".join(": ".join(each) for each in facts.items())
+    write_answer(facts, lambda: typer.echo(lines), as_json=as_json)
 
 
 __all__ = ["app"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_engine.cli.options import refuse, refusing
-from hybrid_engine.cli.output import Console, new_table, progress, writing
+from hybrid_engine.cli.output import Console, new_table, progress, write_answer
 from hybrid_engine.errors import Violation, first_of, shortened
 
 if TYPE_CHECKING:
@@ -62,11 +61,7 @@ def certify(
         ]
         doing(f"vLLM's engines, models: {len(models)}")
         findings = verification.certify(pairs, scratch)
-    with writing():
-        if as_json:
-            typer.echo(json.dumps(_as_json(findings), indent=2))
-        else:
-            _print(findings)
+    write_answer(_as_json(findings), lambda: _print(findings), as_json=as_json)
     statuses = {each.status for own in findings.values() for each in own}
     raise typer.Exit(1 if statuses & {"differs", "failed"} else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,11 +29,13 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda doing: shown.update(task, description=doing)
 
 
-@contextmanager
-def writing() -> Iterator[None]:
-    """End the command with a message and status 2 when its answer cannot be written."""
+def write_answer(facts: object, show: Callable[[], None], *, as_json: bool) -> None:
+    """Write the facts as JSON, or show them; end the command with a message and status 2 where that cannot be."""
     try:
-        yield
+        if as_json:
+            typer.echo(json.dumps(facts, indent=2))
+        else:
+            show()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as `head` does; the command's status stays its own
         _discard_output()
@@ -50,7 +53,7 @@ def _discard_output() -> None:
 
 
 class Console(console.Console):
-    """A rich console that leaves a broken pipe to `writing`."""
+    """A rich console that leaves a broken pipe to `write_answer`."""
 
     def on_broken_pipe(self) -> None:
         """Re-raise the error that is being handled; rich would end the command with status 1."""

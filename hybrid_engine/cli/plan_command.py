@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ from hybrid_engine.advisor.answer import (
 from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
 from hybrid_engine.cli.from_verl import read_verl
 from hybrid_engine.cli.options import config_argument, integer_option, read_config, refuse, refusing
-from hybrid_engine.cli.output import Console, new_table, progress, writing
+from hybrid_engine.cli.output import Console, new_table, progress, write_answer
 from hybrid_engine.cli.search_output import search_and_print
 from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
@@ -111,11 +110,7 @@ def plan(
         raise typer.Exit(search_and_print(config, ranks, cluster, list(_of_checkpoint(config)), as_json=as_json))
     with progress() as doing:
         answer = _answer(config, ranks, cluster, rank, frozen, told, doing)
-    with writing():
-        if as_json:
-            typer.echo(json.dumps(answer.as_dict(), indent=2))
-        else:
-            _print_answer(answer)
+    write_answer(answer.as_dict(), lambda: _print_answer(answer), as_json=as_json)
     raise typer.Exit(0 if JobVerdict(answer.job).fits else 3)
 
 

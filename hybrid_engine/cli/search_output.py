@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from hybrid_engine.advisor.cluster_plan import Cluster
 from hybrid_engine.advisor.search import RESERVE, Found, Row, find_pairs, flow
 from hybrid_engine.cli.options import refusing
-from hybrid_engine.cli.output import Console, progress, writing
+from hybrid_engine.cli.output import Console, progress, write_answer
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.layouts.memory import GIB, gib
 
@@ -36,11 +35,8 @@ def search_and_print(config: HybridConfig, ranks: int, cluster: Cluster, remarks
     with refusing(), progress() as doing:
         found = find_pairs(config, ranks, cluster, doing)
     seconds = time.process_time() - started
-    with writing():
-        if as_json:
-            typer.echo(json.dumps({**found.as_dict(), "remarks": remarks, "cpu_seconds": seconds}, indent=2))
-        else:
-            _print(found, cluster, remarks, seconds)
+    facts = {**found.as_dict(), "remarks": remarks, "cpu_seconds": seconds}
+    write_answer(facts, lambda: _print(found, cluster, remarks, seconds), as_json=as_json)
     return 0 if found.rows and found.rows[0].fits else 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from hybrid_engine.cli.options import config_argument, integer_option, read_config, refuse, refusing
-from hybrid_engine.cli.output import Console, new_table, progress, writing
+from hybrid_engine.cli.output import Console, new_table, progress, write_answer
 from hybrid_engine.errors import ConfigError, Violation, collect
 from hybrid_engine.layouts.memory import GIB
 
@@ -58,13 +57,8 @@ def verify(
             (verdict,) = run_cases([case], ranks)
     if (method := config.generate_config.quantization) is not None:
         verdict.remarks.append(f"Compared without generate_config.quantization ({method}), which rounds weights")
-    with writing():
-        if as_json:
-            typer.echo(json.dumps({**verdict.as_dict(), "faults": verdict.faults}, indent=2))
-        else:
-            Console().print(_verdict_table(verdict))
-            for line in (*verdict.remarks, *verdict.faults):
-                typer.echo(line)
+    facts = {**verdict.as_dict(), "faults": verdict.faults}
+    write_answer(facts, lambda: _print(verdict), as_json=as_json)
     raise typer.Exit(1 if verdict.faults else 0)
 
 
@@ -81,6 +75,12 @@ def _check_room_for_ranks(num_ranks: int) -> None:
         raise ConfigError(
             [Violation("--ranks", problem, "Use fewer with smaller sizes, or --oversubscribe to start them anyway")]
         )
+
+
+def _print(verdict: Verdict) -> None:
+    Console().print(_verdict_table(verdict))
+    for line in (*verdict.remarks, *verdict.faults):
+        typer.echo(line)
 
 
 def _verdict_table(verdict: Verdict) -> Table:
