@@ -59,10 +59,16 @@ class ActorTrainer(Trainer, Scorer, Protocol):
         """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
 
     def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks.
+        """One optimizer step on this rank's share of a batch. Collective.
 
-        Raises, with no weight changed, LossError for a loss function that fails or returns no loss, and RemoteError
-        with its text on the ranks that are not at fault.
+        Args:
+            batch: B is a multiple of the micro batch size.
+            loss_function: see `batches.LossFunction`.
+            outputs: what it finds in its micro batch beside what is in `batch`.
+
+        Returns the scalars averaged over micro batches and ranks, on every rank, with `grad_norm`, the `learning_rate`
+        of this step, and `skipped`: 1 where no weight changed. Raises, with no weight changed, LossError for a loss
+        function that fails or returns no loss, and RemoteError with its text on the ranks that are not at fault.
         """
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

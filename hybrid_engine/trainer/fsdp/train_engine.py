@@ -75,18 +75,7 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
         )
 
     def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
-        """One optimizer step on this rank's share of the batch. Collective.
-
-        Args:
-            batch: B is a multiple of `micro_batch_size`.
-            loss_function: see `batches.LossFunction`.
-            outputs: what it finds in its micro batch beside what is in `batch`.
-
-        Returns the scalars averaged over micro batches and ranks, on every rank, with `grad_norm`, the `learning_rate`
-        of this step, and `skipped`, which is 0: without float16 nothing overflows. Raises, and no weight has changed,
-        LossError for a loss function that fails or returns no loss, and RemoteError with its text on the ranks that are
-        not at fault.
-        """
+        """As `ActorTrainer.train_step`. `skipped` is 0: without float16 nothing overflows."""
         optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
         self.before_step()

@@ -140,6 +140,7 @@ def _packing_faults(
 
 
 _Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
+"""Of these the loss shares no memory with the report: Megatron divides it in place."""
 
 
 class PipelineEngine(TrainedModel, LiveModel, ABC):
@@ -215,11 +216,8 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
             batch: B is a multiple of `micro_batch_size`.
             loss_function: see `batches.LossFunction`; what it gets is that of `_result`.
 
-        Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm`, the
-        `learning_rate` of this step, and `skipped`: 1 when float16 gradients overflowed; then no weight changed,
-        Megatron has lowered its loss scale, and a schedule stays where it is. Raises, and no weight has changed,
-        LossError for a loss function that fails or returns no loss, and RemoteError with its text on the ranks that are
-        not at fault.
+        Returns and raises as `ActorTrainer.train_step`; where float16 gradients overflowed, `skipped` is 1, Megatron
+        has lowered its loss scale, and a schedule stays where it is.
         """
         optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
@@ -294,10 +292,7 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
             micro_batch = next(iterator)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
-                result = self._result(micro_batch.rows, output)
-                mean_loss, report = loss_function(self._seen_by_losses(micro_batch), result)
-                # Megatron divides the loss in place, which must not change a report that shares its memory
-                return mean_loss, {name: value.detach().clone() for name, value in report.items()}
+                return loss_function(self._seen_by_losses(micro_batch), self._result(micro_batch.rows, output))
 
             return self._forward(model, micro_batch.rows), loss
 
