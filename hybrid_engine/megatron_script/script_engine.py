@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.attaching.attachment import model_findings
 from hybrid_engine.attaching.matching import vocabulary_mismatches
+from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.backends.vllm.process_state import random_state_kept
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.errors import ConfigError, DependencyError, FileError, StateError, Violation
@@ -45,7 +46,6 @@ from megatron_patches.errors import ScriptError
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.live_model import LiveModel
-    from hybrid_engine.backends.vllm import Completion
 
 
 logger = logging.getLogger("hybrid_engine")

@@ -56,14 +56,6 @@ class ActorLora:
     name: str = "actor"
 
 
-@dataclass(frozen=True)
-class AdapterPackings:
-    """Rules of one layer's A (one for each canonical tensor that it belongs to) and of its B."""
-
-    a: tuple[Packing, ...]
-    b: Packing
-
-
 def a_name(weight: str) -> str:
     """PEFT's name of the matrix A on a canonical weight."""
     return f"base_model.model.{weight.removesuffix('.weight')}.lora_A.weight"
@@ -79,16 +71,17 @@ def module_of(tensor: str) -> str:
     return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
 
 
-def adapter_packings(packing: Packing) -> AdapterPackings:
-    """Return how an adapter on a weight with this rule is packed. Raises ValueError for weights stored transposed."""
+def adapter_packings(packing: Packing) -> tuple[tuple[Packing, ...], Packing]:
+    """Return the rules of an adapter on a weight with this one: of A for each canonical tensor that A belongs to, and
+    of B. Raises ValueError for weights stored transposed."""
     if packing.transposed:
         raise ValueError(
             f"{', '.join(packing.tensors())}: adapters on transposed weights cannot be delivered; merge them"
         )
     if packing.dim == 0:
-        return AdapterPackings(tuple(Replicated(a_name(weight)) for weight in packing.tensors()), _renamed(packing))
+        return tuple(Replicated(a_name(weight)) for weight in packing.tensors()), _renamed(packing)
     (weight,) = packing.tensors()
-    return AdapterPackings((Split(a_name(weight), dim=1),), Replicated(b_name(weight)))
+    return (Split(a_name(weight), dim=1),), Replicated(b_name(weight))
 
 
 def _renamed(packing: Packing) -> Packing:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,9 @@ from safetensors.torch import save_file
 
 from hybrid_engine.errors import ReshardError, StateError
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.trainer.worker import ActorHybridWorker
 from hybrid_engine.verification.cases import SEQ_LENGTH
 from hybrid_engine.verification.reference import Reference
-
-if TYPE_CHECKING:
-    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
 """Of a training step, or the next number that replicas and pipeline stages can share out."""

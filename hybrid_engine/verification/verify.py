@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,14 +24,12 @@ from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import default_backend, own_device
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.ranks.world import World
+from hybrid_engine.trainer.worker import ActorHybridWorker
 from hybrid_engine.verification.cases import HEAD_DIM, Case
 from hybrid_engine.verification.comparison import Comparison, Verdict, join
 from hybrid_engine.verification.reference import Reference
 
-if TYPE_CHECKING:
-    from hybrid_engine.trainer.worker import ActorHybridWorker
-
-Look = Callable[["ActorHybridWorker"], object]
+Look = Callable[[ActorHybridWorker], object]
 """Called on every rank after the switches of a case; returns what json can write."""
 
 SCRATCH_PREFIX = "hybrid-engine-verify-"
@@ -100,8 +98,6 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look
 
     An error becomes part of the verdict, so that the other cases run; one that only this rank sees ends the job.
     """
-    from hybrid_engine.trainer.worker import ActorHybridWorker
-
     started, verdict = time.perf_counter(), Verdict(case.name)
     try:
         config = case.config(dist.get_world_size())

@@ -194,8 +194,8 @@ class MegatronAdaptor:
             assert match is not None, name
             is_a = matrix == "linear_in.weight"  # A is [rank, in], B [out, rank]
             shapes = shapes_of(module.rpartition(".")[2], parameter.shape[0 if is_a else 1])
-            packings = adapter_packings(match.packing)
-            for packing in packings.a if is_a else (packings.b,):
+            of_a, of_b = adapter_packings(match.packing)
+            for packing in of_a if is_a else (of_b,):
                 if all(tensor.format(**match.indices) in shapes for tensor in packing.tensors()):
                     yield _LoraMatrix(parameter, self._held(packing, match, shapes, tuple(parameter.shape)), shapes)
 
