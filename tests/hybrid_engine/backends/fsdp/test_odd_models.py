@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import flat_storage_of, local_of
@@ -121,6 +122,7 @@ def made_of(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[tor
 
 TWO_RANKS = {
     "resharded after forward": Odd(with_options(reshard_after_forward=True)),
+    "by columns": Odd(with_options(shard_placement_fn=lambda parameter: Shard(int(parameter.dim() > 1)))),
     "kept after forward": Odd(with_options(reshard_after_forward=False), micro_batches=2),
     "computes in bfloat16": Odd(with_options(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
     "uneven, and fewer rows than ranks": Odd(config={"intermediate_size": 1, "vocab_size": 131}),

@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.internals import StridedShard
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of
 from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
-from hybrid_engine.errors import HybridEngineError, StateError
-from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import Layout
 from tests.harness.launch import Ranks
 from tests.zoo.families import read_config, served_config, tiny_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard
@@ -217,19 +215,6 @@ def test_what_cannot_be_driven_is_refused_on_every_rank(refused: list[Outcomes],
 # -- models that are taken --------------------------------------------------------------------------------------------
 
 
-def by_columns(rank: Rank) -> None:
-    """Shards along dim 1 are as good."""
-
-    def columns(parameter: torch.nn.Parameter) -> Shard:
-        return Shard(1 if parameter.dim() > 1 else 0)
-
-    model = shard(rank.model(), shard_placement_fn=columns)
-    layout = rank.wrapped(model).weights.layout()
-    (held,) = [one.region for one in layout.shards if one.region.tensor == "lm_head.weight"]
-    assert (held.offsets, held.lengths) == ((0, 32 * rank.job.rank), (130, 32))
-    _check_values(rank, model, layout)
-
-
 def steps_are_counted(rank: Rank) -> None:
     """Also those of an optimizer that is made later; those of other models are not."""
     model = shard(rank.model())
@@ -273,48 +258,10 @@ def prediction_layers_of_the_checkpoint(rank: Rank) -> None:
     save_hf_checkpoint(path / "saved", weights, table, rank.job, path)  # in place of its own
 
 
-def guarded(rank: Rank) -> None:
-    """The user's own forward passes and steps are refused while their memory is away."""
-    model = shard(rank.model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = rank.wrapped(model, optimizer)
-    train(model)
-    asked: list[set[str]] = []
-
-    def refuse(kinds: object) -> None:
-        asked.append(set(kinds))  # type: ignore[call-overload]  # an iterable of kinds
-        raise StateError("away")
-
-    wrapped.guard = refuse
-    for call in (lambda: model(torch.arange(8)[None]), optimizer.step):
-        with pytest.raises(StateError, match="away"):
-            call()
-    assert asked == [{"param"}, set(KINDS)]
-
-
-def _check_values(rank: Rank, model: torch.nn.Module, layout: Layout) -> None:
-    """Every record's elements are those of the whole tensor there."""
-    state = model.state_dict()
-    assert layout.shards
-    for record in layout.shards:
-        region, place = record.region, record.place
-        whole = state[region.tensor].full_tensor()
-        index = tuple(slice(low, low + size) for low, size in zip(region.offsets, region.lengths, strict=True))
-        flat = _flat_of(model, region.tensor)
-        assert torch.equal(whole[index], flat.as_strided(region.lengths, place.strides, place.offset)), region.tensor
-
-
-def _flat_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    local = local_of(model.state_dict()[name])
-    return torch.empty(0, dtype=local.dtype).set_(local.untyped_storage())
-
-
 TAKEN: dict[str, Callable[[Rank], None]] = {
-    "by columns": by_columns,
     "steps are counted": steps_are_counted,
     "only padding": only_padding,
     "prediction layers": prediction_layers_of_the_checkpoint,
-    "guarded": guarded,
 }
 
 
