@@ -28,7 +28,6 @@ CORE_TESTS = (
     "tests/megatron_patches",
     "tests/hybrid_engine/backends/megatron",
     "tests/hybrid_engine/layouts/test_training.py",
-    "tests/benchmarks/test_megatron_destination.py",
 )
 PURE_TESTS = (
     *("planning", "advisor", "config", "cli", "records/test_layout.py", "records/test_sides.py"),
