@@ -47,7 +47,12 @@ def test_every_job_that_is_planned_is_possible_and_a_small_one_of_each_series_is
         table_for(point.config)  # raises for an impossible one
         smallest.setdefault(point.series, point)
     for series in ("dense", "tensors"):
-        assert planning.measure(smallest[series]).transfers > 0
+        figures = planning.measure(smallest[series])
+        assert figures.transfers > 0
+        assert min(figures.layouts, figures.summary, figures.order, figures.rank_plan) > 0
+    rows = [planning.Figures("made up", size, size, 1, size, 1.0, size**2, size, 1, 1) for size in (2, 4, 1)]
+    grown = planning.exponents(rows)
+    assert (grown["layouts"], grown["summary"], grown["order"]) == pytest.approx((1, 0, 2))
 
 
 def tiniest_case_of(script: str, directory: Path, *options: str) -> dict[str, Any]:
@@ -117,11 +122,8 @@ def rows(seconds: float, reward: float = 0.5) -> list[dict[str, Any]]:
     ]
 
 
-def test_seconds_and_memory_may_differ() -> None:
+def test_only_seconds_and_memory_of_two_runs_may_differ() -> None:
     prefetch.require_same([rows(1.0), rows(2.0)])
-
-
-def test_a_reward_that_differs_is_named() -> None:
     with pytest.raises(SystemExit, match="iteration 0: reward differ"):
         prefetch.require_same([rows(1.0), rows(1.0, reward=0.25)])
 

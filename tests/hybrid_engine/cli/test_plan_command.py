@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from hybrid_engine.advisor.cluster_plan import token_nbytes
 from hybrid_engine.cli import app
 from hybrid_engine.cli.output import progress
-from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models.table import ModelDims
 from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
@@ -467,16 +467,3 @@ app()
     most_at_once = sum(found["rank"][way]["network"] for way in ("received", "sent"))
     assert 0 < found["rank"]["staging"] < most_at_once
     assert found["planning"]["peak_memory"] < 2**30
-
-
-def test_the_benchmark_measures_what_it_says() -> None:
-    from benchmarks.planning import Figures, Point, exponents, measure
-
-    sides = TrainParallelism(8, tensor=2, pipeline=2, expert=2, expert_tensor=1), InferenceParallelism(8, tensor=2)
-    figures = measure(Point("small", 8, EXPERTS, *sides))
-    assert (figures.num_ranks, figures.size) == (8, 8)
-    assert figures.transfers > 0
-    assert min(figures.layouts, figures.summary, figures.order, figures.rank_plan) > 0
-    rows = [Figures("made up", size, size, 1, size, 1.0, size**2, size, 1, 1) for size in (2, 4, 1)]
-    grown = exponents(rows)
-    assert (grown["layouts"], grown["summary"], grown["order"]) == pytest.approx((1, 0, 2))
