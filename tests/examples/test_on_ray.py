@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from examples.recipes import on_ray
 from hybrid_engine.serving.invitation import TOKEN
 from tests.examples.launched import short_config
 from tests.harness.launch import REPO_ROOT
+from tests.harness.processes import wait_until
 from tests.harness.vllm_server import ENVIRONMENT
 
 NUM_ITERATIONS = 4
@@ -79,7 +79,7 @@ def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     running.start()
     killed = []
     for number, name in ((1, b"ray::TrainerRank.train"), (2, b"ray::VllmActor")):
-        wait(lambda number=number: bool(failures) or len(directory.metrics.rows()) > number)
+        wait_until(lambda number=number: bool(failures) or len(directory.metrics.rows()) > number, 300)
         killed.append(processes(name)[0])
         os.kill(killed[-1], signal.SIGKILL)
     running.join(300)
@@ -89,13 +89,6 @@ def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows] == list(range(NUM_ITERATIONS + 1))
     assert all(row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4 for row in rows[1:])
     assert directory.progress().step == NUM_ITERATIONS
-
-
-def wait(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not is_done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def processes(name: bytes) -> list[int]:

@@ -82,10 +82,3 @@ def test_demonstrations_usually_forget_to_carry() -> None:
     forgotten = sum(problem.demonstration != problem.answer for problem in carrying) / len(carrying)
     assert forgotten == pytest.approx(make_data.FORGETS_TO_CARRY, abs=0.03)
     assert all(problem.demonstration == problem.answer for problem in others)
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "expected"), [(7, 5, 2), (17, 25, 32), (12, 34, 46), (99, 99, 88), (50, 50, 0)]
-)
-def test_sum_without_carry(left: int, right: int, expected: int) -> None:
-    assert make_data.sum_without_carry(left, right) == expected
