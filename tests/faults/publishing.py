@@ -32,7 +32,7 @@ from hybrid_engine import ActorHybridWorker, Sampling, load_config
 from hybrid_engine.ranks.launching import Ended, run_started
 from hybrid_engine.switch.states import State
 from tests.harness.launch import REPO_ROOT
-from tests.hybrid_engine.serving.test_failures import do_at
+from tests.hybrid_engine.serving.test_deltas import do_at
 from tests.hybrid_engine.serving.test_servers import train_step
 
 NUM_RANKS = 2

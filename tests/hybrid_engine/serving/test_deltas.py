@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 from hybrid_engine import ActorHybridWorker
 from hybrid_engine.errors import ServerError
 from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.states import State
 from tests.harness.launch import Ranks
-from tests.harness.vllm_server import PLAIN, serving
-from tests.hybrid_engine.serving.test_failures import do_at, over_a_loss
-from tests.hybrid_engine.serving.test_servers import checksums, complete, config_of, train_step
+from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.hybrid_engine.serving.test_servers import checksums, complete, config_of, train_step, write_model
 
 EVERY = {"none": 0, "few": 500, "full": 1}
 """Of how many elements one is written."""
@@ -32,6 +35,22 @@ def write(worker: ActorHybridWorker, every: int) -> None:
                 flat.view(torch.int32)[::every] ^= 0x00010001 if every == 1 else 1
 
 
+def do_at(publisher: WeightPublisher, moment: str, act: Callable[[], object]) -> None:
+    """Once, before the servers are called, within the switch, or before they are told that it has ended."""
+    if moment == "within":
+        owner, name = publisher.trainer.weights, "prepare"
+    else:
+        owner, name = publisher, {"before": "_ask_servers", "after": "_end_update"}[moment]
+    original = getattr(owner, name)
+
+    def acting(*args: Any) -> Any:
+        delattr(owner, name)
+        act()
+        return original(*args)
+
+    setattr(owner, name, acting)
+
+
 def publish_each(model: str, url: str, directory: str, keeps: bool, pids: list[int]) -> list[tuple[str, ReshardReport]]:
     lost, again, found = Path(directory, "lost"), Path(directory, "again"), []
     keys = {"transport": "collective", "incremental": "delta", "incremental_mb": 0, "release_weights": not keeps}
@@ -39,10 +58,13 @@ def publish_each(model: str, url: str, directory: str, keeps: bool, pids: list[i
         for event in EVENTS:
             if event == "lost":
                 write(worker, 500)
+                before = {name: flat.clone() for name, flat in worker.train.weights.buffers().items()}
                 if worker.rank == 0:
                     do_at(worker.sharding, "within", lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
-                with pytest.raises(ServerError, match="a server was lost"):
+                with pytest.raises(ServerError, match="a server was lost in a switch"):
                     worker.sharding.publish()
+                assert worker.sharding.state is State.TRAIN
+                assert all(torch.equal(flat, before[name]) for name, flat in worker.train.weights.buffers().items())
                 worker.barrier("a server was lost")
                 lost.touch()
                 while not again.exists():
@@ -63,11 +85,27 @@ def publish_each(model: str, url: str, directory: str, keeps: bool, pids: list[i
     return found
 
 
+def over_a_loss(engines: Ranks, directory: Path, keeps: bool) -> list[Any]:
+    """What `publish_each` returns on two ranks: the server's workers are killed, and another has its address then."""
+    model = write_model(directory / "model", "qwen2")
+    with ThreadPoolExecutor(1) as pool:
+        with serving(model, directory / "first", *FILLED, *PLAIN) as server:
+            arguments = (model, server.url, str(directory), keeps, server.processes()["Worker"])
+            launched = pool.submit(engines.launch, publish_each, 2, *arguments, timeout=300)
+            while not (directory / "lost").exists() and not launched.done():
+                time.sleep(0.1)
+        if launched.done():
+            launched.result()
+        with serving(model, directory / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])):
+            (directory / "again").touch()
+            return launched.result()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_changed_alone_goes_to_a_server(engines: Ranks, tmp_path: Path, keeps: bool) -> None:
     """Whether it keeps its weights between the switches or not; each fill is verified in full."""
-    reports: list[tuple[str, Any]] = over_a_loss(engines, tmp_path, publish_each, keeps)[0]
+    reports: list[tuple[str, Any]] = over_a_loss(engines, tmp_path, keeps)[0]
     least = reports[0][1].bytes_least
     assert [event for event, _ in reports] == list(EVENTS)
     for event, report in reports:
