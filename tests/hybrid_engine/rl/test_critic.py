@@ -19,6 +19,7 @@ from hybrid_engine.rl import GrpoConfig, Loop, PpoConfig, critic
 from hybrid_engine.rl.critic import Critic, at_last_tokens
 from hybrid_engine.trainer.batches import mean_weights
 from tests.hybrid_engine.rl.stand_ins import stand_in
+from tests.hybrid_engine.trainer.companions.test_advantages import by_definition
 
 NUM_ROWS, LENGTH = 6, 7
 MOVED = 0.3  # of values, from before the step to each optimizer step
@@ -64,14 +65,12 @@ def drawn(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tenso
 def by_token(
     mask: torch.Tensor, values: torch.Tensor, rewards: torch.Tensor, gamma: float, lam: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Row, column and advantage of each token: the sum over later ones of (gamma lambda)^k times the error of k."""
+    """Row, column and advantage of each token; a reward is earned by the last one."""
     for row in range(NUM_ROWS):
         columns = [column for column in range(LENGTH) if mask[row, column]]
-        known = [float(values[row, column]) for column in columns] + [0.0]
         earned = [0.0] * (len(columns) - 1) + [float(rewards[row])]
-        errors = [earned[at] + gamma * known[at + 1] - known[at] for at in range(len(columns))]
-        for at, column in enumerate(columns):
-            yield row, column, sum((gamma * lam) ** (later - at) * errors[later] for later in range(at, len(columns)))
+        advantages, _ = by_definition(earned, values[row, columns].tolist(), gamma, lam)
+        yield from ((row, column, one) for column, one in zip(columns, advantages, strict=True))
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.95, 1.0]))

@@ -79,13 +79,6 @@ def test_what_is_outside_the_mask_is_not_read() -> None:
         assert torch.equal(found, expected)
 
 
-def test_with_lambda_1_returns_are_what_is_still_to_come() -> None:
-    rewards, values, mask = drawn(1)
-    found = generalized_advantages(rewards, values, mask, gamma=1.0, lam=1.0)
-    to_come = (rewards * mask).flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(found.returns, to_come * mask)
-
-
 @given(seed=st.integers(0, 10**6), clip=st.one_of(st.none(), st.floats(0.01, 1)))
 def test_the_loss_is_half_the_worse_squared_error(seed: int, clip: float | None) -> None:
     returns, values, mask = drawn(seed)
