@@ -82,27 +82,6 @@ def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:
         assert (summary.sent_host[rank], summary.sent_network[rank]) == sent_by_rank
 
 
-@pytest.mark.parametrize(("train", "infer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_bytes_of_a_cast_are_the_narrower_ones_in_every_count(train: str, infer: str) -> None:
-    """Two ranks with half of a tensor each, that both need all of it."""
-    shape = (4, 10)
-    halves = [Region("t", (2 * rank, 0), (2, 10)) for rank in range(2)]
-    source = Layout(
-        {"t": shape},
-        {BufferId(rank, "half"): Buffer(20, train) for rank in range(2)},
-        tuple(Shard(half, Place(BufferId(rank, "half"), 0, (10, 1))) for rank, half in enumerate(halves)),
-    )
-    destination = Layout(
-        {"t": shape},
-        {BufferId(rank, "whole"): Buffer(40, infer) for rank in range(2)},
-        tuple(Shard(Region("t", (0, 0), shape), Place(BufferId(rank, "whole"), 0, (10, 1))) for rank in range(2)),
-    )
-    everybody, own = (plan(source, destination, ["a", "a"], rank=rank) for rank in (None, 1))
-    summary = summarize(placed_holdings(source, 2).holdings, placed_holdings(destination, 2).holdings, ["a", "a"])
-    assert everybody.bytes_by_rank[1] == own.bytes_by_rank[1] == ByteCount(40, 40, 0, 40)
-    assert (summary.own[1], summary.host[1], summary.sent_host[1], summary.lower_bound[1]) == (40, 40, 40, 40)
-
-
 @JOBS
 @given(layout_cases())
 def test_holdings_are_those_of_the_records(case: LayoutCase) -> None:
