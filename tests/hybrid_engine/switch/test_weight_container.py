@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import pytest
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
 from hybrid_engine.memory import elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
-from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
+from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
+from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.hybrid_engine.transports.in_process import InProcessTransport
 
 NUM_RANKS = 2
@@ -27,54 +28,22 @@ NUMEL = 16
 NBYTES = NUMEL * 4
 
 
-class FakeWeights:
-    """An inference engine with one buffer per group; rank 1 lacks the last group. It records what is asked of it."""
+class Weights(FakeInference):
+    """One buffer per group; rank 1 lacks the last group. Also notes how a fill ends."""
 
-    def __init__(self, rank: int, *, fail_in: str = "", fail_at: str = "group1") -> None:
-        self.rank = rank
-        self.calls: list[str] = []
-        self.live: dict[str, torch.Tensor] = {}
-        self.in_force: dict[str, torch.Tensor] = {}
-        self.groups = [f"group{number}" for number in range(NUM_GROUPS - rank)]
-        self.fail_in, self._fail_at = fail_in, fail_at
+    def __init__(self, rank: int, fails_in: str = "") -> None:
+        super().__init__(Script(), rank, {f"group{number}": (NUMEL,) for number in range(NUM_GROUPS - rank)})
+        if fails_in:
+            self.fail_in(fails_in)
 
-    def layout(self) -> Layout:
-        return Layout(
-            {}, {BufferId(self.rank, f"{group}.weight"): Buffer(NUMEL, "float32", group) for group in self.groups}
-        )
-
-    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        self._record("allocate", groups)
-        self.live.update({f"{group}.weight": torch.zeros(NUMEL) for group in groups})
-        return {f"{group}.weight": self.live[f"{group}.weight"] for group in groups}
-
-    def commit(self, groups: Sequence[str]) -> None:
-        self._record("commit", groups)
-        for group in groups:
-            name = f"{group}.weight"
-            self.in_force[group] = self.live[name]
+    def fail_in(self, call: str) -> None:
+        self.script.arm(call, MemoryError(f"no memory for {call}"))
 
     def finish_fill(self) -> None:
-        self._record("finish_fill", ())
+        self.script.reach("finish_fill")
 
     def abandon(self) -> None:
-        self._record("abandon", ())
-
-    def release(self, keep: Collection[str] = ()) -> None:
-        self._record("release", ())
-        self.live = {name: flat for name, flat in self.live.items() if name.removesuffix(".weight") in keep}
-        self.in_force = {group: flat for group, flat in self.in_force.items() if group in keep}
-
-    def committed(self) -> Collection[str]:
-        return self.in_force
-
-    def resident_nbytes(self) -> int:
-        return sum(flat.nbytes for flat in {**self.live, **self.in_force}.values())
-
-    def _record(self, call: str, groups: Sequence[str]) -> None:
-        self.calls.append(" ".join((call, *groups)))
-        if call == self.fail_in and (self._fail_at in groups or not groups):
-            raise MemoryError(f"no memory for {call}")
+        self.script.reach("abandon")
 
 
 def value_of(rank: int, group: int) -> float:
@@ -115,24 +84,24 @@ def in_process_router(rank: int) -> TransportSet:
     return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
 
 
-def assert_filled(weights: FakeWeights) -> None:
+def assert_filled(weights: Weights) -> None:
     for group in range(NUM_GROUPS - weights.rank):
         src_rank = 1 - weights.rank if group % 2 else weights.rank
-        assert bool((weights.in_force[f"group{group}"] == value_of(src_rank, group)).all())
+        assert bool((weights.live[f"group{group}"] == value_of(src_rank, group)).all())
+    assert weights.in_force == set(weights.tensors)
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
-    weights = FakeWeights(rank)
+    weights = Weights(rank)
     container = WeightContainer(weights, make_plan(), in_process_router(rank))
     assert container.state is ContainerState.EMPTY
     report = container.fill(source_of(rank))
-    expected = ["allocate group0 group1", "commit group0 group1", "allocate group2", "commit group2"]
+    expected = ["allocate group0", "allocate group1", "commit group0", "commit group1"]
+    expected += ["allocate group2", "commit group2"]
     expected += ["allocate group3", "commit group3"] if rank == 0 else []
-    expected += ["finish_fill"]
-    assert weights.calls == expected
+    assert weights.script.calls == [*expected, "finish_fill"]
     assert container.state is ContainerState.FILLED
-    assert tuple(weights.in_force) == tuple(weights.groups)
     assert_filled(weights)
     from_peer = 2 if rank == 0 else 1
     from_host = {Link.SELF: 2 * NBYTES, Link.HOST: from_peer * NBYTES}
@@ -145,10 +114,10 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
 
 
 def test_cycles_and_idempotent_release():
-    weights = FakeWeights(0)
+    weights = Weights(0)
     container = WeightContainer(weights, make_plan(), in_process_router(0))
     container.release()
-    assert weights.calls == []
+    assert weights.script.calls == []
     for _ in range(3):
         container.fill(source_of(0))
         assert_filled(weights)
@@ -157,14 +126,14 @@ def test_cycles_and_idempotent_release():
         container.release()
         container.release()
         assert container.state is ContainerState.EMPTY
-        assert weights.in_force == {}
-    assert weights.calls.count("release") == 3
+        assert not weights.in_force
+    assert weights.script.calls.count("release") == 3
 
 
 class Follower:
     """Records what it is told, and what was in force then."""
 
-    def __init__(self, weights: FakeWeights, fail_at: int | None = None) -> None:
+    def __init__(self, weights: Weights, fail_at: int | None = None) -> None:
         self.calls: list[object] = []
         self._weights, self._fail_at = weights, fail_at
 
@@ -184,14 +153,14 @@ class Follower:
 
 
 def test_follower_hears_of_a_bucket_before_it_is_in_force():
-    weights = FakeWeights(0)
+    weights = Weights(0)
     follower = Follower(weights)
     WeightContainer(weights, make_plan(), in_process_router(0)).fill(source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
 
 
 def test_failing_release_leaves_it_partial():
-    weights = FakeWeights(0, fail_in="release")
+    weights = Weights(0, "release")
     container = WeightContainer(weights, make_plan(), in_process_router(0))
     container.fill(source_of(0))
     with pytest.raises(MemoryError):
@@ -200,7 +169,7 @@ def test_failing_release_leaves_it_partial():
 
 
 def test_errors_of_the_engine_pass_as_they_are():
-    weights = FakeWeights(0)
+    weights = Weights(0)
     container, follower = WeightContainer(weights, make_plan(), in_process_router(0)), Follower(weights, fail_at=1)
     with pytest.raises(WeightError, match="tensor0: NaN"):
         container.fill(source_of(0), follower)
@@ -210,24 +179,24 @@ def test_errors_of_the_engine_pass_as_they_are():
     container.release()
     with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
         broken = InProcessTransport(0, {})
-        WeightContainer(FakeWeights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
+        WeightContainer(Weights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
 
 
 @pytest.mark.parametrize(
-    ("fail_in", "fail_at", "message"),
+    ("fails_in", "message"),
     [
-        ("commit", "group2", "bucket 1, phase commit"),
-        ("finish_fill", "", "rank 0, after the last bucket: MemoryError: no memory for finish_fill"),
-        ("", "", "rank 0, after the last bucket: MemoryError: finish"),
+        ("commit group2", "bucket 1, phase commit"),
+        ("finish_fill", "rank 0, after the last bucket: MemoryError: no memory for finish_fill"),
+        ("", "rank 0, after the last bucket: MemoryError: finish"),
     ],
 )
-def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: str, message: str):
+def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fails_in: str, message: str):
     """The last bucket that reads the peer's memory is skipped."""
     with pytest.MonkeyPatch.context() as patch:
         rig = DeviceRig(patch)
         buffer = rig.buffer(NUM_GROUPS * NUMEL * 4)
         buffer.tensor.view(torch.float32).copy_(source_of(1)["src"])
-        plan, weights = make_plan(), FakeWeights(0)
+        plan, weights = make_plan(), Weights(0)
         layouts = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
         handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
         router = TransportSet.connect(TransportContext(0, layouts, handles, buckets=plan.buckets))
@@ -235,8 +204,8 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: 
         container.fill(source_of(0))
         container.release(["group3"])
         follower = Follower(weights)
-        if fail_in:
-            weights.fail_in, weights._fail_at = fail_in, fail_at
+        if fails_in:
+            weights.fail_in(fails_in)
         else:
             patch.setattr(follower, "finish", lambda: _raise(MemoryError("finish")))
         rig.driver.calls.clear()
@@ -244,7 +213,7 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: 
             container.fill(source_of(0), follower, skipped={2})
         assert rig.driver.calls.count("cuMemMap") == 1
         assert rig.cuda.mapped() == own
-        assert weights.calls[-1] == "abandon"
+        assert weights.script.calls[-1] == "abandon"
         assert follower.calls[-2:] == ["abandon", "drain"]
         assert container.state is ContainerState.PARTIAL
         router.close()
@@ -270,10 +239,10 @@ def test_a_dead_group_keeps_no_other_transport_and_no_bucket_from_being_told():
     dead, other = DeadTransport(), InProcessTransport(0, {})
     dead.name = "dead"
     heard: list[int] = []
-    weights = FakeWeights(0, fail_in="allocate", fail_at="group0")
+    weights = Weights(0, "allocate group0")
 
     def abandon(bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        assert weights.calls[-1] == "abandon"  # before the buckets: others may wait there, and not come to these
+        assert weights.script.calls[-1] == "abandon"  # before the buckets: others may wait there, and not come to these
         heard.append(bucket)
 
     other.abandon = abandon
@@ -288,16 +257,16 @@ def test_plan_that_does_not_complete_every_group_once():
     plan = make_plan()
     missing = ReshardPlan(plan.buckets[:1], {}, (), "")
     with pytest.raises(PlanError) as failure:
-        WeightContainer(FakeWeights(0), missing, in_process_router(0))
+        WeightContainer(Weights(0), missing, in_process_router(0))
     assert [str(fault).split(" of ")[0] for fault in failure.value.findings] == ["group 'group2'", "group 'group3'"]
     with pytest.raises(PlanError, match="completed by 2 buckets"):
-        WeightContainer(FakeWeights(1), ReshardPlan(plan.buckets + plan.buckets[1:2], {}, (), ""), in_process_router(1))
+        WeightContainer(Weights(1), ReshardPlan(plan.buckets + plan.buckets[1:2], {}, (), ""), in_process_router(1))
 
 
 # Two real ranks: one fails, the other must not wait.
 
 
-FAILURES = (("allocate", "group0"), ("commit", "group3"), ("prepare", ""), ("run", ""))
+FAILURES = ("allocate group0", "commit group3", "prepare", "run")
 
 
 def _out_of_memory(*_: object) -> NoReturn:
@@ -312,10 +281,10 @@ def fill_on_rank() -> list[list[object]]:
     buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
     router = TransportSet.connect(TransportContext(rank, buffers, {}, dist.group.WORLD, timeout=60))
     results = []
-    for phase, fail_at in FAILURES:
-        weights = FakeWeights(rank, fail_in=phase if rank == 0 and fail_at else "", fail_at=fail_at)
-        if rank == 0 and not fail_at:
-            setattr(router, phase, _out_of_memory)
+    for call in FAILURES:
+        weights = Weights(rank, call if rank == 0 and "group" in call else "")
+        if rank == 0 and "group" not in call:
+            setattr(router, call, _out_of_memory)
         container = WeightContainer(weights, make_plan(Link.NETWORK), router)
         start = time.monotonic()
         try:
@@ -325,8 +294,7 @@ def fill_on_rank() -> list[list[object]]:
             outcome = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start
         container.release()
-        weights.fail_in = ""
-        vars(router).pop(phase, None)
+        vars(router).pop(call, None)
         report = container.fill(source_of(rank))
         assert_filled(weights)
         results.append([outcome, seconds, nbytes_by_transport(report)])
@@ -338,27 +306,26 @@ def fill_on_rank() -> list[list[object]]:
 
 def _skip_on_rank(rank: int, router: TransportSet) -> None:
     """The bucket in the middle is skipped, so the two that are left would go through the same memory."""
-    weights = FakeWeights(rank)
+    weights = Weights(rank)
     container = WeightContainer(weights, make_plan(Link.NETWORK), router)
     container.fill(source_of(rank))
     for fails in (False, True, False):
         container.release(["group2"])
-        assert container.kept() == set(weights.in_force) & {"group2"}
+        assert container.kept() == weights.in_force & {"group2"}
         skipped = {1} if container.kept() else set()
-        weights.calls.clear()
+        weights.script.take()
         if fails and rank == 0:
-            weights.fail_in, weights._fail_at = "allocate", "group3"
+            weights.fail_in("allocate group3")
         try:
             report = container.fill(source_of(rank), skipped=skipped)
             assert_filled(weights)
-            assert any("group2" in call for call in weights.calls) == (not skipped)
+            assert any("group2" in call for call in weights.script.calls) == (not skipped)
             assert sum(report.nbytes_by_link.values()) + report.skipped_nbytes == NBYTES * (NUM_GROUPS - rank)
         except ReshardError:
             assert fails
             assert container.state is ContainerState.PARTIAL
         if fails:  # also where this rank was through before the other failed, as the switch does it
             container.release()
-        weights.fail_in = ""
     with pytest.raises(StateError, match="groups group2 were not kept"):
         container.release()
         container.fill(source_of(rank), skipped={1})
