@@ -254,12 +254,29 @@ def check_whole_or_silent(said: dict[str, Any]) -> None:
 @pytest.mark.parametrize("who", PROCESSES)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_process_of_the_server(pair: Pair, record: Callable[..., None], moment: str, who: str, how: str) -> None:
+    fault = Fault(moment, how, pids=pair.servers.pids(who))
+    results = publish_twice(pair, record, f"{moment}, {who}, {how}", how, fault)
+    check_failed(results, KILLED if how == "kill" and who == "Worker" else STOPPED)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+def test_a_worker_in_its_commit(pair: Pair, record: Callable[..., None], how: str) -> None:
+    fail_in_commit(pair.servers.directory, how)
+    results = publish_twice(pair, record, f"commit, Worker, {how}", how)
+    # trainers that have left the fence wait for the process that ended in the agreement after it
+    check_failed(results, KILLED if how == "raise" else STOPPED)
+
+
+def publish_twice(
+    pair: Pair, record: Callable[..., None], name: str, how: str, fault: Fault | None = None
+) -> list[Result | None]:
+    """What came of a publish in which the server fails; the next one goes well, to a new server where it is gone."""
     servers, trainers = pair.servers, pair.trainers
     check_well(trainers.do("train"))
     names, server = {path.name for path in SHARED_MEMORY.iterdir()}, servers.now
-    fault = Fault(moment, how, pids=servers.pids(who))
+    stopped = servers.pids("Worker") if fault is None else fault.pids
     results = trainers.do("publish", fault)
-    row: dict[str, Any] = {"fault": f"{moment}, {who}, {how}", "trainers": told(results)}
+    row: dict[str, Any] = {"fault": name, "trainers": told(results)}
     try:
         if how == "kill":
             time.sleep(5)  # for vLLM to end what is left of itself
@@ -267,7 +284,7 @@ def test_a_process_of_the_server(pair: Pair, record: Callable[..., None], moment
             servers.renew()
             row["left by vLLM"] = left_in_shared_memory(names)
         else:
-            for pid in fault.pids:
+            for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
             row["server"] = seen(server)
             if not servers.is_up():
@@ -280,47 +297,12 @@ def test_a_process_of_the_server(pair: Pair, record: Callable[..., None], moment
     finally:
         print(row)
         record(**row)
-    if how == "stop" and "renewed" not in row:
-        check_whole_or_silent(row["server"])
-    check_published(pair, again)
-    check_well(trainers.do("withdraw"))
-    pair.is_well = True
-    check_failed(results, KILLED if how == "kill" and who == "Worker" else STOPPED)
-
-
-@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
-def test_a_worker_in_its_commit(pair: Pair, record: Callable[..., None], how: str) -> None:
-    servers, trainers = pair.servers, pair.trainers
-    check_well(trainers.do("train"))
-    fail_in_commit(servers.directory, how)
-    workers, server = servers.pids("Worker"), servers.now
-    results = trainers.do("publish")
-    row: dict[str, Any] = {"fault": f"commit, Worker, {how}", "trainers": told(results)}
-    try:
-        if how == "kill":
-            time.sleep(5)
-            row["processes left"] = sorted(server.processes())
-            servers.renew()
-        else:
-            for pid in workers:
-                os.kill(pid, signal.SIGCONT)
-            row["server"] = seen(server)
-            if not servers.is_up():
-                row["renewed"] = True
-                servers.renew()
-        check_well(trainers.do("train"))
-        again = trainers.do("publish")
-        row["next publish"] = told(again)
-    finally:
-        print(row)
-        record(**row)
     if "server" in row and "renewed" not in row:
         check_whole_or_silent(row["server"])
     check_published(pair, again)
     check_well(trainers.do("withdraw"))
     pair.is_well = True
-    # trainers that have left the fence wait for the process that ended in the agreement after it
-    check_failed(results, KILLED if how == "raise" else STOPPED)
+    return results
 
 
 @pytest.mark.parametrize("rank", [0, 1])
