@@ -14,7 +14,8 @@ from hybrid_engine.errors import ReshardError
 from hybrid_engine.verification.reference import Reference
 from hybrid_engine.verification.verify import SCRATCH_PREFIX
 from tests.faults.running import Running
-from tests.hybrid_engine.cli.test_plan_command import job, saved
+from tests.hybrid_engine.cli.test_plan_command import job
+from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
@@ -29,7 +30,7 @@ def test_a_verify_that_is_ended_leaves_nothing(
     """While transformers computes in a process that a rank started."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = ["-m", "hybrid_engine", "verify", *job(saved(tmp_path, LLAMA_3_8B), 2, tp=2, infer_tp=2)]
+    command = ["-m", "hybrid_engine", "verify", *job(write_config(tmp_path, LLAMA_3_8B), 2, tp=2, infer_tp=2)]
     with Running(command, tmp_path, {"TMPDIR": str(temporary)}) as running:
         running.wait_for(lambda: any(".verification.reference" in line for line in running.processes().values()))
         running.launcher.send_signal(number)

@@ -20,6 +20,7 @@ from hybrid_engine.layouts.memory import (
     MemoryPlan,
     Stays,
     TrainingMemory,
+    largest_shard,
     megatron_memory,
     plan_memory,
     sharded_memory,
@@ -102,6 +103,9 @@ def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
     assert state.inelastic.tolist() == [4 * (3 * 5 + 4)] * 3
     peaks = MemoryPeaks(state, np.array([400, 10, 1]), bucket=1)
     assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
+    largest = largest_shard(model, sizes, "float32")
+    for name in ("params", "grads", "optimizer", "copied", "inelastic"):
+        assert getattr(largest, name).tolist() == [getattr(state, name).max()], name
 
 
 def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:

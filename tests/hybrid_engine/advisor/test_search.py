@@ -33,14 +33,13 @@ from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig, Hybrid
 from hybrid_engine.config.job_rules import megatron_state, memory_plan
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.inference import InferenceElements
-from hybrid_engine.layouts.memory import GIB, largest_shard, sharded_memory
+from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
-from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
+from hybrid_engine.layouts.sharded import PackedModel
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import split_violations
 from hybrid_engine.layouts.training import TrainingElements
 from hybrid_engine.models import table_for
-from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LATENT, LayoutCase, layout_cases
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, QWEN3_235B_A22B
@@ -208,18 +207,6 @@ def test_fsdp_gathers_a_layer_and_the_root() -> None:
     assert gathered() == 4 * 280 + 4 * 160 + 480
     assert gathered(mixed_precision="amp") == 2 * 280 + 2 * 160 + 480, "reduced in float32"
     assert gathered(sharding_strategy="SHARD_GRAD_OP") == 4 * 260 + 4 * 160 + 480, "all layers stay"
-
-
-def test_the_largest_shard_is_the_first_rank_s() -> None:
-    shapes = {"uneven": (7, 5), "even": (6, 2), "bias": (4,)}
-    tensors = {name: Packed(name, StridedView(0, shape, contiguous_strides(shape))) for name, shape in shapes.items()}
-    model, sizes = PackedModel(tensors, shapes, whole={"bias"}), ShardedParallelism(3)
-    whole = sharded_memory(
-        sharded_side(replace(table_for(DENSE), shapes=shapes), model, sizes), model, sizes, "float32"
-    )
-    largest = largest_shard(model, sizes, "float32")
-    for name in ("params", "grads", "optimizer", "copied", "inelastic"):
-        assert getattr(largest, name).tolist() == [getattr(whole, name).max()], name
 
 
 @JOBS

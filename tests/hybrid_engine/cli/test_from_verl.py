@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.hybrid_engine.cli.test_plan_command import facts, run, saved
+from tests.hybrid_engine.cli.test_plan_command import facts, run
+from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B, QWEN3_30B_A3B
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -21,7 +22,7 @@ def written(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B,
     rollout = {"name": "vllm", "tensor_model_parallel_size": 4, "gpu_memory_utilization": 0.6, "max_model_len": 4096}
     values = {
         "actor_rollout_ref": {
-            "model": {"path": saved(directory, config), "enable_gradient_checkpointing": True},
+            "model": {"path": str(write_config(directory, config)), "enable_gradient_checkpointing": True},
             "actor": {"strategy": strategy, "ppo_micro_batch_size_per_gpu": 2, **actor},
             "rollout": {**rollout, "prompt_length": prompt, "response_length": response},
         },
@@ -100,7 +101,7 @@ def test_shards_in_groups_stay_gathered_after_the_forward_pass(tmp_path: Path) -
 
 def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
     """verl's as on its command line, without a file too; --ranks in place of the file's."""
-    model = saved(tmp_path, LLAMA_3_8B)
+    model = write_config(tmp_path, LLAMA_3_8B)
     of_verl = (f"actor_rollout_ref.model.path={model}", "model_engine=megatron", f"+{ROLLOUT}.name=vllm")
     found = facts("--from", "verl", *of_verl, f"{ROLLOUT}.tensor_model_parallel_size=8", "--ranks", "16")
     assert (found["world_size"], found["infer"]["tensor"]) == (16, 8)
@@ -132,7 +133,7 @@ def test_what_cannot_be_planned_is_refused_by_its_key(words: list[str], message:
 
 
 def test_ranks_are_needed_without_a_file_that_has_them(tmp_path: Path) -> None:
-    refused = run(f"model={saved(tmp_path, LLAMA_3_8B)}")
+    refused = run(f"model={write_config(tmp_path, LLAMA_3_8B)}")
     assert (refused.exit_code, "--ranks: is missing" in refused.stderr) == (2, True)
 
 

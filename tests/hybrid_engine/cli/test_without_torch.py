@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.launch import REPO_ROOT
+from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 
 WITHOUT = "import sys; sys.modules['torch'] = None; "
@@ -26,8 +26,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--ranks", "8"], ["--search", "--ranks", "8"]], ids=["plan", "search"])
 def test_a_job_is_planned(options: list[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    ended = run(COMMAND, "plan", f"model={tmp_path}", "--device", "h100", *options)
+    ended = run(COMMAND, "plan", f"model={write_config(tmp_path, LLAMA_3_8B)}", "--device", "h100", *options)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.verification.cases import reduced_config
 from tests.zoo import published_configs
+from tests.zoo.families import write_config
 
 DENSE = {**published_configs.QWEN3_8B, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 DENSE |= {"hidden_size": 64, "head_dim": 8, "intermediate_size": 96}
@@ -232,7 +232,7 @@ BREAKS = (*MODEL_BREAKS, *SIZE_BREAKS, *TRAINER_BREAKS, *GENERATE_BREAKS, *CRITI
 
 
 def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
-    (directory / "config.json").write_text(json.dumps(case.model))
+    write_config(directory, case.model)
     config = HybridConfig(**values_of(case, directory))
     context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
     found = [(rule, one.key) for rule in (*training_rules(context), *INFERENCE) for one in rule.find(context)]
@@ -288,8 +288,8 @@ def test_rules_have_sections_that_exist() -> None:
 
 
 def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    values = {"model": tmp_path, "random_weights": True, "actor_config": {**TP2, "context_parallel_size": 2}}
+    actor = {**TP2, "context_parallel_size": 2}
+    values = {"model": write_config(tmp_path, EXPERTS), "random_weights": True, "actor_config": actor}
     config = load_config(values, 4, weights_only=True)
     assert {violation.key for violation in find_violations(config, 4)} == {
         "actor_config.context_parallel_size",
@@ -323,7 +323,7 @@ def test_experts_are_cut_by_themselves_where_megatron_can(monkeypatch: pytest.Mo
 
 
 def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    write_config(tmp_path, EXPERTS)
     set_too = {
         "tensor_model_parallel_size": 3,  # of Megatron's own rules none applies
         "use_distributed_optimizer": False,

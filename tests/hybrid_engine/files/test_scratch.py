@@ -16,7 +16,8 @@ from hybrid_engine.cli import app
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.verification.reference import Reference
 from tests.harness.processes import is_running, wait_until
-from tests.hybrid_engine.cli.test_plan_command import job, saved
+from tests.hybrid_engine.cli.test_plan_command import job
+from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 
 HOLDER = """
@@ -86,7 +87,7 @@ def test_the_process_of_transformers_ends_with_its_parent() -> None:
 
 
 def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["verify", *job(saved(tmp_path, LLAMA_3_8B), 99999)])
+    result = CliRunner().invoke(app, ["verify", *job(write_config(tmp_path, LLAMA_3_8B), 99999)])
     assert result.exit_code == 2
     assert f"on {len(os.sched_getaffinity(0))} cores" in result.output
     assert "--oversubscribe" in result.output

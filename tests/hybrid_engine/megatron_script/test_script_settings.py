@@ -21,14 +21,13 @@ from hybrid_engine.models import table_for
 from megatron_patches.engines import ReshardingOptions
 from megatron_patches.errors import ScriptError
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
+from tests.zoo.families import write_config
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     """A model directory, the YAML that names it, and prompts."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA))
+    model = write_config(tmp_path / "model", LLAMA)
     config = tmp_path / "config.yaml"
     config.write_text(f"model: {model}\ngenerate_config: {{max_model_len: 64}}\nsampling: {{max_tokens: 5}}\n")
     prompts = tmp_path / "prompts.jsonl"
