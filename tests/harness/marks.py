@@ -40,7 +40,8 @@ _SLOW = (
     "offline",
     "test_gpu_checks.py",
 )
-"""Files and folders below tests/ whose tests are: they import Megatron, transformers or torch's checkpoints, or take seconds."""
+"""Files and folders below tests/ whose tests are: they import Megatron, transformers or torch's checkpoints, or take
+seconds."""
 
 _TESTS = Path(__file__).resolve().parents[1]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -117,11 +118,17 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """A module and all that is in it."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> Iterator[Import]:
     """Every import; relative ones are made absolute."""
     module = module_name(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -143,6 +150,7 @@ def sources(package: str) -> list[Path]:
     return sorted((REPO_ROOT / package).rglob("*.py"))
 
 
+@functools.cache
 def all_imports(package: str) -> list[Import]:
     return [found for path in sources(package) for found in imports_of(path)]
 
@@ -227,7 +235,7 @@ def test_stand_ins_for_gpus_are_imported_when_they_are_needed() -> None:
     at_once = [
         f"{module_name(path)} imports {target}"
         for path in (*sources(ENGINE), *sources(PATCHES))
-        for node in ast.parse(path.read_text()).body
+        for node in ast.iter_child_nodes(nodes_of(path)[0])
         if isinstance(node, ast.ImportFrom) and node.module
         for target in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         if any(below(target, home) and not below(module_name(path), home) for home in STAND_INS)
@@ -257,25 +265,24 @@ def test_the_job_says_who_is_who() -> None:
         f"{module_name(path)}:{node.lineno} calls {node.func.attr}"
         for path in sources(ENGINE)
         if not any(below(module_name(path), home) for home in ASK_FOR_THEIR_RANK)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
         if node.func.attr in ("get_rank", "get_world_size")
     ]
     assert asking == []
 
 
-def private_names_of_torch(source: str) -> Iterator[str]:
+def private_names_of_torch(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Those that are imported, or reached through modules and classes of torch; not those of its objects."""
-    tree = ast.parse(source)
     roots: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             roots |= {alias.asname or "torch" for alias in node.names if below(alias.name, "torch")}
         elif isinstance(node, ast.ImportFrom) and below(node.module or "", "torch"):
             roots |= {alias.asname or alias.name for alias in node.names}
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             yield from (name for name in names if name.startswith("_"))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             root = node.value
             while isinstance(root, ast.Attribute):
@@ -289,7 +296,7 @@ def test_private_names_of_torch_are_where_their_reasons_are() -> None:
         f"{module_name(path)}: {name}"
         for path in sources(ENGINE)
         if module_name(path) not in TORCH_INTERNALS
-        for name in private_names_of_torch(path.read_text())
+        for name in private_names_of_torch(nodes_of(path))
     ]
     assert elsewhere == []
 
@@ -305,7 +312,7 @@ def test_private_names_of_torch_are_where_their_reasons_are() -> None:
     ],
 )
 def test_private_names_are_found(source: str, names: list[str]) -> None:
-    assert sorted(private_names_of_torch(source)) == names
+    assert sorted(private_names_of_torch(list(ast.walk(ast.parse(source))))) == names
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.memory import descriptors
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, export_tensor, exported_buffer_of, reading
 from hybrid_engine.memory.host_pages import map_pages
 
@@ -183,7 +185,8 @@ def test_host_pages_that_came_back_are_read_by_the_same_handle():
         buffer.restore()
 
 
-def test_a_closed_buffer_is_not_found_also_after_an_earlier_mapping():
+def test_a_closed_buffer_is_not_found_also_after_an_earlier_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_servers", WeakSet())  # others of this process may have buffers
     buffer, other = ElasticBuffer(10, torch.float32), ElasticBuffer(10, torch.float32)
     handle, others = buffer.export(), other.export()
     map_pages(handle)
