@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.trainer.ports import TrainedModel
 from hybrid_engine.verification.comparison import Comparison
 
 DEVICE = torch.device("meta")
@@ -24,18 +25,6 @@ DEVICE = torch.device("meta")
 
 class Sent(Exception):
     """From which devices."""
-
-
-@pytest.fixture
-def megatron(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Megatron's modules, whose ranks have that device; ranks without parameters."""
-    from hybrid_engine.trainer.megatron import build, pipeline_engine
-
-    monkeypatch.setattr(build, "model_device", lambda: DEVICE)
-    monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=dict[str, torch.Tensor]))
-    monkeypatch.setattr(pipeline_engine, "model_device", lambda: DEVICE)
-    monkeypatch.setattr(pipeline_engine.parallel_state, "get_data_parallel_group", lambda: None)
-    return SimpleNamespace(build=build, pipeline_engine=pipeline_engine)
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +41,17 @@ def job() -> SimpleNamespace:
     return SimpleNamespace(device=DEVICE, agreement=agreement)
 
 
-def test_shares_of_megatrons_ranks(megatron: Any) -> None:
-    engine = SimpleNamespace(dp_size=2)
-    expect_sent(lambda: megatron.pipeline_engine.PipelineEngine.gather_over_data_parallel(engine, torch.ones(3)))
+def test_how_many_parameters_a_pattern_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_engine.trainer.megatron import build
+
+    monkeypatch.setattr(build, "model_device", lambda: DEVICE)
+    monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=dict[str, torch.Tensor]))
+    expect_sent(lambda: build._freeze([], None, ["embedding.*"], ()))
 
 
-def test_how_many_parameters_a_pattern_freezes(megatron: Any) -> None:
-    expect_sent(lambda: megatron.build._freeze([], None, ["embedding.*"], ()))
-
-
-def test_shares_and_reports_of_fsdp2() -> None:
-    engine: Any = SimpleNamespace(dp_size=2, _job=job())
-    expect_sent(lambda: FsdpTrainEngine.gather_over_data_parallel(engine, torch.ones(3)))
+def test_shares_and_reports() -> None:
+    engine: Any = SimpleNamespace(dp_size=2, _device=DEVICE, _data_parallel=None)
+    expect_sent(lambda: TrainedModel.gather_over_data_parallel(engine, torch.ones(3)))
     expect_sent(lambda: FsdpTrainEngine._average(engine, [{"loss": torch.ones(())}]))
 
 

@@ -275,20 +275,17 @@ class Refusals:
 
 
 def refuse_versions(model: Path) -> Refusals:
-    import importlib.metadata
-
     import megatron.core
 
+    from hybrid_engine.backends.vllm import version
+
     config = workers.configuration(model, TP2)
-    version = importlib.metadata.version
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             patch.setattr(megatron.core, "__version__", "0.15.0")
         of_megatron = outcome_of(lambda: ActorHybridWorker(config))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            importlib.metadata, "version", lambda name: "0.30.0" if name.startswith("vllm") else version(name)
-        )
+        patch.setattr(version, "installed", lambda: {"vllm": "0.30.0"})
         of_vllm = outcome_of(lambda: ActorHybridWorker(config))
     return Refusals(of_megatron, of_vllm)
 

@@ -8,6 +8,7 @@ projections), transposed, with gaps (padding). Each side has one dtype, or two t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,17 @@ from hybrid_engine.records.sides import Side
 Index = tuple[int, ...]
 NOT_WRITTEN = -1
 DTYPES = (("bfloat16",), ("float32",), ("bfloat16", "float32"))
+
+# A strategy is checked when it is first drawn from, which takes longer than to draw: each is made once.
+integers, one_of = functools.cache(st.integers), functools.cache(st.sampled_from)
+SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
+
+
+@functools.cache
+def some_ranks(num_ranks: int) -> st.SearchStrategy[set[int]]:
+    return st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=2)
+
+
 """Of a side's tensors: fp32 to bf16 and the other way, bf16 to bf16, or mixed."""
 
 
@@ -133,17 +145,14 @@ def positions_of(transfer: Transfer, place: Place) -> np.ndarray:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    num_ranks = draw(st.integers(1, 6))
-    tensors = {
-        f"t{number}": draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
-        for number in range(draw(st.integers(1, 4)))
-    }
+    num_ranks = draw(integers(1, 6))
+    tensors = {f"t{number}": draw(SHAPES) for number in range(draw(integers(1, 4)))}
     return Case(
-        source=draw(layouts(tensors, num_ranks, draw(st.sampled_from(DTYPES)))),
-        destination=draw(layouts(tensors, num_ranks, draw(st.sampled_from(DTYPES)))),
-        hosts=tuple(draw(st.lists(st.sampled_from("ab"), min_size=num_ranks, max_size=num_ranks))),
-        bucket_nbytes=draw(st.sampled_from([1, 40, 10**9])),
-        relaying=tuple(draw(st.sampled_from([(), "a", "ab"]))),
+        source=draw(layouts(tensors, num_ranks, draw(one_of(DTYPES)))),
+        destination=draw(layouts(tensors, num_ranks, draw(one_of(DTYPES)))),
+        hosts=tuple(draw(st.lists(one_of("ab"), min_size=num_ranks, max_size=num_ranks))),
+        bucket_nbytes=draw(one_of((1, 40, 10**9))),
+        relaying=tuple(draw(one_of(((), "a", "ab")))),
         devices=tuple(draw(st.one_of(st.just(""), st.text("xyz", min_size=num_ranks, max_size=num_ranks)))),
     )
 
@@ -153,9 +162,9 @@ def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtype
     """A layout in which the ranks together hold all of every tensor, each buffer without overlap."""
     parts: dict[tuple[BufferId, str], list[Region]] = {}
     for name, shape in tensors.items():
-        dtype = draw(st.sampled_from(dtypes))
+        dtype = draw(one_of(dtypes))
         for region, rank in draw(holders(name, shape, num_ranks)):
-            buffer_id = BufferId(rank, f"{draw(st.sampled_from(['one', 'two']))} {dtype}")
+            buffer_id = BufferId(rank, f"{draw(one_of(('one', 'two')))} {dtype}")
             parts.setdefault((buffer_id, dtype), []).extend(draw(cuts(region)))
     buffers, shards = {}, []
     for (buffer_id, dtype), regions in parts.items():
@@ -168,9 +177,9 @@ def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtype
 def holders(draw: st.DrawFn, name: str, shape: Index, num_ranks: int) -> list[tuple[Region, int]]:
     """Who holds which region: one or more whole copies, each cut over ranks of its own choice."""
     found: dict[tuple[int, Region], None] = {}
-    for _ in range(draw(st.integers(1, 2))):
+    for _ in range(draw(integers(1, 2))):
         for region in draw(cuts(Region(name, (0,) * len(shape), shape))):
-            for rank in draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=2)):
+            for rank in draw(some_ranks(num_ranks)):
                 found[(rank, region)] = None
     return [(region, rank) for rank, region in found]
 
@@ -179,9 +188,9 @@ def holders(draw: st.DrawFn, name: str, shape: Index, num_ranks: int) -> list[tu
 def cuts(draw: st.DrawFn, region: Region) -> list[Region]:
     """The region in uneven parts along one dim, or along two, or whole."""
     parts = [region]
-    for _ in range(draw(st.integers(0, 2)) if region.lengths else 0):
-        dim = draw(st.integers(0, len(region.lengths) - 1))
-        parts = [piece for part in parts for piece in _cut(part, dim, draw(st.integers(1, 5)))]
+    for _ in range(draw(integers(0, 2)) if region.lengths else 0):
+        dim = draw(integers(0, len(region.lengths) - 1))
+        parts = [piece for part in parts for piece in _cut(part, dim, draw(integers(1, 5)))]
     return parts
 
 
@@ -201,19 +210,19 @@ def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtyp
     shards, end = [], 0
     used: set[int] = set()
     for region in regions:
-        end += draw(st.sampled_from([0, 0, 2]))
+        end += draw(one_of((0, 0, 2)))
         strides, step = [0] * len(region.lengths), 1
         for dim in draw(st.permutations(range(len(region.lengths)))):
             strides[dim] = step
-            step = step * region.lengths[dim] + draw(st.sampled_from([0, 0, 0, 1]))
+            step = step * region.lengths[dim] + draw(one_of((0, 0, 0, 1)))
         shard = Shard(region, Place(buffer_id, end, tuple(strides)))
         shards.append(shard)
         positions = [position for _, position in elements_of(shard)]
         used.update(positions)
         end = max(positions) + 1
-    numel = end + draw(st.integers(0, 2))
+    numel = end + draw(integers(0, 2))
     padding = tuple(Extent(position, position + 1) for position in range(numel) if position not in used)
-    return Buffer(numel, dtype, group=draw(st.sampled_from("xyz")), padding=padding), shards
+    return Buffer(numel, dtype, group=draw(one_of("xyz")), padding=padding), shards
 
 
 def plan(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any, **named: Any) -> ReshardPlan:
