@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -101,6 +101,14 @@ class _Place:
     has_arrived: bool = False
 
 
+@dataclass
+class _Heard:
+    """Failures of the present step, as the thread knows them."""
+
+    step: int = -1
+    failures: dict[Failure, float] = field(default_factory=dict)  # when each was first seen
+
+
 class FailureWatch:
     """One rank's view of the others, for one `Agreement`. Created on all ranks alike."""
 
@@ -109,8 +117,7 @@ class FailureWatch:
         self._rank, self._world_size, self._may_end = world.rank, world.size, world.may_end
         self._neighbour = (self._rank + 1) % self._world_size
         self.set_silence(timeout_seconds)
-        self._place = _Place()
-        self._heard: tuple[int, dict[Failure, float]] = -1, {}  # a step, and when the thread first saw failures of it
+        self._place, self._heard = _Place(), _Heard()
         self._pids: dict[int, int] = {}  # of the other ranks of this host
         self._neighbours_beat, self._neighbours_time, self._looked = "", time.monotonic(), time.monotonic()
         self._arrived_at = -1
@@ -183,8 +190,8 @@ class FailureWatch:
 
     def heard(self) -> list[Failure]:
         """Failures of the present step that the thread knows, but for those of ranks that may count again."""
-        (step, seen), place = self._heard, self._place
-        failures = list(seen) if step == place.step else []
+        heard, place = self._heard, self._place
+        failures = list(heard.failures) if heard.step == place.step else []
         return [failure for failure in failures if failure.entry >= place.entry and failure.beat is None]
 
     def ended(self) -> str:
@@ -320,9 +327,9 @@ class FailureWatch:
 
     def _look_at_failures(self, failures: list[Failure]) -> None:
         place, now = self._place, time.monotonic()
-        if place.step != self._heard[0]:
-            self._heard = place.step, {}
-        _, seen = self._heard
+        if place.step != self._heard.step:
+            self._heard = _Heard(place.step)
+        seen = self._heard.failures
         for failure in failures:
             if failure not in seen:
                 if not any(known.rank == failure.rank and known.text == failure.text for known in seen):

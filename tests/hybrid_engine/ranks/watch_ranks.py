@@ -168,8 +168,8 @@ def paused(rank: int, agreement: Agreement, *, is_elsewhere: bool = False) -> No
             watch._space, watch._pids = None, {}
         if rank == 0:  # its neighbour
             watch.set_silence(SILENCE)
-        _await(lambda: [each for each in watch._heard[1] if each.rank == 1])
-        (failure,) = watch._heard[1]
+        _await(lambda: [each for each in watch._heard.failures if each.rank == 1])
+        (failure,) = watch._heard.failures
         watch.num_at("heard", arriving=True)
         _await(lambda: watch.num_at("heard") == 2)
         os.kill(pid, signal.SIGCONT)
