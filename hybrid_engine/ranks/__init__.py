@@ -6,6 +6,7 @@
       failure_watch.py    what became of the others, known while this rank still waits for them
       rank_tree.py        what all must know goes from each host's ranks to its first, from these to the first of few
       groups.py           hosts, and whether a process still lives; groups of some ranks; the end of groups
+      background.py       a call goes on in a thread while ranks meet
       process.py          a signal waits for the end of collectives; forked children end nothing of the rank's
     digests.py          8 bytes for a tensor of any size, computed where it lies
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)

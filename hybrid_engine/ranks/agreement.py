@@ -24,12 +24,10 @@ also hears here, at every step, of failures elsewhere, though no message comes t
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -72,8 +70,6 @@ while DeepSeek-V3 in Megatron's layouts takes 17 MB for any number of ranks."""
 PATIENCE_AFTER_INTERRUPT = 1.0
 """In its place after Ctrl-C or SystemExit, which ends a job: torchrun kills after 30 s."""
 
-
-_T = TypeVar("_T")
 
 _Said = tuple[tuple[str, bool] | None, str]
 """What a rank says where a phase failed: its error and whether it is secondhand, and what it called."""
@@ -495,32 +491,6 @@ def _patience_after(error: BaseException, patience: float) -> float:
 def _is_secondhand(error: Exception) -> bool:
     """Whether this rank came to know of another's failure, and has none of its own."""
     return isinstance(error, (RemoteError, LostRankError))
-
-
-def in_background(call: Callable[[], _T], name: str) -> Future[_T]:
-    """Begin a call in a thread of this name; what it raises is the future's exception.
-
-    The thread is a daemon. Python would join an executor's threads at exit, so a rank that fails would wait for calls
-    that are under way, and the other ranks would hear of it only then.
-    """
-    answer: Future[_T] = Future()
-    answer.set_running_or_notify_cancel()  # whoever waits may give up; the call goes on
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # raised where it is waited for
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
-
-
-def steps_until(answer: Future[_T], seconds: float) -> Generator[None, None, _T]:
-    """A step every so many seconds until a call has ended: for `Agreement.rounds`. Returns, or raises, as the call."""
-    while not wait([answer], seconds).done:
-        yield
-    return answer.result()
 
 
 NUM_STEPS = 8

@@ -9,6 +9,7 @@
             +------------ ShardingManager of one job -------------+      layouts, plan, buckets, fences, verification
 
     invitation.py   what a server is told: where to meet, who it is, and the keys that a switch needs
+    addresses.py    which addresses are open to anybody
     roles.py        the sides that a process does not have
 
 Trainers and servers keep their own process groups; the job has a store of its own (ranks/world.py). Nothing here knows

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from hybrid_engine.errors import ConfigError, DependencyError, ServerError, Violation, clipped, shortened
+from hybrid_engine.serving.addresses import addresses_of, public_ones
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests in flight: they end with the tokens so far, are finished first, or go on after it."""
@@ -233,26 +233,6 @@ class RayServer(Server):
             return ray.get(getattr(self._actor, name).remote(**fields), timeout=self._timeout if ends else None)
         except Exception as error:
             raise ServerError(f"actor.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
-
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def addresses_of(host: str) -> list[Address]:
-    """Addresses of a host's name, or an address itself. Raises OSError, and ValueError for what is not a name."""
-    found = {str(each[4][0]).partition("%")[0] for each in socket.getaddrinfo(host, None)}
-    return sorted(map(_as_sent, found), key=str)
-
-
-def public_ones(addresses: Iterable[Address]) -> list[str]:
-    """Those that others than this host and its private networks can reach."""
-    return [str(each) for each in addresses if each.is_global]
-
-
-def _as_sent(address: str) -> Address:
-    """Where packets go: an IPv4 address that is mapped into IPv6 counts as private, whatever it is."""
-    read = ipaddress.ip_address(address)
-    return read.ipv4_mapped or read if isinstance(read, ipaddress.IPv6Address) else read
 
 
 def _public_addresses(url: str) -> list[str]:

@@ -27,7 +27,7 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
 from hybrid_engine.ranks.launching import store_at
 from hybrid_engine.ranks.world import World
-from hybrid_engine.serving.clients import addresses_of, public_ones
+from hybrid_engine.serving.addresses import addresses_of, public_ones
 
 TOKEN = "HYBRID_ENGINE_TOKEN"
 """Environment variable with the secret that trainers and servers share; needed where they meet at an address."""

@@ -49,7 +49,8 @@ from hybrid_engine.errors import (
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE, in_background, steps_until
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World

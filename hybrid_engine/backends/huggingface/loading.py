@@ -29,7 +29,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import LoadableWeights
-from hybrid_engine.ranks.agreement import in_background, steps_until
+from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides

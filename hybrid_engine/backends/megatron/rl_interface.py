@@ -24,7 +24,7 @@ from megatron.rl.server.api import InferenceServer
 from megatron.training.global_vars import get_args, get_tokenizer
 from pydantic import PrivateAttr
 
-from hybrid_engine.ranks.agreement import in_background
+from hybrid_engine.ranks.background import in_background
 
 logger = logging.getLogger("hybrid_engine")
 
