@@ -344,7 +344,7 @@ def paths_of(section: type[Section], above: Place = ()) -> Iterator[Place]:
 def _shown(path: Place, here: Place, prefix: str) -> str:
     if path[:-1] == here:
         return path[-1]
-    return prefix + ".".join(path) + (" at the top level" if len(path) == 1 else "")
+    return prefix + ".".join(path) + (" at the top level" if len(path) == 1 and not prefix else "")
 
 
 def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: str = "") -> list[Violation]:

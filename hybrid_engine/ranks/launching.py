@@ -7,7 +7,6 @@ import functools
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from typing import IO, Protocol
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -115,6 +111,8 @@ def run_started(
         start: begins a rank in a session of its own, with these variables added to this process's; its output goes to
             that file descriptor, unbuffered.
     """
+    from hybrid_engine.ranks.world import store_at
+
     store = store_at(_LOOPBACK)
     num_threads = os.environ.get("OMP_NUM_THREADS", "1")
     shared = {"OMP_NUM_THREADS": num_threads, **(environment or {}), **_job(num_ranks, store.port)}
@@ -182,18 +180,6 @@ class _Lines:
         if line:
             self._whole += line + b"\n"
             line.clear()
-
-
-def store_at(address: str, family: socket.AddressFamily = socket.AF_INET) -> TCPStore:
-    """A store that this address alone reaches, at a port of its own.
-
-    By itself, a TCPStore listens on all interfaces, whatever host name it is given, and authenticates nobody.
-    """
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _job(num_ranks: int, port: int) -> dict[str, str]:

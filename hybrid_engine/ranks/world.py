@@ -12,6 +12,7 @@ alone.
 from __future__ import annotations
 
 import itertools
+import socket
 
 import torch.distributed as dist
 
@@ -89,3 +90,13 @@ def _connected(store: dist.Store) -> dist.Store:
     other: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
     other.set_timeout(store.timeout)  # type: ignore[attr-defined]
     return other
+
+
+def store_at(address: str, family: socket.AddressFamily = socket.AF_INET) -> dist.TCPStore:
+    """A store that this address alone reaches, at a port of its own.
+
+    By itself, a TCPStore listens on all interfaces, whatever host name it is given, and authenticates nobody.
+    """
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -25,8 +25,7 @@ from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
-from hybrid_engine.ranks.launching import store_at
-from hybrid_engine.ranks.world import World
+from hybrid_engine.ranks.world import World, store_at
 from hybrid_engine.serving.addresses import addresses_of, public_ones
 
 TOKEN = "HYBRID_ENGINE_TOKEN"

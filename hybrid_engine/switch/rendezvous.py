@@ -95,7 +95,8 @@ class Offer(Record, frozen=True):
 
 
 _Handles = tuple[dict[str, BufferHandle], dict[str, DeviceHandle]]
-"""A rank's buffers that the others of its host can map, by name: those in host memory, and those on a device."""
+"""A rank's buffers that the others of its host can map, by name, of each of these kinds:"""
+_HANDLE_KINDS = (BufferHandle, DeviceHandle)
 
 
 def gather_side(job: Job, weights: WeightAdaptor) -> Side:
@@ -288,8 +289,9 @@ def _gather_handles(job: Job, own: Mapping[BufferId, Handle], group: RankGroup) 
     """Those of the ranks of this host. Collective."""
     with job.agreement.phase("exchange of handles"):
         named = {buffer_id.name: handle for buffer_id, handle in own.items()}
-        kinds = (BufferHandle, DeviceHandle)
-        message = encode([{name: each for name, each in named.items() if isinstance(each, kind)} for kind in kinds])
+        message = encode(
+            [{name: each for name, each in named.items() if isinstance(each, kind)} for kind in _HANDLE_KINDS]
+        )
     with job.agreement.phase("exchange of handles"):
         told = group.gather(message)
         return {

@@ -7,6 +7,7 @@
     megatron/       Megatron's model, optimizer, steps and checkpoints, from one configuration
     fsdp/           the same on a transformers model that FSDP2 shards
 
+    trained_model.py          what both have: optimizer, learning rate, shares of a batch
     learning_rate.py          set by hand, or by a schedule
     checkpoint_directory.py   checkpoints of both trainers: saves, a pointer to the latest, checksums
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
-from hybrid_engine.trainer.learning_rate import Scheduler, learning_rate_of, set_learning_rate
 
 
 class Scorer(Protocol):
@@ -82,54 +79,6 @@ class ActorTrainer(Trainer, Scorer, Protocol):
 
     def frozen_copy(self) -> Scorer:
         """A copy of the present weights, adapters added, that is only read. Collective."""
-
-
-class TrainedModel:
-    """What both trainers have: an optimizer with its learning rate, and data parallel ranks that share a batch.
-
-    Attributes:
-        optimizer: None for a model that is only read.
-        scheduler: of learning rate and weight decay; None where these stay.
-    """
-
-    optimizer: Any
-    scheduler: Scheduler | None
-    _device: torch.device
-    _data_parallel: dist.ProcessGroup | None
-    """None: all ranks."""
-
-    @property
-    def trained_by(self) -> Any:
-        """The optimizer. Raises StateError where there is none."""
-        if self.optimizer is None:
-            raise StateError("this model has no optimizer and cannot be trained")
-        return self.optimizer
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return learning_rate_of(self.trained_by.param_groups)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
-        set_learning_rate(self.trained_by.param_groups, self.scheduler, learning_rate)
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's data parallel rank."""
-        return dist.get_rank(self._data_parallel)
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data parallel ranks."""
-        return dist.get_world_size(self._data_parallel)
-
-    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        own = tensor.to(self._device).contiguous()
-        shares = [torch.empty_like(own) for _ in range(self.dp_size)]
-        dist.all_gather(shares, own, group=self._data_parallel)
-        return torch.cat(shares).to(tensor.device)
 
 
 class GlobalBatches:

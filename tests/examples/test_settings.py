@@ -41,6 +41,11 @@ def test_overrides_stand_in_place_of_the_files_values() -> None:
     assert loaded.title() == "Two-digit sums: Megatron TP=2 to vLLM DP=2, seed 3"
 
 
+def test_a_key_of_another_level_is_named_with_its_section() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key. Use rl_config\.iterations$"):
+        settings.load_settings(TP2, 2, ["rl_config.warm_up.iterations=3"])
+
+
 def test_everything_wrong_is_reported_at_once() -> None:
     changes = {
         "rl_config.iteration": 3,

@@ -26,7 +26,7 @@ from hybrid_engine.backends.vllm.prompts import ModelTokenizer
 from hybrid_engine.switch.states import State
 from tests.harness.absent import left_out
 from tests.harness.launch import Outcomes, Ranks
-from tests.hybrid_engine.ranks.test_agreement import outcome_of
+from tests.hybrid_engine.ranks.test_agreement import refusal_of
 from tests.zoo import sharded_models
 from tests.zoo.abilities import BY_THE_OWNER, refused, stored_and_loaded
 from tests.zoo.families import served_config, write_config
@@ -88,10 +88,10 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
 def refusals(directory: str) -> dict[str, str]:
     dist.init_process_group("gloo")
     model = sharded_models.from_config(Path(directory))
-    found = {name: outcome_of(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}
+    found = {name: refusal_of(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}
     sharded = sharded_models.shard(sharded_models.from_config(Path(directory)))
-    found["sharded twice"] = outcome_of(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
-    found |= {name: outcome_of(partial(HybridEngine, model=make(Path(directory)))) for name, make in ODD.items()}
+    found["sharded twice"] = refusal_of(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
+    found |= {name: refusal_of(partial(HybridEngine, model=make(Path(directory)))) for name, make in ODD.items()}
     found["gap"] = str(_gap(directory))
     return found
 
@@ -128,7 +128,7 @@ def forms(directory: str) -> dict[str, Any]:
     engine = HybridEngine(model=model, rollout_config={"model": directory, "max_model_len": 64, "max_num_seqs": 8})
     padded = torch.tensor([[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    found = {"outside": outcome_of(lambda: engine.generate(padded, GREEDY))}
+    found = {"outside": refusal_of(lambda: engine.generate(padded, GREEDY))}
     with engine.rollout_context():
         found["ids"] = [
             [one.token_ids for one in each] for each in engine.generate([[5, 6, 7], [3, 4, 5, 6, 7]], GREEDY)
@@ -142,10 +142,10 @@ def forms(directory: str) -> dict[str, Any]:
         (found["in its middle"],) = engine.generate([[7, 5, 6, 7, 3]], GREEDY)
         found |= _with_sampling_params(engine)
         found |= _with_local_data(engine)
-        found["mixed"] = outcome_of(lambda: engine.generate(["5", [6]], GREEDY))
-        found["a mask for lists"] = outcome_of(lambda: engine.generate([[5]], GREEDY, mask))
-        found["training"] = outcome_of(lambda: model(padded))
-        found["mask"] = outcome_of(lambda: engine.generate(padded, GREEDY, mask[:1]))
+        found["mixed"] = refusal_of(lambda: engine.generate(["5", [6]], GREEDY))
+        found["a mask for lists"] = refusal_of(lambda: engine.generate([[5]], GREEDY, mask))
+        found["training"] = refusal_of(lambda: model(padded))
+        found["mask"] = refusal_of(lambda: engine.generate(padded, GREEDY, mask[:1]))
     try:
         with engine.train_context():
             raise RuntimeError("in the caller's loop")
@@ -173,7 +173,7 @@ def copies(directory: str, with_engine: bool) -> dict[str, Any]:
             if with_engine:
                 with engine.rollout_context():
                     found[f"answer {step}"] = engine.generate(torch.arange(2, 10)[None], GREEDY)
-                    found[f"misuse {step}"] = outcome_of(lambda: model(torch.ones(1, 2, dtype=torch.int64)))
+                    found[f"misuse {step}"] = refusal_of(lambda: model(torch.ones(1, 2, dtype=torch.int64)))
                 report = engine.sharding.last_report
                 found[f"report {step}"] = (report.tensors_verified, report.bytes_received)
                 engine.sharding.enter(State.TRAIN)
@@ -223,12 +223,12 @@ def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
         "free again": first(logprobs=3),
         "unlimited": engine.generate([[5] * 60], replace(GREEDY, max_tokens=None))[0][0],
         "ours stopped": engine.generate([[3, 4, 5, 6, 7]], replace(GREEDY, stop=second))[0][0],
-        "delta": outcome_of(lambda: first(output_kind=RequestOutputKind.DELTA, prompt_logprob_token_ids=[[1]])),
-        "stream": outcome_of(lambda: engine.generate([[5]], GREEDY, stream=True)),  # type: ignore[call-arg]
+        "delta": refusal_of(lambda: first(output_kind=RequestOutputKind.DELTA, prompt_logprob_token_ids=[[1]])),
+        "stream": refusal_of(lambda: engine.generate([[5]], GREEDY, stream=True)),  # type: ignore[call-arg]
         "scored": first(prompt_logprobs=2),
         "scored by itself": engine.inference.prompt_logprobs([[3, 4, 5, 6, 7]])[0].tolist(),
-        "out of range": outcome_of(lambda: first(stop_token_ids=[5000])),
-        "no sampling": outcome_of(lambda: engine.generate([[5]], {"max_tokens": 3})),  # type: ignore[arg-type]
+        "out of range": refusal_of(lambda: first(stop_token_ids=[5000])),
+        "no sampling": refusal_of(lambda: engine.generate([[5]], {"max_tokens": 3})),  # type: ignore[arg-type]
     }
 
 
@@ -242,13 +242,13 @@ def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
     return {
         "local": [list(one.token_ids) for (one,) in completions],
         "local prompts": [one.prompt_token_ids for (one,) in completions],
-        "other prompts": outcome_of(lambda: engine.generate([[5 + rank]], GREEDY)),
-        "other sampling": outcome_of(lambda: engine.generate(own, replace(GREEDY, max_tokens=4 + rank), data="local")),
-        "other bias": outcome_of(
+        "other prompts": refusal_of(lambda: engine.generate([[5 + rank]], GREEDY)),
+        "other sampling": refusal_of(lambda: engine.generate(own, replace(GREEDY, max_tokens=4 + rank), data="local")),
+        "other bias": refusal_of(
             lambda: engine.generate([[5]], SamplingParams(max_tokens=2, logit_bias={5 + rank: 9.0}))
         ),
-        "other data": outcome_of(lambda: engine.generate([[5]], GREEDY, data="local" if rank else "global")),
-        "no such data": outcome_of(lambda: engine.generate([[5]], GREEDY, data="mine")),  # type: ignore[arg-type]
+        "other data": refusal_of(lambda: engine.generate([[5]], GREEDY, data="local" if rank else "global")),
+        "no such data": refusal_of(lambda: engine.generate([[5]], GREEDY, data="mine")),  # type: ignore[arg-type]
     }
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.trainer.ports import TrainedModel
+from hybrid_engine.trainer.trained_model import TrainedModel
 from hybrid_engine.verification.comparison import Comparison
 
 DEVICE = torch.device("meta")

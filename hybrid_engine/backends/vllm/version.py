@@ -55,16 +55,21 @@ def is_accepted(version: str) -> bool:
     return public(version) in (*ACCEPTED_VERSIONS, *_allowed)
 
 
-@cache
 def installed() -> dict[str, str]:
-    """Versions by distribution. Kept: to find one all of its METADATA is parsed, several times for each engine."""
+    """Versions of `DISTRIBUTIONS` that there are."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            found[name] = _version_of(name)
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+@cache
+def _version_of(name: str) -> str:
+    """Kept once it is found: for it all of METADATA is parsed, and it is asked for several times for each engine."""
+    return metadata.version(name)
 
 
 @cache

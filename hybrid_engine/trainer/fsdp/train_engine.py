@@ -24,7 +24,7 @@ from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.learning_rate import Scheduler, resume
-from hybrid_engine.trainer.ports import TrainedModel
+from hybrid_engine.trainer.trained_model import TrainedModel
 
 
 class FsdpTrainEngine(TrainedModel, ShardedModel):
@@ -61,6 +61,7 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
         self._clip_grad = clip_grad
         self._seq_length = seq_length
         self._job, self._device, self._data_parallel = job, job.device, None
+        self.dp_rank, self.dp_size = job.rank, job.world_size
 
     @property
     def limits(self) -> BatchLimits:

@@ -16,6 +16,9 @@ from hybrid_engine.trainer.megatron.specs import final_norm, gpt_layer
 
 __all__ = ["HybridModel", "stack_spec_for"]
 
+_ATTENTION, _MLP = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
+"""What each layer has of a GPT's."""
+
 
 class _Stack(HybridStack):
     """HybridStack, whose final norm is the one given and not always Transformer Engine's."""
@@ -42,6 +45,3 @@ def _alone(layer: ModuleSpec, *parts: str) -> ModuleSpec:
     """A layer with these of another's parts, and no others."""
     kept = {name: getattr(layer.submodules, name) for name in parts}
     return ModuleSpec(module=layer.module, submodules=TransformerLayerSubmodules(**kept))
-
-
-_ATTENTION, _MLP = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")

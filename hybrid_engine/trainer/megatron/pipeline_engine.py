@@ -48,7 +48,7 @@ from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, begins_o
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.megatron.build import Actor
-from hybrid_engine.trainer.ports import TrainedModel
+from hybrid_engine.trainer.trained_model import TrainedModel
 from megatron_patches.optimizers import set_weight_version
 
 
@@ -176,6 +176,8 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
         self.conclude: Callable[[str, Exception | None], None] = _conclude
         self._seq_length = seq_length
         self._device, self._data_parallel = model_device(), parallel_state.get_data_parallel_group()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
         self._inputs = ModelInputs(unwrap_model(actor.chunks))
 
     @abstractmethod

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from hybrid_engine.advisor import cluster_plan
 from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
 from hybrid_engine.config import load_config
+from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
     GIB,
@@ -157,6 +160,12 @@ def test_an_order_that_saves_is_kept(job: PlanIt) -> None:
     assert same.infer.rank_order is None
     assert same.bytes is same.sequential
     assert same.bytes.received.sum() == 0
+
+
+def test_an_order_that_nothing_can_find_is_a_key_to_set(job: PlanIt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_plan, "rank_order", mock.Mock(side_effect=DependencyError("needs scipy")))
+    with pytest.raises(ConfigError, match=r"infer_rank_order: needs scipy.*set it to sequential"):
+        job(TrainParallelism(2), InferenceParallelism(2))
 
 
 def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:

@@ -19,7 +19,7 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.switch import rendezvous
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
-from tests.hybrid_engine.ranks.test_agreement import outcome_of
+from tests.hybrid_engine.ranks.test_agreement import outcome_of, refusal_of
 from tests.zoo import workers
 from tests.zoo.shares import share_of
 
@@ -82,7 +82,7 @@ class Misadventures:
 def fail_and_go_on(model: Path) -> Misadventures:
     """Failures of all kinds, on one rank only where that can be."""
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1})
-    generating_in_train = outcome_of(lambda: worker.generate_sequences([[1, 2]], workers.GREEDY))
+    generating_in_train = refusal_of(lambda: worker.generate_sequences([[1, 2]], workers.GREEDY))
     with worker.train_context():
         worker.update(workers.batch(seed=0), workers.cross_entropy)
     states = [training_state(worker.train)]
@@ -109,12 +109,12 @@ def fail_and_go_on(model: Path) -> Misadventures:
     with worker.train_context():
         worker.update(workers.batch(seed=1), workers.cross_entropy)
     with worker.rollout_context():
-        bad_prompt = outcome_of(lambda: worker.generate_sequences([[1, 2], [500_000]], workers.GREEDY))
-        reference_in_rollout = outcome_of(lambda: ReferenceModel(worker))
-        in_rollout = [outcome_of(call) for call in _uses_of_training(worker)]
+        bad_prompt = refusal_of(lambda: worker.generate_sequences([[1, 2], [500_000]], workers.GREEDY))
+        reference_in_rollout = refusal_of(lambda: ReferenceModel(worker))
+        in_rollout = [refusal_of(call) for call in _uses_of_training(worker)]
         num_completions = len(worker.generate_sequences([[1, 2], [3]], workers.GREEDY))
     with worker.forward_context():
-        in_forward = [outcome_of(call) for call in _uses_of_training(worker)]
+        in_forward = [refusal_of(call) for call in _uses_of_training(worker)]
     version = worker.train.version
     leaving, seconds = _leave(worker)
     return Misadventures(
@@ -170,7 +170,7 @@ def _failure_of_switch(worker: Any) -> str:
         with worker.rollout_context():
             raise AssertionError("entered the rollout all the same")
 
-    failure = outcome_of(switch)
+    failure = refusal_of(switch)
     assert worker.sharding.state.value == "train"
     return failure
 
@@ -283,10 +283,10 @@ def refuse_versions(model: Path) -> Refusals:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             patch.setattr(megatron.core, "__version__", "0.15.0")
-        of_megatron = outcome_of(lambda: ActorHybridWorker(config))
+        of_megatron = refusal_of(lambda: ActorHybridWorker(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(version, "installed", lambda: {"vllm": "0.30.0"})
-        of_vllm = outcome_of(lambda: ActorHybridWorker(config))
+        of_vllm = refusal_of(lambda: ActorHybridWorker(config))
     return Refusals(of_megatron, of_vllm)
 
 
@@ -326,7 +326,7 @@ def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
     for owner, name in ((build, "build_actor"), (rendezvous, "plan")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, fail)
-            failure = outcome_of(lambda: workers.build_worker(model, TP2))
+            failure = refusal_of(lambda: workers.build_worker(model, TP2))
         found[name] = HalfBuilt(failure, dist.is_initialized())
     return found
 

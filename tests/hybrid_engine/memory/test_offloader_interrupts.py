@@ -83,7 +83,7 @@ def test_an_interrupt_at_any_line_loses_nothing(
     name: str, elastic: bool, how_many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`how_many` of the continuations are tried at each line."""
-    chosen = random.Random(name)
+    chosen = random.Random(f"{name} {elastic}")
     if elastic:  # no copy in the background is made before it is called off
         monkeypatch.setattr(ThreadPoolExecutor, "submit", mock.Mock(side_effect=RuntimeError("no thread")))
     *before, interrupted = SEQUENCES[name]

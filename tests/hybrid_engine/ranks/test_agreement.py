@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import GenerationError, LostRankError, RemoteError, ReshardError, StateError, WeightError
+from hybrid_engine.errors import (
+    GenerationError,
+    HybridEngineError,
+    LostRankError,
+    RemoteError,
+    ReshardError,
+    StateError,
+    WeightError,
+)
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
@@ -23,11 +31,16 @@ SILENCE_SECONDS = 1.0  # of the agreement whose peer says nothing
 LOST_SECONDS = 60.0  # of those whose peer ends: its end is noticed long before
 
 
-def outcome_of(call: Callable[[], object]) -> str:
+def outcome_of(call: Callable[[], object], expected: type[Exception] = Exception) -> str:
     try:
         return f"returned {call()}"
-    except Exception as error:
+    except expected as error:
         return f"{type(error).__name__}: {error}"
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """The same of an error of this project; any other is raised."""
+    return outcome_of(call, HybridEngineError)
 
 
 @pytest.fixture
