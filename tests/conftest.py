@@ -36,7 +36,7 @@ marks.install_guard()
 # Real engines share the cores with the property tests, so wall-clock deadlines only cause noise.
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=12)  # make test-fast
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 

@@ -118,6 +118,7 @@ def assert_found_by_name(name: str) -> None:
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": selector}]}]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what Ray imports
 def test_ray_and_its_recipe_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")

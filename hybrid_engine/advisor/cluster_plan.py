@@ -108,9 +108,9 @@ class CacheRoom:
     beside: int = 0
 
     @property
-    def share(self) -> float:
-        """vLLM's part of the device."""
-        return self.device * self.utilization
+    def share(self) -> int:
+        """vLLM's part of the device, rounded as it does (`request_memory`)."""
+        return math.ceil(self.device * self.utilization)
 
     @property
     def room(self) -> float:

@@ -34,7 +34,14 @@ from tests.zoo.tokenizers import save_numbers
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
-SEED_ROLLOUT = {"tp_size": 2, "pp_size": 1, "dp_type": "none", "max_model_len": 64, "max_num_seqs": 8}
+SEED_ROLLOUT = {
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_type": "none",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "kv_cache_mb": 16,
+}
 SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
 
 
@@ -125,7 +132,9 @@ def forms(directory: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     path = Path(directory)
     model = sharded_models.shard(sharded_models.from_config(path))
-    engine = HybridEngine(model=model, rollout_config={"model": directory, "max_model_len": 64, "max_num_seqs": 8})
+    engine = HybridEngine(
+        model=model, rollout_config={"model": directory, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}
+    )
     padded = torch.tensor([[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     found = {"outside": refusal_of(lambda: engine.generate(padded, GREEDY))}
@@ -196,7 +205,7 @@ def _gap(directory: str) -> float:
     model, tokens = told_otherwise(Path(directory)), torch.arange(2, 34)[None]
     with torch.no_grad():
         expected = model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
-    rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8}
+    rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}
     with HybridEngine(model=model, rollout_config=rollout_config, train_config={}) as engine, engine.rollout_context():
         (scored,) = engine.inference.prompt_logprobs(tokens.tolist())
     return float((scored - expected).abs().max())

@@ -105,7 +105,7 @@ def configured(path: Path, trainer: str, settings: Mapping[str, Any]) -> HybridC
     else:
         actor |= {"make_vocab_size_divisible_by": 8, "seq_length": workers.SEQ_LENGTH}
     if trainer in SERVED:
-        settings = {**settings, "max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 60.0}
+        settings = {**settings, "max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 60.0}
     if trainer == "megatron-bf16":
         actor["params_dtype"] = "bfloat16"
     if trainer == "megatron-lora":

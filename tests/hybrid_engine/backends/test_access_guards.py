@@ -30,6 +30,7 @@ class Guarded:
         return self.asked
 
 
+@pytest.mark.slow
 def test_each_entrance_asks_for_what_it_needs() -> None:
     one = Guarded()
     weights, moments = one.model.state_dict(), one.optimizer.state_dict()

@@ -67,6 +67,7 @@ def test_megatron_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Pa
     assert same_plan(found, facts(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")), "can be pasted"
 
 
+@pytest.mark.slow
 def test_every_size_and_offload_of_megatrons_actor_is_kept(tmp_path: Path) -> None:
     sizes = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 4}
     kept: dict[str, Any] = {f"{name}_model_parallel_size": size for name, size in sizes.items() if name != "context"}

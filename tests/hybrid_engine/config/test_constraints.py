@@ -260,7 +260,7 @@ def cases() -> Iterator[ParameterSet]:
     """Megatron's own fields are known where it is installed."""
     needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="without megatron-core")
     for case in BREAKS:
-        marks = [needs_megatron] if "overrides" in case.actor else []
+        marks = [needs_megatron, pytest.mark.slow] if "overrides" in case.actor else []
         yield pytest.param(case, id=f"{case.rule}: {case.key}", marks=marks)
 
 

@@ -95,7 +95,7 @@ def with_fsdp(model_path: Path) -> dict[str, Round]:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     for module in ends:
         module.requires_grad_(False)
-    rollout = {"tp_size": 2, "max_model_len": 64, "max_num_seqs": 8, **INCREMENTAL}
+    rollout = {"tp_size": 2, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, **INCREMENTAL}
     engine = HybridEngine(model=model, rollout_config=rollout, train_config={})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     vocab_size = ends[0].num_embeddings

@@ -62,7 +62,9 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def with_fsdp(directory: Path) -> Seen:
     model = sharded_models.from_config(directory)
-    engine = HybridEngine(model=model, rollout_config={"max_model_len": 64, "max_num_seqs": 8}, train_config={})
+    engine = HybridEngine(
+        model=model, rollout_config={"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}, train_config={}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(8)[None]
     model(tokens, labels=tokens).loss.backward()

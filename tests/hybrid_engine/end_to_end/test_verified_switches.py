@@ -56,7 +56,14 @@ def inject(directory: str) -> dict[str, Seen]:
     engine = HybridEngine(
         model=model,
         rollout_config={
-            **{"model": directory, "max_model_len": 64, "max_num_seqs": 8, "tp_size": 2, "bucket_mb": 1},
+            **{
+                "model": directory,
+                "max_model_len": 64,
+                "max_num_seqs": 8,
+                "kv_cache_mb": 16,
+                "tp_size": 2,
+                "bucket_mb": 1,
+            },
             **{"verify": "full", "check_compute": "always", "trace": str(Path(directory) / "trace.json")},
             "release_weights": False,  # old values stay where they are
         },

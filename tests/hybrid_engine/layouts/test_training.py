@@ -151,6 +151,7 @@ def megatrons_chunks(split: TrainParallelism, num_layers: int) -> Iterator[tuple
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
 
 
+@pytest.mark.slow
 @given(splits())
 def test_layers_are_dealt_out_as_megatron_does(case: tuple[TrainParallelism, int]) -> None:
     split, num_layers = case

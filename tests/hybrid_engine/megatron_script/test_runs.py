@@ -166,7 +166,7 @@ class Scripts:
         subprocess.run(
             [REPO_ROOT / "megatron_patches" / "patches" / "apply.sh", self.patched], check=True, capture_output=True
         )
-        settings = {"max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 120}
+        settings = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 120}
         for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
             model = directory / name
             model.mkdir()

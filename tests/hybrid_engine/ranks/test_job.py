@@ -99,6 +99,7 @@ def test_hosts_are_exchanged_and_a_process_group_of_its_own_ends_with_the_job(ra
     assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, [0], True, False), (1, hosts, [1], True, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_missing_ranks_are_named(tmp_path: Path, kind: str) -> None:
     """Stores raise different things for what does not come."""
@@ -111,6 +112,7 @@ def test_missing_ranks_are_named(tmp_path: Path, kind: str) -> None:
     _meet(store, 0, 4, 0.2)
 
 
+@pytest.mark.slow
 def test_a_server_may_come_some_seconds_later_to_a_store_in_a_file(tmp_path: Path) -> None:
     """Each look at the store ends after a second."""
     path = str(tmp_path / "store")
@@ -136,6 +138,7 @@ def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
     assert asked == [SECONDS_TO_BUILD]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_world_have_started(tmp_path: Path) -> None:
     """A job with servers is joined by ranks that run: who does not come is not waited for as one that imports is."""
     store = dist.FileStore(str(tmp_path / "store"), 2)

@@ -62,6 +62,7 @@ def test_a_job_of_another_timeout_than_the_configuration_is_refused(job: None) -
     assert "generate_config.timeout_seconds: 61, but the job was joined with 60" in refusal_of(rig)
 
 
+@pytest.mark.slow
 def test_waits_for_what_other_ranks_hold_count_as_set_up(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     conclude = Agreement.conclude
 

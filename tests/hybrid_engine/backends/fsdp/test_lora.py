@@ -90,7 +90,7 @@ def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Ad
         write_config(path, served_config("llama", torch_dtype="float32"))
     dist.barrier()
     model = peft_model(path, settings)
-    rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, **rollout}
+    rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, **rollout}
     with other_torch_modes():
         engine = HybridEngine(model=model, rollout_config=rollout_config, train_config={"fsdp_config": {}})
     found = Adapted(origins={name: len(each) for name, each in engine.train.weights.origins().items()})

@@ -110,7 +110,7 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
         "random_weights": True,
         "actor_config": {"params_dtype": "float32", "seq_length": 64},
         "generate_config": {
-            **{"max_model_len": 64, "max_num_seqs": 8, "timeout_seconds": job.timeout_seconds},
+            **{"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "timeout_seconds": job.timeout_seconds},
             **case.infer,
             **_narrower(case.dtype),
         },

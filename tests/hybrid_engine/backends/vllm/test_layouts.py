@@ -78,7 +78,7 @@ class Case:
         return InferenceSettings(
             model_dir,
             InferenceParallelism(self.tp * self.pp * self.dp, self.tp, self.pp, self.ep, self.order),
-            GenerateConfig(max_model_len=64, max_num_seqs=8),
+            GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16),
         )
 
     @property

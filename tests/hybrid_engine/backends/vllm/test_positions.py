@@ -105,7 +105,7 @@ def run_cases(directory: str, cases: list[Case]) -> dict[str, Outcome]:
 
 def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
     config = served_config(case.family)
-    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, quantization=case.quantization)
+    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, quantization=case.quantization)
     settings = InferenceSettings(support.write_config(directory, config), case.sizes, generate)
     table = table_for(config)
     gc.collect()  # what an earlier case left; tracing collects its own
@@ -212,7 +212,7 @@ def refuse(directory: str) -> tuple[str, list[str], list[str]]:
     """What tracing with a tensor of another shape raised, what it left, and how those fared who communicated."""
     dist.init_process_group("gloo")
     case, config = CASES[0], served_config(CASES[0].family)
-    generate = GenerateConfig(max_model_len=64, max_num_seqs=8)
+    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
     settings = InferenceSettings(support.write_config(Path(directory), config), case.sizes, generate)
     shapes = {**table_for(config).shapes, "model.norm.weight": (7,)}
     with closing(Job.join(120)) as job:
