@@ -30,10 +30,14 @@ _SLOW = (
     "hybrid_engine/test_sent_tensors.py",
     "hybrid_engine/trainer/test_checkpoint_directory.py",
     "megatron_patches",
-    # and what starts programs, or goes through a switch line by line
+    # and what starts programs, draws, plans whole jobs, or goes through hostile files or a switch line by line
+    "examples/test_report.py",
     "examples/test_start.py",
     "examples/test_stopping.py",
     "hybrid_engine/backends/huggingface/test_publishing.py",
+    "hybrid_engine/cli/test_plan_command.py",
+    "hybrid_engine/files/test_documents.py",
+    "hybrid_engine/planning/test_one_planner.py",
     "hybrid_engine/ranks/test_forks.py",
     "hybrid_engine/switch/test_interrupts.py",
     "hybrid_engine/verification/test_golden.py",

@@ -145,7 +145,6 @@ FSDP = (
 )
 
 
-@pytest.mark.slow
 def test_a_job_with_fsdp(tmp_path: Path) -> None:
     """Llama-3 8B in float32 over 16 ranks: an eighth of the rows of half a model on each; vLLM has bfloat16."""
     pytest.importorskip("transformers")

@@ -185,6 +185,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "pipeline"), LAYOUTS)
 def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> None:
     from megatron.core import parallel_state
