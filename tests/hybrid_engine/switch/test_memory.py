@@ -43,7 +43,8 @@ def switch_again_and_again(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
     """One cycle measured against the layouts' sizes, and what the process holds before and after more of them."""
-    worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1})
+    # a cache as large as by default: what libraries take in passing comes from its pages, not from new ones
+    worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1, "kv_cache_mb": 256})
     sharding, offloader = worker.sharding, worker.sharding.offloader
     for state in (State.INFER, State.FORWARD):
         sharding.enter(state)
