@@ -134,7 +134,7 @@ class OffloadReport:
 
     @property
     def total_nbytes(self) -> int:
-        """Of all kinds."""
+        """Bytes moved, summed over all kinds."""
         return sum(self.nbytes.values())
 
     def ended(self) -> OffloadReport:

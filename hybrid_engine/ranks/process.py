@@ -28,7 +28,7 @@ _SIGNALS = range(1, 32)
 """Those of POSIX; the real-time ones beyond are nobody's way to end a call."""
 
 _are_held = False
-"""In the main thread."""
+"""Whether the main thread is inside `signals_held`: blocks within it have nothing to do."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from hybrid_engine.trainer.megatron.specs import final_norm, gpt_layer
 __all__ = ["HybridModel", "stack_spec_for"]
 
 _ATTENTION, _MLP = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
-"""What each layer has of a GPT's."""
+"""Submodules of a GPT's layer that each of the two keeps."""
 
 
 class _Stack(HybridStack):

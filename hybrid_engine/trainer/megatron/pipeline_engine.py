@@ -140,7 +140,7 @@ def _packing_faults(
 
 
 _Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
-"""Of these the loss shares no memory with the report: Megatron divides it in place."""
+"""Returns (loss, report), which share no memory: Megatron divides the loss in place."""
 
 
 class PipelineEngine(TrainedModel, LiveModel, ABC):
