@@ -46,8 +46,15 @@ def signals_held() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         if is_held:
             came.append(number)
-        else:  # while they are put back
+        else:  # one that was not put back, since another raised right then
             before[number](number, frame)
+
+    def handle() -> None:
+        nonlocal is_held
+        is_held = False
+        with ExitStack() as handlers:  # each even if another raises; sent again, a signal would count twice (wakeup fd)
+            for number in reversed(came):
+                handlers.callback(before[number], number, None)
 
     try:
         for number in _SIGNALS:
@@ -58,12 +65,11 @@ def signals_held() -> Iterator[None]:
         _are_held = True  # only now, and until the first handler is back: none can raise in between
         yield
     finally:
-        _are_held = is_held = False
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        with ExitStack() as handlers:  # each even if another raises; sent again, a signal would count twice (wakeup fd)
-            for number in reversed(came):
-                handlers.callback(before[number], number, None)
+        _are_held = False
+        with ExitStack() as ends:  # in reverse: all are put back, even if one that is back raises, and then called
+            ends.callback(handle)
+            for number, handler in before.items():
+                ends.callback(signal.signal, number, handler)
 
 
 own_groups: WeakSet[object] = WeakSet()

@@ -59,6 +59,34 @@ def test_every_handler_runs_though_one_raises(handle: Callable[[int, Handler], N
     assert signal.getsignal(signal.SIGUSR1) is stop
 
 
+def test_every_handler_is_put_back_and_runs_though_one_that_is_back_raises(
+    handle: Callable[[int, Handler], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, put = list[int](), signal.signal
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def put_and_send(number: int, handler: Handler) -> None:
+        put(number, handler)
+        if handler is stop:
+            send(number)
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+
+    handlers = {signal.SIGUSR1: note, signal.SIGUSR2: stop, signal.SIGWINCH: note}
+    for number, handler in handlers.items():
+        handle(number, handler)
+    with pytest.raises(KeyboardInterrupt), signals_held():
+        send(signal.SIGUSR1)
+        send(signal.SIGWINCH)
+        monkeypatch.setattr(signal, "signal", put_and_send)
+    monkeypatch.undo()
+    assert came == [signal.SIGUSR1, signal.SIGWINCH]
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
 def test_who_listens_at_the_file_descriptor_hears_of_it_once(handle: Callable[[int, Handler], None]) -> None:
     """Twice would be a second Ctrl-C."""
     handle(signal.SIGUSR1, lambda _number, _frame: None)
