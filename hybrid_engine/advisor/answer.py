@@ -198,7 +198,8 @@ def sizes_as_dict(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class LaterSwitches:
-    """The cost of each switch after the first where some weights are frozen, with `incremental: auto`.
+    """The cost of each switch after the first where some weights are frozen, with `incremental: auto`; with `delta`,
+    the most, as what it saves between hosts depends on the values.
 
     Attributes:
         kept: bytes of inference weights that stay on each device while it trains, of which `incremental_mb` must be the
@@ -409,7 +410,7 @@ def sections_of(answer: Answer) -> Iterator[Section]:
     yield _moved(job)
     yield _memory(job)
     if answer.later is not None:
-        yield _later(answer.later, Unit.of(job))
+        yield _later(answer.later, job)
 
 
 _PART = "  of it "
@@ -477,7 +478,10 @@ def _memory(job: JobPlan) -> Section:
     return Section(f"Memory, {unit.name} by rank", rows, note)
 
 
-def _later(later: LaterSwitches, unit: Unit) -> Section:
-    title = f"Later switches, {unit.name} by rank, with incremental: auto and incremental_mb: {later.incremental_mb}"
+def _later(later: LaterSwitches, job: JobPlan) -> Section:
+    unit, is_delta = Unit.of(job), job.config.generate_config.incremental == "delta"
+    keys = f"incremental: {'delta' if is_delta else 'auto'} and incremental_mb: {later.incremental_mb}"
     kept = {"kept on the device": unit.numbers(range_of(later.kept))}
-    return Section(title, _rows(moved_bytes(later.bytes), _MOVED, unit) | kept)
+    note = "At most: delta sends less of what changed between hosts, by how many values did." * is_delta
+    title = f"Later switches, {unit.name} by rank, with {keys}"
+    return Section(title, _rows(moved_bytes(later.bytes), _MOVED, unit) | kept, note)

@@ -69,7 +69,7 @@ def plan(
         str | None,
         typer.Option(
             help="Names of a checkpoint's tensors (* and ?, separated by commas) that are not trained: also what later "
-            "switches move with incremental: auto."
+            "switches move with incremental: auto, or at most with delta."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,

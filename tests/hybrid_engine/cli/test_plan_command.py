@@ -62,7 +62,12 @@ def test_later_switches_leave_out_what_is_frozen(tmp_path: Path) -> None:
     read = (sum(moved[key]["mean"] for key in ("received", "copied_on_the_rank")) for moved in (first, rest))
     assert next(read) - next(read) == ends_nbytes / 4
     assert "later_switches" not in facts(*of_job)
-    assert "kept on the device" in run(*of_job, "--frozen", "lm_head.*").output
+    shown = run(*of_job, "--frozen", "lm_head.*").output
+    assert "kept on the device" in shown
+    assert "incremental: auto and" in shown
+    shown = run(*of_job, "generate_config.incremental=delta", "--frozen", "lm_head.*").output
+    assert "incremental: delta and" in shown
+    assert "At most: delta sends less" in shown
     refused = run(*of_job, "--frozen", "lm_head.*,layers.*")
     assert refused.exit_code == 2
     assert "no tensor matches layers.*" in refused.output
