@@ -260,14 +260,16 @@ class ShardingManager(Switch):
         if self._serves_on:
             with self._phase("release"):
                 self._release(selection)
-        with self._phase("fill"):
+        with self._phase("check"):  # what fails from the first message on, a rank can tell the others bucket by bucket
             verifier = self._require_open().verifier
             verification = None if verifier is None else verifier.begin()
+            if verification is not None:
+                verification.skipped(self.plan.buckets[index] for index in selection.skipped)
             buffers = self.training.buffers()
             fence = self._fence(buffers, selection)
+        with self._phase("fill"):
             with ExitStack() as observing:
                 if verification is not None:
-                    verification.skipped(self.plan.buckets[index] for index in selection.skipped)
                     observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
                 fill = self.container.fill(buffers, fence, verification, selection.skipped, whole=selection.whole)
             self._tally.offloaded += fence.released_nbytes if fence is not None else 0

@@ -155,7 +155,7 @@ def _fail_on_rank_0(call: str, **settings: object) -> dict[str, object]:
 def one_rank_fails() -> dict[str, object]:
     """In the second of two buckets and elsewhere, over both transports."""
     results = {}
-    for call in ("prepare", "allocate second", "commit second", "wake"):
+    for call in ("prepare", "buffers", "allocate second", "commit second", "wake"):
         results[f"{call}, shared_memory"] = _fail_on_rank_0(call, elastic=True, transport="shared_memory")
         results[f"{call}, collective"] = _fail_on_rank_0(call, transport="collective")
     return results
@@ -416,7 +416,7 @@ def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[s
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-@pytest.mark.parametrize("call", ["prepare", "allocate second", "commit second", "wake"])
+@pytest.mark.parametrize("call", ["prepare", "buffers", "allocate second", "commit second", "wake"])
 def test_one_rank_fails_both_raise_and_go_on(two_ranks: list[dict[str, dict]], call: str, transport: str):
     own, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
     assert own["names"][0] == ReshardError.__name__
