@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,8 +40,11 @@ class Script:
         self._armed: dict[str, list[BaseException]] = {}
 
     def arm(self, call: str, *errors: BaseException) -> None:
-        """The next time `call` is reached it raises the first of these, then the second, and so on."""
-        self._armed.setdefault(call, []).extend(errors)
+        """The next time `call` is reached it raises the first of these, then the second, and so on.
+
+        Copies are raised: an error keeps the frames that it went through, and those of a test's parameters stay.
+        """
+        self._armed.setdefault(call, []).extend(copy.copy(each) for each in errors)
 
     def reach(self, call: str) -> None:
         self.calls.append(call)

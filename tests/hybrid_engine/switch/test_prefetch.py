@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from itertools import pairwise
@@ -190,12 +191,13 @@ def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: th
 def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    copy, outcomes = arena.Copier.begin_copy, [None, error]
+    # a copy, for an error keeps the frames that it went through, and a parameter of tests stays
+    begin_copy, outcomes = arena.Copier.begin_copy, [None, copy.copy(error)]
 
     def failing(self: arena.Copier, *arguments: object, **options: object) -> None:
         if outcomes and (outcome := outcomes.pop(0)) is not None:
             raise outcome
-        copy(self, *arguments, **options)
+        begin_copy(self, *arguments, **options)
 
     monkeypatch.setattr(arena.Copier, "begin_copy", failing)
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
