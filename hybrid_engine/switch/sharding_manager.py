@@ -260,18 +260,19 @@ class ShardingManager(Switch):
         if self._serves_on:
             with self._phase("release"):
                 self._release(selection)
-        with self._phase("check"):  # what fails from the first message on, a rank can tell the others bucket by bucket
+        with self._phase("check"):
             verifier = self._require_open().verifier
             verification = None if verifier is None else verifier.begin()
+            proving: AbstractContextManager[None] = nullcontext()
             if verification is not None:
                 verification.skipped(self.plan.buckets[index] for index in selection.skipped)
+                proving = self.inference.proving(verification.tensors, verification.unproven)
             buffers = self.training.buffers()
             fence = self._fence(buffers, selection)
-        with self._phase("fill"):
-            with ExitStack() as observing:
-                if verification is not None:
-                    observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
-                fill = self.container.fill(buffers, fence, verification, selection.skipped, whole=selection.whole)
+            container = self.container
+            container.begin(selection.skipped, whole=selection.whole)
+        with self._phase("fill"), proving:
+            fill = container.fill(buffers, fence, verification)
             self._tally.offloaded += fence.released_nbytes if fence is not None else 0
             self._note_peak()
             self._filled_nbytes = self.inference.resident_nbytes()

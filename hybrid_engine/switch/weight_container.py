@@ -1,5 +1,6 @@
 """The inference weights of one rank, filled bucket by bucket from the training weights.
 
+    begin                                           what may fail before any rank waits for another
     for bucket in plan.buckets:                     on every rank, but for those that all ranks skip
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
@@ -143,6 +144,7 @@ class WeightContainer:
         self._state = ContainerState.EMPTY
         self._doing, self._filling = "", list[str]()  # what the fill is at, and its groups, for messages
         self._is_in_step = True  # with the others: no message of an earlier fill is under way
+        self._has_begun, self._report = False, FillReport()  # the next fill; of the last one
         self._num_met = 0  # by the router, when the fill began
         self._walked: Sequence[Bucket] = ()  # in the fill
         self._following: Mapping[int, Bucket] = {}  # bucket -> the one whose messages go meanwhile
@@ -159,28 +161,14 @@ class WeightContainer:
         return live.intersection(self._weights.committed()) if live else live
 
     @torch.no_grad()
-    def fill(
-        self,
-        source: Mapping[str, torch.Tensor],
-        fence: ReleaseFence | None = None,
-        verification: Verification | None = None,
-        skipped: Collection[int] = (),
-        *,
-        whole: bool = True,
-    ) -> FillReport:
-        """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
+    def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
+        """What may fail on one rank before the first message of the next `fill`: from there on it can tell the others.
 
         Args:
-            source: by buffer name.
-            fence: releases training memory behind every bucket.
-            verification: of what is filled.
             skipped: buckets to leave out, the same on all ranks: their groups are among `kept`.
             whole: no message is a delta, for some rank may not have what came last; the same on all ranks.
 
-        The caller fences before (all sources are final) and, without a fence, after (nobody reads them any more).
-        Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
-        so that no peer waits for this rank, and the error is raised: the engine's own and interrupts (Ctrl-C) as they
-        are, others as ReshardError. Raises StateError also where an earlier fill was interrupted even in that.
+        Raises StateError unless empty, and where an earlier fill was interrupted even while it told the others.
         """
         if self._state is not ContainerState.EMPTY:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
@@ -192,16 +180,43 @@ class WeightContainer:
         left_out = [group for index in skipped for group in self._owned(self._plan.buckets[index])]
         if gone := [group for group in left_out if group not in self._kept]:
             raise StateError(f"groups {first_of(gone, _NUM_NAMED)} were not kept: their buckets cannot be skipped")
-        report, self._doing, self._filling = FillReport(), "before the first bucket", []
+        self._doing, self._filling = "before the first bucket", []
         self._num_met = self._router.num_met
         self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
         self._following = self._sent_ahead()
-        self._is_in_step = self._num_ranks == 1  # until it has ended, or told the others that it does not
-        self._state = ContainerState.PARTIAL
-        self._router.begin(whole=whole)  # an interrupt here cannot be told as the others expect to hear it
+        self._report = FillReport(
+            least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked),
+            skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
+        )
+        self._router.begin(whole=whole)
+        self._has_begun = True
+
+    def fill(
+        self,
+        source: Mapping[str, torch.Tensor],
+        fence: ReleaseFence | None = None,
+        verification: Verification | None = None,
+    ) -> FillReport:
+        """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
+
+        Args:
+            source: by buffer name.
+            fence: releases training memory behind every bucket.
+            verification: of what is filled.
+
+        The caller fences before (all sources are final) and, without a fence, after (nobody reads them any more).
+        Begins if nobody has: with nothing left out, and all whole. On any failure from then on the state is PARTIAL,
+        the remaining buckets are abandoned, so that no peer waits for this rank, and the error is raised: the engine's
+        own and interrupts (Ctrl-C) as they are, others as ReshardError.
+        """
+        if not self._has_begun:
+            self.begin()
         try:
+            self._has_begun, self._is_in_step = False, self._num_ranks == 1  # until its end, or the others were told
+            self._state = ContainerState.PARTIAL
             self._router.prepare()
-            self._fill(source, fence, verification, report)
+            self._fill(source, fence, verification, self._report)
+            self._is_in_step = True
         except BaseException as error:
             self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", fence)
             self._is_in_step = True
@@ -212,12 +227,9 @@ class WeightContainer:
                 f"rank {self._router.rank}, {self._doing}{groups}: {type(error).__name__}: {error}. "
                 "The inference weights are partly filled; release() them"
             ) from error
-        self._is_in_step = True
         self._state = ContainerState.FILLED
-        report.least_nbytes = sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked)
-        report.skipped_nbytes = sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped)
-        report.deltas = self._router.deltas_sent()
-        return report
+        self._report.deltas = self._router.deltas_sent()
+        return self._report
 
     def _fill(
         self,

@@ -210,7 +210,8 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fails_in: str, message:
             patch.setattr(follower, "finish", lambda: _raise(MemoryError("finish")))
         rig.driver.calls.clear()
         with pytest.raises(ReshardError, match=message):
-            container.fill(source_of(0), follower, skipped={2})
+            container.begin({2})
+            container.fill(source_of(0), follower)
         assert rig.driver.calls.count("cuMemMap") == 1
         assert rig.cuda.mapped() == own
         assert weights.script.calls[-1] == "abandon"
@@ -317,7 +318,8 @@ def _skip_on_rank(rank: int, router: TransportSet) -> None:
         if fails and rank == 0:
             weights.fail_in("allocate group3")
         try:
-            report = container.fill(source_of(rank), skipped=skipped)
+            container.begin(skipped)
+            report = container.fill(source_of(rank))
             assert_filled(weights)
             assert any("group2" in call for call in weights.script.calls) == (not skipped)
             assert sum(report.nbytes_by_link.values()) + report.skipped_nbytes == NBYTES * (NUM_GROUPS - rank)
@@ -328,7 +330,7 @@ def _skip_on_rank(rank: int, router: TransportSet) -> None:
             container.release()
     with pytest.raises(StateError, match="groups group2 were not kept"):
         container.release()
-        container.fill(source_of(rank), skipped={1})
+        container.begin({1})
 
 
 def test_no_rank_waits_for_one_that_failed(ranks: Ranks):
