@@ -46,15 +46,8 @@ def signals_held() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         if is_held:
             came.append(number)
-        else:  # one that was not put back, since another raised right then
+        else:  # of one that is not back, since another raised in between
             before[number](number, frame)
-
-    def handle() -> None:
-        nonlocal is_held
-        is_held = False
-        with ExitStack() as handlers:  # each even if another raises; sent again, a signal would count twice (wakeup fd)
-            for number in reversed(came):
-                handlers.callback(before[number], number, None)
 
     try:
         for number in _SIGNALS:
@@ -66,10 +59,15 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         _are_held = False
-        with ExitStack() as ends:  # in reverse: all are put back, even if one that is back raises, and then called
-            ends.callback(handle)
-            for number, handler in before.items():
-                ends.callback(signal.signal, number, handler)
+        try:
+            with ExitStack() as put_back:  # each, though one that is back may raise before the next
+                for number, handler in before.items():
+                    put_back.callback(signal.signal, number, handler)
+        finally:
+            is_held = False
+            with ExitStack() as handlers:  # each, too; sent again, a signal would count twice (wakeup fd)
+                for number in reversed(came):
+                    handlers.callback(before[number], number, None)
 
 
 own_groups: WeakSet[object] = WeakSet()
