@@ -305,7 +305,9 @@ def take_over(model: str, url: str, out: str) -> Run:
             send(clients, streams_of((LENGTH - 16,)), 8)
             pause(server, mode, clear_cache)
             clients.wait_for_tokens(num_drawn(url) - drawn_before)
-            if any(0 < len(stream.tokens) < stream.num_tokens for stream in clients.streams):
+            for stream in clients.streams:
+                stream.is_in_flight = 0 < len(stream.tokens) < stream.num_tokens
+            if any(stream.is_in_flight for stream in clients.streams):
                 return
             server.resume()
 
@@ -402,8 +404,9 @@ def test_other_trainers_publish_to_a_server_that_draws_tokens(outcomes: Outcomes
     run = outcomes["take over"][0]
     print(figures(run))
     check_replay(run)
+    assert run.in_flight
     check_kept(run)
-    assert any(stream.labels == sorted(stream.labels) and set(stream.labels) == {0, 1} for stream in run.streams)
+    assert all(set(stream.labels) == {0, 1} and stream.labels == sorted(stream.labels) for stream in run.in_flight)
 
 
 def test_requests_go_on_while_trainers_train(outcomes: Outcomes) -> None:
