@@ -136,6 +136,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         for name, container in by_name.items():
             dist.barrier()
             started = time.perf_counter()
+            container.begin()
             reports[name] = container.fill(source)
             dist.barrier()
             if number >= WARM_UP:

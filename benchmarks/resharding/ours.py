@@ -19,6 +19,7 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) -> None:
     """One fill of the empty container; its phases go to `clock`. The only place that knows how a fill is called."""
+    container.begin()
     report = container.fill(training.buffers())
     for name, seconds in report.seconds.items():
         clock.add(name, seconds)

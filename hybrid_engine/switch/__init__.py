@@ -24,7 +24,8 @@ A switch to INFER, each step a phase that all ranks leave together; on the devic
     0  Computation.ask_trainer the trainer's log-probabilities of a few tokens, in the first switch
     1  offload                 gradients and optimizer state                             parameters
     2  prepare, check          pending gathers finish; NaN, overflow refused              parameters
-    3  WeightContainer.fill    for each bucket:
+    3  WeightContainer.begin   on all ranks, before any of them fills
+       WeightContainer.fill    for each bucket:
          allocate                                                                        + one bucket of inference
          TransportSet.run        read, transfer, write; the next bucket's messages go
          Verification.filled     digests of both sides, where switches are verified

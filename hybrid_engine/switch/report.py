@@ -28,9 +28,9 @@ class ReshardReport:
         version: optimizer steps the weights had taken.
         seconds: wall-clock time of the whole switch.
         seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the device), offload, onload,
-            prepare, check, fill (of which allocate, read, transfer, write, commit), release, resume; each with its wait
-            for the slowest rank. verify: digests, made during the fill, and their comparison. compute: what both sides
-            took for the log-probabilities of `check_compute`.
+            prepare, check, begin, fill (of which allocate, read, transfer, write, commit), release, resume; each with
+            its wait for the slowest rank. verify: digests, made during the fill, and their comparison. compute: what
+            both sides took for the log-probabilities of `check_compute`.
         bytes_received: from other ranks, but for those on the same device. bytes_own: copied inside this rank, or its
             device. bytes_least: no plan receives less.
         bytes_across_hosts: those received from ranks of other hosts. What several ranks of a host need of them comes to

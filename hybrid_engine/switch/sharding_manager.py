@@ -260,22 +260,23 @@ class ShardingManager(Switch):
         if self._serves_on:
             with self._phase("release"):
                 self._release(selection)
-        with self._phase("check"):
-            verifier = self._require_open().verifier
-            verification = None if verifier is None else verifier.begin()
-            proving: AbstractContextManager[None] = nullcontext()
-            if verification is not None:
-                verification.skipped(self.plan.buckets[index] for index in selection.skipped)
-                proving = self.inference.proving(verification.tensors, verification.unproven)
-            buffers = self.training.buffers()
-            fence = self._fence(buffers, selection)
-            container = self.container
-            container.begin(selection.skipped, whole=selection.whole)
-        with self._phase("fill"), proving:
-            fill = container.fill(buffers, fence, verification)
-            self._tally.offloaded += fence.released_nbytes if fence is not None else 0
-            self._note_peak()
-            self._filled_nbytes = self.inference.resident_nbytes()
+        with ExitStack() as observing:
+            with self._phase("begin"):
+                verifier = self._require_open().verifier
+                verification = None if verifier is None else verifier.begin()
+                if verification is not None:
+                    verification.skipped(self.plan.buckets[index] for index in selection.skipped)
+                    observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
+                buffers = self.training.buffers()
+                fence = self._fence(buffers, selection)
+                container = self.container
+                container.begin(selection.skipped, whole=selection.whole)
+            with self._phase("fill"):
+                fill = container.fill(buffers, fence, verification)
+                observing.close()
+                self._tally.offloaded += fence.released_nbytes if fence is not None else 0
+                self._note_peak()
+                self._filled_nbytes = self.inference.resident_nbytes()
         # a trainer that receives nothing is to tell what the servers did
         self._tally.add_fill(fill.of_all(self.job.agreement) if self._require_open().is_apart else fill)
         if verification is not None:

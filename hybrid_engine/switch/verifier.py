@@ -80,10 +80,12 @@ class Verifier:
         self._compared: set[str] = set()  # tensors, as they were sent last
 
     def begin(self) -> Verification:
-        """The verification of one fill; called on all ranks, or none."""
+        """The verification of one fill; called on all ranks, or none. Collective where it samples."""
         names = list(self._regions.dtypes)
         if self._mode == "sample" and len(names) > NUM_SAMPLED:
-            first, self._next = self._next, (self._next + NUM_SAMPLED) % len(names)
+            # a rank that was interrupted in an earlier switch may not have come as far as the others
+            first = max(self._job.agreement.gather(self._next, int, "sample"))
+            self._next = (first + NUM_SAMPLED) % len(names)
             names = [names[(first + index) % len(names)] for index in range(NUM_SAMPLED)]
         return Verification(self._regions, self._job, frozenset(names), self._compared)
 

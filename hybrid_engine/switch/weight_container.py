@@ -1,6 +1,6 @@
 """The inference weights of one rank, filled bucket by bucket from the training weights.
 
-    begin                                           what may fail before any rank waits for another
+    begin                                           on every rank, before any of them goes on
     for bucket in plan.buckets:                     on every rank, but for those that all ranks skip
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
@@ -144,7 +144,8 @@ class WeightContainer:
         self._state = ContainerState.EMPTY
         self._doing, self._filling = "", list[str]()  # what the fill is at, and its groups, for messages
         self._is_in_step = True  # with the others: no message of an earlier fill is under way
-        self._has_begun, self._report = False, FillReport()  # the next fill; of the last one
+        self._has_begun = False  # and the fill has not
+        self._report = FillReport()  # of that fill, or of the last one
         self._num_met = 0  # by the router, when the fill began
         self._walked: Sequence[Bucket] = ()  # in the fill
         self._following: Mapping[int, Bucket] = {}  # bucket -> the one whose messages go meanwhile
@@ -160,9 +161,9 @@ class WeightContainer:
         live = frozenset(self._groups) if self._state is ContainerState.FILLED else self._kept
         return live.intersection(self._weights.committed()) if live else live
 
-    @torch.no_grad()
     def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
-        """What may fail on one rank before the first message of the next `fill`: from there on it can tell the others.
+        """Prepare the next `fill` on this rank. No collective; `fill` follows once all ranks have succeeded here: one
+        that fails here cannot tell those that fill already.
 
         Args:
             skipped: buckets to leave out, the same on all ranks: their groups are among `kept`.
@@ -170,6 +171,7 @@ class WeightContainer:
 
         Raises StateError unless empty, and where an earlier fill was interrupted even while it told the others.
         """
+        self._has_begun = False
         if self._state is not ContainerState.EMPTY:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
         if not self._is_in_step:
@@ -191,6 +193,7 @@ class WeightContainer:
         self._router.begin(whole=whole)
         self._has_begun = True
 
+    @torch.no_grad()
     def fill(
         self,
         source: Mapping[str, torch.Tensor],
@@ -205,12 +208,12 @@ class WeightContainer:
             verification: of what is filled.
 
         The caller fences before (all sources are final) and, without a fence, after (nobody reads them any more).
-        Begins if nobody has: with nothing left out, and all whole. On any failure from then on the state is PARTIAL,
-        the remaining buckets are abandoned, so that no peer waits for this rank, and the error is raised: the engine's
-        own and interrupts (Ctrl-C) as they are, others as ReshardError.
+        Raises StateError without a `begin` before. On any failure while buckets are filled the state is PARTIAL, the
+        remaining ones are abandoned, so that no peer waits for this rank, and the error is raised: the engine's own and
+        interrupts (Ctrl-C) as they are, others as ReshardError.
         """
         if not self._has_begun:
-            self.begin()
+            raise StateError("begin() comes before each fill()")
         try:
             self._has_begun, self._is_in_step = False, self._num_ranks == 1  # until its end, or the others were told
             self._state = ContainerState.PARTIAL
@@ -252,6 +255,7 @@ class WeightContainer:
 
         `keep`: groups of this rank that may stay as they are; nothing stays of a fill that failed.
         """
+        self._has_begun = False
         if self._state is ContainerState.EMPTY and self._kept.issubset(keep):
             return
         kept = frozenset() if self._state is ContainerState.PARTIAL else frozenset(keep)

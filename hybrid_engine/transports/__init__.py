@@ -28,7 +28,8 @@ Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objec
 
 Every switch, by switch/weight_container.py, after a fence (all sources are final):
 
-    1  router.begin(whole), router.prepare()               whether messages may be deltas; + relay memory
+    1  router.begin(whole)                                 whether messages may be deltas; on all ranks, and then
+       router.prepare()                                    + relay memory
     2  router.run(bucket, source, destination, next)       for each bucket:
          Transport.start                                     + staging; messages of this bucket and the next are posted
          Transport.run, each in the registry's order         bytes arrive in the destination, or in relay buffers

@@ -227,7 +227,7 @@ class TransportSet:
         return sum(transport.trim() for transport in self._transports.values()) + self._relays.release()
 
     def begin(self, *, whole: bool) -> None:
-        """Begin a fill, before all else that may fail in it: ranks that abandon it send as the others do.
+        """Say how messages go, before any rank fills: ranks that abandon a fill send as the others do.
 
         `whole`: no message is a delta; the same on all ranks. Raises nothing.
         """

@@ -33,8 +33,8 @@ SETTINGS = {
 class FailingLine:
     """Raises MemoryError at the n-th line that runs in hybrid_engine/switch while it is active.
 
-    From the end of `WeightContainer.begin` to the first line of `fill` there is nothing that fails, and nobody whom a
-    rank could tell: these few lines are not counted.
+    From the end of `WeightContainer.begin` to the first line of `fill` a rank could not tell the others: these few
+    lines allocate nothing, and are not tested.
 
     Attributes:
         where: it has raised, or nothing.
@@ -82,7 +82,8 @@ def fail_everywhere(before: State, after: State, settings: dict[str, Any]) -> li
         with suppress(HybridEngineError, MemoryError), FailingLine(at, rig.manager.container) as failing:
             rig.manager.enter(after)
         seconds = time.monotonic() - began
-        while True:  # where a rank failed between two phases they meet in different calls; parted ranks, never
+        while True:  # where a rank failed between two phases they meet in different calls
+            assert rig.job.agreement.lost is None, f"after {failing.where}, {seconds:.1f} s: the ranks have parted"
             with suppress(HybridEngineError):
                 (where, _) = rig.job.agreement.gather(failing.where, str)
                 break

@@ -23,7 +23,9 @@ from hybrid_engine.errors import (
     ReshardError,
 )
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch import verifier
 from hybrid_engine.switch.states import State
+from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import TransportSet
@@ -155,10 +157,26 @@ def _fail_on_rank_0(call: str, **settings: object) -> dict[str, object]:
 def one_rank_fails() -> dict[str, object]:
     """In the second of two buckets and elsewhere, over both transports."""
     results = {}
-    for call in ("prepare", "buffers", "allocate second", "commit second", "wake"):
-        results[f"{call}, shared_memory"] = _fail_on_rank_0(call, elastic=True, transport="shared_memory")
-        results[f"{call}, collective"] = _fail_on_rank_0(call, transport="collective")
+    for call in ("prepare", "buffers", "proving", "allocate second", "commit second", "wake"):
+        results[f"{call}, shared_memory"] = _fail_on_rank_0(
+            call, elastic=True, transport="shared_memory", verify="full"
+        )
+        results[f"{call}, collective"] = _fail_on_rank_0(call, transport="collective", verify="full")
     return results
+
+
+@scenario
+def sampling_fails_on_rank_0() -> dict[str, object]:
+    """Both sample the same tensors afterwards."""
+    with mock.patch.object(verifier, "NUM_SAMPLED", 1):
+        rig = Rig(verify="sample")
+        rig.training.step()
+        failing = mock.patch.object(Verifier, "begin", side_effect=MemoryError("no sample"))
+        with failing if rig.training.rank == 0 else nullcontext():
+            error = error_of(lambda: rig.manager.enter(INFER))
+        rig.assert_is(TRAIN)
+        assert_goes_on(rig)
+    return error
 
 
 @scenario
@@ -375,6 +393,7 @@ ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
         ["entering rollout_context (1 numbers) on rank 1"],
         {},
     ),
+    "sampling_fails_on_rank_0": ((ReshardError, REMOTE), ["MemoryError: no sample"], {}),
     "start_hook_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: no licence"], {}),
     "way_back_fails_on_rank_1": (
         (ReshardError, ReshardError),
@@ -416,7 +435,7 @@ def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[s
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-@pytest.mark.parametrize("call", ["prepare", "buffers", "allocate second", "commit second", "wake"])
+@pytest.mark.parametrize("call", ["prepare", "buffers", "proving", "allocate second", "commit second", "wake"])
 def test_one_rank_fails_both_raise_and_go_on(two_ranks: list[dict[str, dict]], call: str, transport: str):
     own, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
     assert own["names"][0] == ReshardError.__name__

@@ -15,7 +15,7 @@ from hybrid_engine.switch.report import MemoryWatch, ReshardReport
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
 FILL_PARTS = {"allocate", "read", "transfer", "write", "commit"}
-TO_INFER = {"offload", "onload", "prepare", "check", "fill", "resume"} | FILL_PARTS
+TO_INFER = {"offload", "onload", "prepare", "check", "begin", "fill", "resume"} | FILL_PARTS
 
 
 def test_report_of_a_switch_to_infer_and_back(rig: Rig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import pytest
@@ -14,6 +14,7 @@ from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportE
 from hybrid_engine.memory import elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
+from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet
@@ -40,6 +41,7 @@ class Weights(FakeInference):
         self.script.arm(call, MemoryError(f"no memory for {call}"))
 
     def finish_fill(self) -> None:
+        assert not torch.is_grad_enabled()
         self.script.reach("finish_fill")
 
     def abandon(self) -> None:
@@ -84,6 +86,16 @@ def in_process_router(rank: int) -> TransportSet:
     return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
 
 
+def fill(
+    container: WeightContainer,
+    source: Mapping[str, torch.Tensor],
+    fence: ReleaseFence | None = None,
+    skipped: Collection[int] = (),
+) -> FillReport:
+    container.begin(skipped)
+    return container.fill(source, fence)
+
+
 def assert_filled(weights: Weights) -> None:
     for group in range(NUM_GROUPS - weights.rank):
         src_rank = 1 - weights.rank if group % 2 else weights.rank
@@ -96,7 +108,7 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     weights = Weights(rank)
     container = WeightContainer(weights, make_plan(), in_process_router(rank))
     assert container.state is ContainerState.EMPTY
-    report = container.fill(source_of(rank))
+    report = fill(container, source_of(rank))
     expected = ["allocate group0", "allocate group1", "commit group0", "commit group1"]
     expected += ["allocate group2", "commit group2"]
     expected += ["allocate group3", "commit group3"] if rank == 0 else []
@@ -119,10 +131,10 @@ def test_cycles_and_idempotent_release():
     container.release()
     assert weights.script.calls == []
     for _ in range(3):
-        container.fill(source_of(0))
+        fill(container, source_of(0))
         assert_filled(weights)
         with pytest.raises(StateError, match=r"is filled; release\(\) it"):
-            container.fill(source_of(0))
+            fill(container, source_of(0))
         container.release()
         container.release()
         assert container.state is ContainerState.EMPTY
@@ -155,14 +167,14 @@ class Follower:
 def test_follower_hears_of_a_bucket_before_it_is_in_force():
     weights = Weights(0)
     follower = Follower(weights)
-    WeightContainer(weights, make_plan(), in_process_router(0)).fill(source_of(0), follower)
+    fill(WeightContainer(weights, make_plan(), in_process_router(0)), source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
 
 
 def test_failing_release_leaves_it_partial():
     weights = Weights(0, "release")
     container = WeightContainer(weights, make_plan(), in_process_router(0))
-    container.fill(source_of(0))
+    fill(container, source_of(0))
     with pytest.raises(MemoryError):
         container.release()
     assert container.state is ContainerState.PARTIAL
@@ -172,14 +184,14 @@ def test_errors_of_the_engine_pass_as_they_are():
     weights = Weights(0)
     container, follower = WeightContainer(weights, make_plan(), in_process_router(0)), Follower(weights, fail_at=1)
     with pytest.raises(WeightError, match="tensor0: NaN"):
-        container.fill(source_of(0), follower)
+        fill(container, source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
     with pytest.raises(StateError, match="is partial"):
-        container.fill(source_of(0))
+        fill(container, source_of(0))
     container.release()
     with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
         broken = InProcessTransport(0, {})
-        WeightContainer(Weights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
+        fill(WeightContainer(Weights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)), {})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +213,7 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fails_in: str, message:
         handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
         router = TransportSet.connect(TransportContext(0, layouts, handles, buckets=plan.buckets))
         container, own = WeightContainer(weights, plan, router), rig.cuda.mapped()
-        container.fill(source_of(0))
+        fill(container, source_of(0))
         container.release(["group3"])
         follower = Follower(weights)
         if fails_in:
@@ -210,8 +222,7 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fails_in: str, message:
             patch.setattr(follower, "finish", lambda: _raise(MemoryError("finish")))
         rig.driver.calls.clear()
         with pytest.raises(ReshardError, match=message):
-            container.begin({2})
-            container.fill(source_of(0), follower)
+            fill(container, source_of(0), follower, skipped={2})
         assert rig.driver.calls.count("cuMemMap") == 1
         assert rig.cuda.mapped() == own
         assert weights.script.calls[-1] == "abandon"
@@ -250,7 +261,7 @@ def test_a_dead_group_keeps_no_other_transport_and_no_bucket_from_being_told():
     router = TransportSet(0, [dead, other], lambda _: other.name)
     container = WeightContainer(weights, make_plan(), router)
     with pytest.raises(ReshardError, match="no memory for allocate"):
-        container.fill({})
+        fill(container, {})
     assert dead.abandoned == heard == [0, 1, 2]
 
 
@@ -289,14 +300,14 @@ def fill_on_rank() -> list[list[object]]:
         container = WeightContainer(weights, make_plan(Link.NETWORK), router)
         start = time.monotonic()
         try:
-            container.fill(source_of(rank))
+            fill(container, source_of(rank))
             outcome = "filled"
         except ReshardError as error:
             outcome = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start
         container.release()
         vars(router).pop(call, None)
-        report = container.fill(source_of(rank))
+        report = fill(container, source_of(rank))
         assert_filled(weights)
         results.append([outcome, seconds, nbytes_by_transport(report)])
     _skip_on_rank(rank, router)
@@ -309,7 +320,7 @@ def _skip_on_rank(rank: int, router: TransportSet) -> None:
     """The bucket in the middle is skipped, so the two that are left would go through the same memory."""
     weights = Weights(rank)
     container = WeightContainer(weights, make_plan(Link.NETWORK), router)
-    container.fill(source_of(rank))
+    fill(container, source_of(rank))
     for fails in (False, True, False):
         container.release(["group2"])
         assert container.kept() == weights.in_force & {"group2"}
@@ -318,8 +329,7 @@ def _skip_on_rank(rank: int, router: TransportSet) -> None:
         if fails and rank == 0:
             weights.fail_in("allocate group3")
         try:
-            container.begin(skipped)
-            report = container.fill(source_of(rank))
+            report = fill(container, source_of(rank), skipped=skipped)
             assert_filled(weights)
             assert any("group2" in call for call in weights.script.calls) == (not skipped)
             assert sum(report.nbytes_by_link.values()) + report.skipped_nbytes == NBYTES * (NUM_GROUPS - rank)
