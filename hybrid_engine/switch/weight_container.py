@@ -144,7 +144,7 @@ class WeightContainer:
         self._state = ContainerState.EMPTY
         self._doing, self._filling = "", list[str]()  # what the fill is at, and its groups, for messages
         self._is_in_step = True  # with the others: no message of an earlier fill is under way
-        self._has_begun = False  # and the fill has not
+        self._has_begun = False  # of begin, fill and release, begin was last: a fill may follow
         self._report = FillReport()  # of that fill, or of the last one
         self._num_met = 0  # by the router, when the fill began
         self._walked: Sequence[Bucket] = ()  # in the fill
