@@ -165,7 +165,7 @@ def _batch(
         [prompt for prompt, _ in pairs], [completion for _, completion in pairs], seq_length, task.PADDING
     )
     del batch["weights"]
-    old_log_probs = losses.align_log_probs([completion.logprobs for _, completion in pairs], batch["mask"])
+    old_log_probs = losses.align_log_probs([completion.logprobs for _, completion in pairs], batch)
     advantages = losses.group_advantages(task.rewards(problems, groups)).flatten()
     return {**batch, "old_log_probs": old_log_probs, "ref_log_probs": old_log_probs, "advantages": advantages}
 

@@ -49,7 +49,7 @@ class Critic:
         config, mask = self.config, batch["mask"]
         with self.model.train_context():
             batch["old_values"] = values = self.model.values(batch)
-            found = generalized_advantages(at_last_tokens(rewards, mask), values, mask, config.gamma, config.lam)
+            found = generalized_advantages(at_last_tokens(rewards, mask), values, batch, config.gamma, config.lam)
             batch["advantages"], batch["returns"] = whitened(found.advantages, mask), found.returns
             self.model.set_learning_rate(self._learning_rate * config.learning_rate_share(step))
             reports = [

@@ -375,7 +375,7 @@ class Loop:
         batch = build_batch([one.prompt_token_ids for one in completions], completions, seq_length)
         lengths = torch.tensor([len(one.prompt_token_ids) + len(one.token_ids) - 1 for one in completions])
         batch["attention_mask"] = (torch.arange(seq_length) < lengths[:, None]).long()  # so that rows are cut
-        batch["sampled_log_probs"] = losses.align_log_probs([one.logprobs for one in completions], batch["mask"])
+        batch["sampled_log_probs"] = losses.align_log_probs([one.logprobs for one in completions], batch)
         return batch
 
     def _update(self, batch: dict[str, torch.Tensor], number: int) -> dict[str, float]:

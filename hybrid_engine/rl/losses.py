@@ -15,8 +15,11 @@ from typing import Literal
 
 import torch
 
+from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches import mean_weights
+from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
+from hybrid_engine.trainer.batches.making import mask_of
 
 Aggregation = Literal["token", "sequence", "constant"]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -31,27 +34,39 @@ def group_advantages(rewards: torch.Tensor, epsilon: float = 1e-4, *, scale: boo
     return centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon) if scale else centred
 
 
-def align_log_probs(values: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Tensor:
-    """Put per-sequence lists, one value per response token, where `mask` [B, S] has its ones; zeros elsewhere."""
+def align_log_probs(values: Sequence[Sequence[float]], batch: Batch) -> torch.Tensor:
+    """Put per-sequence lists, one value per response token, where `mask` [B, S] has its ones; zeros elsewhere.
+
+    Raises BatchError for rows of several sequences, and where a list is not as long as its row has response tokens.
+    """
+    mask = mask_of(batch)
+    require_one_sequence_a_row(batch, "align_log_probs", in_order=True)
+    lengths = [len(sequence) for sequence in values]
+    if (counts := mask.bool().sum(dim=1).tolist()) != lengths:
+        problem = f"lists of {shortened(lengths)} values, and mask has {shortened(counts)} response tokens a row"
+        raise BatchError([Violation("values", problem, "Pass a list for each row, with a value for each such token")])
     aligned = torch.zeros_like(mask)
     aligned[mask.bool()] = torch.tensor([value for sequence in values for value in sequence], dtype=mask.dtype)
     return aligned
 
 
-def loss_weights(mask: torch.Tensor, aggregation: Aggregation = "token", length: int | None = None) -> torch.Tensor:
-    """Weights [B, S] for `weighted_mean`, made of the rows of a whole optimizer step, one sequence each.
+def loss_weights(batch: Batch, aggregation: Aggregation = "token", length: int | None = None) -> torch.Tensor:
+    """Weights [B, S] for `weighted_mean`, made of the rows of a whole optimizer step.
 
     Args:
-        mask: [B, S], 1 for the tokens that count.
+        batch: `mask` [B, S] is 1 for the tokens that count.
         aggregation: "token": the mean over all tokens. "sequence": the mean over sequences of their means. "constant":
-            the mean over sequences of their sums, over `length`.
+            the mean over sequences of their sums, over `length`. The last two take a row for a sequence.
         length: tokens, for "constant".
 
     An update takes the mean over micro batches and data parallel ranks, which have equally many rows each: so the loss
-    does not depend on how these split the batch. Raises BatchError where no token counts.
+    does not depend on how these split the batch. Raises BatchError where no token counts, and, but for "token", for
+    rows of several sequences.
     """
+    mask = mask_of(batch)
     if aggregation == "token":
         return mean_weights(mask)
+    require_one_sequence_a_row(batch, f'aggregation "{aggregation}"')
     if aggregation == "constant":
         if length is None:
             raise ValueError('aggregation "constant" needs a length in tokens, e.g. the max_tokens of the completions')
@@ -66,7 +81,7 @@ def minibatches(
     aggregation: Aggregation = "token",
     length: int | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Shuffle the B sequences and cut them into `number` equal parts, each for one optimizer step.
+    """Shuffle the B rows and cut them into `number` equal parts, each for one optimizer step.
 
     Each has `weights` of its own, by `loss_weights`, and `token_weights` for the figures of `policy_loss`.
     """
@@ -75,7 +90,7 @@ def minibatches(
     return [
         {
             **part,
-            "weights": loss_weights(part["mask"], aggregation, length),
+            "weights": loss_weights(part, aggregation, length),
             "token_weights": mean_weights(part["mask"]),
         }
         for part in parts

@@ -84,6 +84,28 @@ def sequence_faults(batch: Batch) -> Iterator[Violation]:
             yield Violation("position_ids", problem, "Leave them out: they follow from attention_mask or sequence_ids")
 
 
+def require_one_sequence_a_row(batch: Batch, name: str, *, in_order: bool = False) -> None:
+    """Raise BatchError for rows of several sequences.
+
+    Args:
+        batch: rows in which something takes each row for a sequence.
+        name: of that, for the message.
+        in_order: also raise for rows in another order than their sequences' numbers: `pack` numbers sequences as they
+            were given, but puts long ones first.
+    """
+    sequence_ids = sequence_ids_of(batch)
+    if sequence_ids is None or not sequence_ids.numel():
+        return
+    if (most := num_sequences(sequence_ids)) > 1:
+        problem = f"has rows of up to {most} sequences, and {name} takes a row for one"
+    elif in_order and bool((sequence_ids.amax(1).diff() < 0).any()):
+        problem = f"numbers the rows in another order than {name} takes them in"
+    else:
+        return
+    key = next(key for key in reversed(KEYS) if key in batch)
+    raise BatchError([Violation(key, problem, "Make the batch with build_batch, one sequence a row")])
+
+
 def num_sequences(sequence_ids: torch.Tensor) -> int:
     """The most sequences that a row has."""
     return int(_num_stretches(sequence_ids).max()) if sequence_ids.numel() else 0

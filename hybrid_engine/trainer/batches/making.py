@@ -51,6 +51,16 @@ def require_alike(num_dims: int | None, remedies: Mapping[str, str], **given: ob
         raise BatchError(found)
 
 
+def mask_of(batch: object) -> torch.Tensor:
+    """Return `mask` of a batch. Raises BatchError for what is no batch with one, as for a mask by itself."""
+    mask = batch.get("mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, torch.Tensor):
+        return mask
+    problem = f"is a dict of {shortened(list(batch))}" if isinstance(batch, Mapping) else described(batch)
+    remedy = "Pass the batch that has the mask: its other keys tell the sequences of packed rows apart"
+    raise BatchError([Violation("batch", problem, remedy)])
+
+
 TokenIds = Sequence[int]
 
 

@@ -15,13 +15,12 @@ import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch, LossFunction, Report
-from hybrid_engine.trainer.batches.arrangement import begins_of
-from hybrid_engine.trainer.batches.making import require_alike
+from hybrid_engine.trainer.batches.arrangement import KEYS, begins_of, sequence_faults, sequence_ids_of
+from hybrid_engine.trainer.batches.making import mask_of, require_alike
 
 _REMEDIES = {
     "rewards": "Pass [B, S], 0 but for the steps that earn one: a reward for a whole answer at its last step",
     "mask": "Pass [B, S], 1 where the label is a token of a completion",
-    "sequence_ids": "Pass [B, S] as `pack` makes it, or leave it out where a row is one sequence",
 }
 
 
@@ -40,26 +39,28 @@ class Advantages(NamedTuple):
 def generalized_advantages(
     rewards: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor,
+    batch: Batch,
     gamma: float = 1.0,
     lam: float = 0.95,
-    *,
-    sequence_ids: torch.Tensor | None = None,
 ) -> Advantages:
-    """Advantages and returns of every step.
+    """Advantages and returns of every step. Nothing passes from one sequence of a packed row to another.
 
     Args:
         rewards: [B, S], of each step; a reward for the whole answer belongs to its last one.
         values: [B, S], of the critic. After the last step of a sequence the value is 0.
-        mask: [B, S], 1 where the label was sampled by the policy: `mask` of `build_batch`.
+        batch: of `build_batch` or `pack`. Reads `mask` [B, S], 1 where the label was sampled by the policy, and the
+            keys that tell the sequences of a row apart: `attention_mask`, `position_ids`, `sequence_ids`. The mask
+            alone cannot: a gap in it may lie between two turns or between two sequences.
         gamma: discount. lam: 0 trusts the critic, 1 the rewards.
-        sequence_ids: [B, S], of packed rows (`pack`), whose sequences know nothing of each other; default: a row is one
-            sequence.
 
     What is outside the mask is not read. Raises BatchError naming every tensor of another shape.
     """
-    packed = {} if sequence_ids is None else {"sequence_ids": sequence_ids}
-    require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask, **packed)
+    mask = mask_of(batch)
+    keys = {key: batch[key] for key in KEYS if key in batch}
+    require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask, **keys)
+    if faults := list(sequence_faults(batch)):
+        raise BatchError(faults)
+    sequence_ids = sequence_ids_of(batch)
     begins = None if sequence_ids is None else begins_of(sequence_ids)
     advantages = torch.zeros_like(values)
     advantage, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])

@@ -62,7 +62,7 @@ def test_rows_have_what_was_given_and_learn_from_what_was_drawn(drawn: list[Conv
     length = 40
     prompts = [one.prompt_token_ids for one in drawn]
     batch, packed = build_batch(prompts, drawn, length), pack(prompts, drawn, length)
-    sampled = align_log_probs([one.logprobs for one in drawn], batch["mask"])
+    sampled = align_log_probs([one.logprobs for one in drawn], batch)
     masks = packed.unpack(packed.batch["mask"])
     for row, (one, mask) in enumerate(zip(drawn, masks, strict=True)):
         last = one.turns[-1]

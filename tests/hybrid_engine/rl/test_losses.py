@@ -15,7 +15,7 @@ from hybrid_engine import build_batch
 from hybrid_engine.errors import BatchError
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.losses import Aggregation
-from hybrid_engine.trainer.batches import mean_weights
+from hybrid_engine.trainer.batches import mean_weights, pack
 
 
 def test_advantages_by_hand() -> None:
@@ -150,15 +150,31 @@ def test_no_gradient_passes_through_importance_weights() -> None:
 
 def test_weights_need_tokens_and_a_length() -> None:
     with pytest.raises(BatchError, match="0 everywhere"):
-        losses.loss_weights(torch.zeros(2, 3), "sequence")
+        losses.loss_weights({"mask": torch.zeros(2, 3)}, "sequence")
     with pytest.raises(ValueError, match="needs a length"):
-        losses.loss_weights(torch.ones(2, 3), "constant")
+        losses.loss_weights({"mask": torch.ones(2, 3)}, "constant")
 
 
 def test_log_probs_go_where_their_tokens_are() -> None:
     batch = build_batch([[5, 6, 7, 8], [1, 2, 3, 4, 5]], [[9, 9], [8, 8, 8]], seq_length=8)
-    aligned = losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch["mask"])
+    aligned = losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch)
     assert aligned.tolist() == [[0, 0, 0, -1, -2, 0, 0, 0], [0, 0, 0, 0, -3, -4, -5, 0]]
+    with pytest.raises(BatchError, match=r"values: lists of \[3, 2\] values, and mask has \[2, 3\]"):
+        losses.align_log_probs([[-3.0, -4.0, -5.0], [-1.0, -2.0]], batch)
+
+
+@pytest.mark.parametrize(("seq_length", "expected"), [(8, "of up to 2 sequences"), (5, "in another order")])
+def test_what_takes_a_row_for_a_sequence_refuses_packed_rows(seq_length: int, expected: str) -> None:
+    """Two rows of one sequence are packed rows, too: the long one comes first."""
+    batch = pack([[1, 2], [3, 4, 5, 6]], [[9, 9], [8, 8]], seq_length).batch
+    with pytest.raises(BatchError, match=expected):
+        losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0]], batch)
+    if seq_length == 8:
+        with pytest.raises(BatchError, match=r'sequence_ids: .* aggregation "sequence"'):
+            losses.loss_weights(batch, "sequence")
+    else:  # the order of rows does not change a mean
+        assert losses.loss_weights(batch, "sequence").sum() == 2
+    torch.testing.assert_close(losses.loss_weights(batch, "token"), mean_weights(batch["mask"]))
 
 
 def test_minibatches_are_a_partition() -> None:

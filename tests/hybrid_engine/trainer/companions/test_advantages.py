@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import BatchError
+from hybrid_engine.rl.losses import align_log_probs, loss_weights
 from hybrid_engine.trainer.batches import build_batch, pack
+from hybrid_engine.trainer.batches.arrangement import positions_in
 from hybrid_engine.trainer.companions import explained_variance, generalized_advantages, value_loss
 from hybrid_engine.trainer.companions.advantages import whitened
 
@@ -40,7 +43,7 @@ def by_definition(
 @given(seed=st.integers(0, 10**6), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
 def test_advantages_are_discounted_sums_of_errors(seed: int, gamma: float, lam: float) -> None:
     rewards, values, mask = drawn(seed)
-    found = generalized_advantages(rewards, values, mask, gamma, lam)
+    found = generalized_advantages(rewards, values, {"mask": mask}, gamma, lam)
     for row in range(SHAPE[0]):
         steps = mask[row].bool()
         advantages, returns = by_definition(rewards[row, steps].tolist(), values[row, steps].tolist(), gamma, lam)
@@ -58,22 +61,51 @@ def test_packed_sequences_know_nothing_of_each_other() -> None:
     drawn_values = torch.randn(2, *alone["tokens"].shape, generator=torch.Generator().manual_seed(0))
     for number, place in enumerate(packed.places):
         in_rows[:, place.row, place.columns] = drawn_values[:, number, : place.length]
-    ids = packed.batch["sequence_ids"]
-    found = generalized_advantages(*in_rows, packed.batch["mask"], 0.9, 0.8, sequence_ids=ids)
-    expected = generalized_advantages(*drawn_values, alone["mask"], 0.9, 0.8)
-    for of_packed, of_alone in zip(found, expected, strict=True):
-        for number, unpacked in enumerate(packed.unpack(of_packed)):
-            torch.testing.assert_close(unpacked, of_alone[number, : len(unpacked)])
-    with pytest.raises(BatchError, match="sequence_ids: has shape"):
-        generalized_advantages(*drawn_values, alone["mask"], sequence_ids=ids[:1])
+    ids, mask = packed.batch["sequence_ids"], packed.batch["mask"]
+    expected = generalized_advantages(*drawn_values, alone, 0.9, 0.8)
+    for batch in (packed.batch, {"mask": mask, "position_ids": positions_in(ids)}):
+        found = generalized_advantages(*in_rows, batch, 0.9, 0.8)
+        for of_packed, of_alone in zip(found, expected, strict=True):
+            for number, unpacked in enumerate(packed.unpack(of_packed)):
+                torch.testing.assert_close(unpacked, of_alone[number, : len(unpacked)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"sequence_ids": torch.ones(1, 9)}, r"sequence_ids: has shape \[1, 9\]"),
+        ({"sequence_ids": torch.tensor([[1, 2, 1, 1, 1, 1, 1, 1, 1]] * 5)}, "not next to each other"),
+    ],
+)
+def test_keys_that_tell_sequences_apart_are_checked(keys: dict[str, torch.Tensor], expected: str) -> None:
+    rewards, values, mask = drawn(3)
+    with pytest.raises(BatchError, match=expected):
+        generalized_advantages(rewards, values, {"mask": mask, **keys})
+
+
+def test_a_mask_without_its_batch_is_refused() -> None:
+    """In a row of two sequences whose prompts have a token each, it looks as that of one sequence."""
+    packed = pack([[1], [2]], [[5, 6], [7, 8]], seq_length=4)
+    mask = packed.batch["mask"]
+    assert mask.tolist() == [[1, 1, 1, 1]]
+    calls: list[Callable[[Any], object]] = [
+        lambda batch: generalized_advantages(mask, mask, batch),
+        lambda batch: align_log_probs([[-1.0, -1.0], [-1.0, -1.0]], batch),
+        loss_weights,
+    ]
+    for call in calls:
+        with pytest.raises(BatchError, match=r"batch: has shape .* the sequences of packed rows apart"):
+            call(mask)
+        with pytest.raises(BatchError, match=r"batch: is a dict of \['tokens'\]"):
+            call({"tokens": mask})
 
 
 def test_what_is_outside_the_mask_is_not_read() -> None:
     rewards, values, mask = drawn(2)
     spoiled = [each.masked_fill(mask == 0, torch.nan) for each in (rewards, values)]
     for found, expected in zip(
-        (*generalized_advantages(*spoiled, mask), whitened(spoiled[1], mask)),
-        (*generalized_advantages(rewards, values, mask), whitened(values, mask)),
+        (*generalized_advantages(*spoiled, {"mask": mask}), whitened(spoiled[1], mask)),
+        (*generalized_advantages(rewards, values, {"mask": mask}), whitened(values, mask)),
         strict=True,
     ):
         assert torch.equal(found, expected)
@@ -144,10 +176,13 @@ def test_the_explained_variance_is_1_for_the_returns_and_0_for_a_constant() -> N
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
     "a reward for each answer": (
-        lambda values, mask: generalized_advantages(torch.ones(5), values, mask),
+        lambda values, mask: generalized_advantages(torch.ones(5), values, {"mask": mask}),
         r"rewards: has shape \[5\], but values has \[5, 9\]\. Pass \[B, S\], 0 but for the steps that earn one",
     ),
-    "flat values": (lambda values, mask: generalized_advantages(mask, values[0], mask), r"values: has shape \[9\]"),
+    "flat values": (
+        lambda values, mask: generalized_advantages(mask, values[0], {"mask": mask}),
+        r"values: has shape \[9\]",
+    ),
     "a list": (lambda values, mask: whitened(values, [1]), "mask: is list"),  # type: ignore[arg-type]
     "another mask": (lambda values, mask: whitened(values, mask[:, 1:]), r"mask: has shape \[5, 8\]"),
     "an empty mask": (lambda values, mask: whitened(values, mask * 0), "mask: is 0 everywhere"),
