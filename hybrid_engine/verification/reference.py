@@ -114,12 +114,20 @@ def main(descriptor: str, parent: str) -> None:
 
 def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
+
+    from hybrid_engine.models.families import read_model
 
     torch.set_num_threads(1)
+    # The table's class: AutoModelForCausalLM goes by model_type, which transformers may not know (kimi_k2), and asks
+    # for the code that an auto_map names. The loader goes by model_type, too, when it fuses experts.
+    table, values = read_model(Path(checkpoint))
+    model_class = getattr(transformers, table.architecture)
+    config_class = model_class.config_class
+    config = config_class.from_dict({**values, "model_type": config_class.model_type})
     # eager: the other implementations leave out what they cannot do (Gemma-2's soft caps)
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, **options).eval()
+    options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+    model = model_class.from_pretrained(checkpoint, **options).eval()
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
 

@@ -24,7 +24,15 @@ from hybrid_engine.verification.cases import (
     reduced_config,
     values_to_verify,
 )
-from hybrid_engine.verification.comparison import LOGITS_ATOL, NUM_SWITCHES, Verdict, difference_of
+from hybrid_engine.verification.comparison import (
+    LOGITS_ATOL,
+    NUM_SWITCHES,
+    Verdict,
+    difference_of,
+    tokens_and_labels,
+    write_random_checkpoint,
+)
+from hybrid_engine.verification.reference import Reference
 from hybrid_engine.verification.verify import _heads_refused_here
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
@@ -149,6 +157,22 @@ def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
     assert small["pad_token_id"] is None
     sparse = reduced_config({**published_configs.QWEN3_30B_A3B, "mlp_only_layers": [1, 40]}, 3)
     assert table_for(sparse).transformer["moe_layer_freq"] == [1, 0, 1]
+
+
+@pytest.mark.slow
+def test_transformers_computes_a_model_whose_model_type_it_does_not_know(tmp_path: Path) -> None:
+    """Kimi-K2 is a DeepSeek-V3 by its architecture, with a model_type and code of its own."""
+    known = reduced_config(published_configs.DEEPSEEK_V3, 4)
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    tokens = tokens_and_labels(0, VOCABULARY, 2)["tokens"]
+    log_probs = []
+    with Reference() as reference:
+        for config in (known, {**known, "model_type": "kimi_k2", **code}):
+            directory = tmp_path / config["model_type"]
+            model_dir = write_config(directory / "config", config)
+            write_random_checkpoint(directory, model_dir, table_for(config), "float32", 0)
+            log_probs.append(reference.log_probs(directory, tokens))
+    assert torch.equal(*log_probs)
 
 
 QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
