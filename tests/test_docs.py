@@ -87,6 +87,15 @@ def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
     assert [page for page in listed if not (REPO_ROOT / site["source_of"](page)).is_file()] == []
 
 
+def test_pages_of_the_site_load_no_script_of_others() -> None:
+    """Without a polyfill of this name the offline plug-in makes every page load one from unpkg.com."""
+    settings = yaml.safe_load((REPO_ROOT / "mkdocs.yml").read_text())
+    assert settings["theme"]["font"] is False
+    assert any("iframe-worker" in script for script in settings["extra"]["polyfills"])
+    named = [*settings["extra"]["polyfills"], *settings["extra_css"]]
+    assert [name for name in named if not (REPO_ROOT / "docs" / name).is_file()] == []
+
+
 def test_the_reference_has_every_public_name() -> None:
     sections = (REPO_ROOT / "docs" / "api.md").read_text().split("\n## ")
     named, elsewhere = set[str](), set[str]()
