@@ -14,10 +14,10 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
      4           for each bucket:
                    InferenceWeights.allocate                                 + one bucket
                    Transport.start, .run (.notify)                             the bytes cross
-                   FillObserver.filled                                       where a fill is verified
-                   BucketFollower.sent                                       - training memory of the bucket before
+                   Verification.filled                                       where a fill is verified
+                   ReleaseFence.sent                                         - training memory of the bucket before
                    InferenceWeights.commit                                   the engine's own post-load processing
-     5           BucketFollower.finish, InferenceWeights.finish_fill         - staging memory
+     5           ReleaseFence.finish, InferenceWeights.finish_fill           - staging memory
      6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights alone
                  Probed.probe of both sides, before 2 and here               where it is due (switch/computation.py)
         prefetch NearEnd.call -> ShardingManager.near_end -> onload          + what fits of training state

@@ -1,0 +1,144 @@
+"""Names that documents and docstrings put between backquotes exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from tests.harness.launch import REPO_ROOT
+
+# File of a library that is installed -> names in it that no code here uses.
+IN_LIBRARIES = {
+    "megatron/core/model_parallel_config.py": "cross_entropy_loss_fusion",
+    "megatron/core/optimizer/distrib_optimizer.py": "dp_reshardable fully_reshardable",
+    "megatron/core/transformer/moe/router.py": "moe_router_fusion",
+    "megatron/core/models/T5/t5_spec.py": "sharded_state_dict_keys_map",
+    "megatron/core/transformer/multi_token_prediction.py": "multi_token_prediction.mtp_on_this_rank",
+    "megatron/core/transformer/transformer_block.py": (
+        "transformer_block.TransformerBlock.has_final_layernorm_in_this_stage"
+    ),
+    "torch/distributed/checkpoint/filesystem.py": "save_id",
+    "torch/distributed/checkpoint/state_dict.py": "_extra_state",
+    "torch/distributed/distributed_c10d.py": "all_gather_into_tensor reduce_scatter_tensor",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": "FSDPParamGroup",
+    "transformers/data/data_collator.py": "DataCollatorWithFlattening",
+    "vllm/config/model.py": "ModelConfig",
+    "vllm/distributed/weight_transfer/base.py": "VLLMWeightSyncClient",
+    "vllm/engine/arg_utils.py": "EngineArgs.get_batch_defaults",
+    "vllm/model_executor/layers/linear.py": "output_dim",
+    "vllm/model_executor/layers/logits_processor.py": "LogitsProcessor",
+    "vllm/outputs.py": "CompletionOutput RequestOutput",
+    "vllm/v1/worker/utils.py": "request_memory",
+}
+
+# Of what is not installed here, and is compared with or explained.
+ELSEWHERE = {
+    "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
+    "TRL, too": "rollout_func vllm_enable_sleep_mode vllm_importance_sampling_correction",
+    "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo data.apply_chat_template_kwargs ref_log_prob",
+    "verl, too": "rollout.multi_turn save_freq test_freq ServerAdapter",
+    "NeMo-RL": "MegatronPolicyWorker nccl_reshard prepare_refit_info",
+    "MindSpeed-RL": "moe_tp_extend_ep",
+    "Megatron-Bridge": "get_conversion_tasks",
+    "megatron-core 0.19": "_remove_glu_interleaving",
+    "chat templates": "tool_calls",
+    "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
+    "Python": "asyncio.to_thread",
+    "columns whose names are put together": "checkpoint_seconds critic_seconds reward_seconds",
+    "placeholders": "held_out_NAME linear_fc1.weightN",
+}
+
+PROGRAMS = ("hybrid_engine", "megatron_patches", "examples", "benchmarks")
+FOLDERS = (*PROGRAMS, "tests", "docs", "deploy")
+CODE = (*(f"{folder}/**/*.{ending}" for folder in FOLDERS for ending in ("py", "yaml")), "*.py", "Makefile", "*.toml")
+PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "megatron_patches/**/*.md")
+NOT_READ = ("CHANGELOG.md", "configuration.md")  # what there was; generated of fields that exist
+
+FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+DOCSTRING = re.compile(r'""".*?"""', re.DOTALL)
+COMMENT = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
+QUOTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\([^`\n]*\))?`")
+MEMBER = re.compile(r"(?<![\w.`])[A-Z]\w*[a-z]\w*(?:\.[a-z_]\w*)+")
+CLASS = re.compile(r"^ *class (\w+)(?:\[[^\n]*?\])?(?:\(([^)]*)\))?:", re.MULTILINE)
+
+
+def files(*globs: str) -> list[Path]:
+    return [path for glob in globs for path in sorted(REPO_ROOT.glob(glob)) if path.is_file()]
+
+
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def words_of(path: Path) -> frozenset[str]:
+    """Words of code, without docstrings and comments: there a name is used, and not only said."""
+    text = text_of(path)
+    code = COMMENT.sub("", DOCSTRING.sub("", text)) if path.suffix == ".py" else text
+    return frozenset(re.findall(r"\w+", code))
+
+
+def names_said() -> Iterator[tuple[str, str]]:
+    """Each name that looks as one of code, and where it is said; in the diagrams of docstrings, members of classes."""
+    for page in files(*PAGES):
+        if page.name not in NOT_READ:
+            yield from names_in(FENCE.sub("", text_of(page)), page)
+    for module in files(*(f"{folder}/**/*.py" for folder in PROGRAMS)):
+        yield from names_in(text_of(module), module)
+        for docstring in DOCSTRING.findall(text_of(module)):
+            yield from ((name, str(module.relative_to(REPO_ROOT))) for name in MEMBER.findall(docstring))
+
+
+def names_in(text: str, path: Path) -> Iterator[tuple[str, str]]:
+    for name, call in QUOTED.findall(text):
+        if call or "." in name or "_" in name.strip("_") or re.search("[a-z][A-Z]", name):
+            yield name, str(path.relative_to(REPO_ROOT))
+
+
+def test_names_exist() -> None:
+    used = set[str]().union(*(words_of(path) for path in files(*CODE) if path != Path(__file__)))
+    for page in files(*PAGES):
+        used.update(word for block in FENCE.findall(text_of(page)) for word in re.findall(r"\w+", block))
+    for path in files("*", *(f"{folder}/**/*" for folder in FOLDERS)):
+        used.update(re.findall(r"\w+", path.name))
+    classes = defaultdict[str, list[tuple[Path, list[str]]]](list)
+    for module in files(*(f"{folder}/**/*.py" for folder in PROGRAMS)):
+        for name, bases in CLASS.findall(text_of(module)):
+            classes[name].append((module, re.findall(r"\w+", bases)))
+
+    def has(owner: str, member: str) -> bool:
+        """Whether the module of a class, or that of a class that it extends, has the word."""
+        return any(
+            member in words_of(module) or any(base != owner and has(base, member) for base in bases if base in classes)
+            for module, bases in classes[owner]
+        )
+
+    def exists(name: str) -> bool:
+        parts = name.split(".")
+        members = [(owner, member) for owner, member in pairwise(parts) if owner in classes]
+        return used.issuperset(parts) and all(has(owner, member) for owner, member in members)
+
+    excepted = {name for names in (*IN_LIBRARIES.values(), *ELSEWHERE.values()) for name in names.split()}
+    said = list(names_said())
+    assert len(said) > 2000
+    missing = {name: where for name, where in said if not exists(name)}
+    assert {name: where for name, where in missing.items() if name not in excepted} == {}
+    assert excepted - missing.keys() == set(), "are no exceptions"
+
+
+def test_libraries_have_the_names_that_only_documents_use() -> None:
+    for file, names in IN_LIBRARIES.items():
+        package, _, inside = file.partition("/")
+        spec = importlib.util.find_spec(package)
+        assert spec is not None, package
+        assert spec.submodule_search_locations is not None, package
+        paths = [Path(folder) / inside for folder in spec.submodule_search_locations]
+        path = next(path for path in paths if path.is_file())
+        words = {path.stem, *re.findall(r"\w+", path.read_text())}
+        assert {part for name in names.split() for part in name.split(".")} - words == set(), file
