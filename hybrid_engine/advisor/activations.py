@@ -26,7 +26,6 @@ with a GPU.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -174,10 +173,7 @@ def gathered_nbytes(model: PackedModel, actor: ActorConfig) -> int:
     """
     assert actor.fsdp is not None
     itemsize = COMPUTE_NBYTES.get(actor.fsdp.mixed_precision, DTYPE_NBYTES[actor.params_dtype])
-    layers: dict[str, int] = {}
-    for name in model.shapes.keys() - set(model.whole):
-        found = re.match(r".*?\.\d+\.", name)
-        layers[found[0] if found else ""] = layers.get(found[0] if found else "", 0) + model.local_numel(name, 1)
+    layers = model.numel_by_layer(1)
     root = layers.pop("", 0)
     layer = max(layers.values(), default=0)
     there = sum(layers.values()) if actor.fsdp.sharding_strategy == "SHARD_GRAD_OP" else 2 * layer

@@ -101,6 +101,7 @@ def device_memory(plan: JobPlan) -> Ranges:
         **({"gathered": plan.working.gathered} if plan.working.gathered.any() else {}),
         vllm_step=np.array([plan.cache.step]),
         inference=memory.inference,
+        largest_bucket=np.array([memory.bucket]),
         switch=memory.switch,
         interleaved_switch=memory.interleaved_switch,
         peak=plan.peak,
@@ -228,7 +229,7 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
         remedy = "Use names of the checkpoint, as in model.safetensors.index.json"
         raise ConfigError([Violation("--frozen", f"no tensor matches {pattern}", remedy) for pattern in unknown])
     frozen = {name for pattern in patterns for name in fnmatch.filter(source.owners, pattern)}
-    apart = frozen_tensors(job.source, job.destination, frozen, job.memory.bucket)
+    apart = frozen_tensors(job.source, job.destination, frozen, job.bucket_nbytes)
     hosts, relaying = job.cluster.hosts(job.world_size), job.cluster.relaying_hosts(job.world_size)
     sent = summarize(_without(source, apart), _without(destination, apart), hosts, relaying)
     return LaterSwitches(_nbytes_by_rank(job.destination, apart), sent)
@@ -462,6 +463,7 @@ def _memory(job: JobPlan) -> Section:
         "gathered": "gathered by FSDP2, with gradients",
         "inference": "vLLM's weights",
         "vllm_step": "vLLM's largest step, estimated",
+        "largest_bucket": "largest bucket of a switch",
         "switch": "a switch, if vLLM's weights came all at once",
         "interleaved_switch": "a switch, as it is" + ": bucket by bucket" * (not job.memory.keeps_inference),
         "peak": "device peak",
@@ -472,8 +474,9 @@ def _memory(job: JobPlan) -> Section:
         "the same, by host": unit.numbers(host["per_host"]),
     }
     note = (
-        "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two buckets. The peak is the "
-        f"most of any phase ({', '.join(job.phases)}), with what the configuration leaves on the device."
+        "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two buckets. All experts of "
+        "a layer are in one bucket, which may be larger than bucket_mb. The peak is the most of any phase "
+        f"({', '.join(job.phases)}), with what the configuration leaves on the device."
     )
     return Section(f"Memory, {unit.name} by rank", rows, note)
 

@@ -33,7 +33,7 @@ from hybrid_engine.layouts.sharded import PackedModel, sharded_side
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelDims, ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
-from hybrid_engine.planning.planner import plan_sides
+from hybrid_engine.planning.planner import largest_bucket, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import SideLayout
@@ -196,13 +196,18 @@ class Working:
 
 
 def job_phases(
-    config: HybridConfig, state: TrainingMemory, inference: np.ndarray, critic: TrainingMemory | None, working: Working
+    config: HybridConfig,
+    state: TrainingMemory,
+    inference: np.ndarray,
+    bucket: int,
+    critic: TrainingMemory | None,
+    working: Working,
 ) -> dict[str, Phase]:
     """Return what is on a device in every phase of a job, but that of a reference, which a job need not have.
 
-    `inference`: bytes of vLLM's weights. All arrays are by rank, or all by pipeline stage.
+    `inference`: bytes of vLLM's weights. `bucket`: of the largest bucket. All arrays are by rank, or all by pipeline
+    stage.
     """
-    bucket = config.generate_config.bucket_mb * MIB
     found = dict(plan_memory(state, inference, bucket, critic, stays=what_stays(config)).phases)
     del found["reference"]
     steps = {"train": working.activations + working.gathered, "critic train": working.critic}
@@ -279,6 +284,11 @@ class JobPlan:
         return self.infer.world_size
 
     @property
+    def bucket_nbytes(self) -> int:
+        """Bytes at which the planner closes a bucket."""
+        return self.config.generate_config.bucket_mb * MIB
+
+    @property
     def model_nbytes(self) -> int:
         """Bytes of all tensors that vLLM serves, each once."""
         return self.destination.holdings.model_nbytes
@@ -344,7 +354,7 @@ class JobPlan:
         """Every transfer of one rank."""
         hosts, relaying = self.cluster.hosts(self.world_size), self.cluster.relaying_hosts(self.world_size)
         unserved = [name for name in self.table.shapes if not self.table.is_served(name)]
-        bucket = self.memory.bucket
+        bucket = self.bucket_nbytes
         return plan_sides(self.source, self.destination, hosts, bucket, unserved, rank, relaying_hosts=relaying)
 
 
@@ -389,7 +399,9 @@ def plan_job(
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
-    weights, bucket = destination.num_elements * DTYPE_NBYTES[dtype], generate.bucket_mb * MIB
+    weights = destination.num_elements * DTYPE_NBYTES[dtype]
+    progress("making buckets")
+    bucket = largest_bucket(source, destination, generate.bucket_mb * MIB)
     critic = critic_memory(config, world_size)
     return JobPlan(
         config=config,
@@ -402,7 +414,7 @@ def plan_job(
         bytes=moved,
         sequential=sequential,
         memory=MemoryPeaks(state, weights, bucket, keeps_inference=not generate.release_weights),
-        phases=job_phases(config, state, weights, critic, working),
+        phases=job_phases(config, state, weights, bucket, critic, working),
         working=working,
         on_host=host_bytes(state, critic, what_stays(config)) + copied_messages(config, cluster, moved),
         max_model_len=longest_sequence(config, hf_config),

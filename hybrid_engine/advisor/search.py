@@ -51,7 +51,7 @@ from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig, Hybrid
 from hybrid_engine.config.job_rules import critic_of, megatron_state, what_stays
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import InferenceElements, inference_side
-from hybrid_engine.layouts.memory import GIB, TrainingMemory, largest_shard
+from hybrid_engine.layouts.memory import GIB, MIB, TrainingMemory, largest_shard
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import UNEVEN
@@ -205,6 +205,7 @@ class _Train:
     state: TrainingMemory
     working: Working
     critic: TrainingMemory | None
+    largest_part: int  # bytes, see `StoredElements`
     cost: float
 
     @property
@@ -218,6 +219,7 @@ class _Infer:
     keys: Keys
     sizes: InferenceParallelism
     cache: CacheRoom
+    largest_part: int
     max_num_seqs: int
 
     @property
@@ -303,9 +305,12 @@ class Search:
             if isinstance(sizes, ShardedParallelism):
                 model = model or sharded_model(config, self._table)
                 state = largest_shard(model, sizes, actor.params_dtype)
+                part = max(model.numel_by_layer(sizes.num_shards).values())
                 working = sharded_working(new, self._table, model)
             else:
-                state = megatron_state(actor, elements.count(sizes), sizes)
+                stored = elements.count(sizes)
+                state = megatron_state(actor, stored, sizes)
+                part = stored.largest_part
                 working = Working.of_megatron(new, self._table, self.world_size)
                 if config.critic_config is not None:
                     beside = critic_of(new, self.world_size)
@@ -313,16 +318,19 @@ class Search:
                     critic = megatron_state(beside.actor, TrainingElements(beside.table).count(own), own)
             if not self.cluster.has_elastic_buffers:
                 state = state.leaving_whole()
-            yield _Train(keys, new, state, working, critic, train_cost(sizes, host))
+            part_nbytes = part * DTYPE_NBYTES[actor.params_dtype]
+            yield _Train(keys, new, state, working, critic, part_nbytes, train_cost(sizes, host))
 
     def _infer_choices(self, longest: int) -> Iterator[_Infer]:
         config, generate = self.config, self.config.generate_config
         elements, itemsize = InferenceElements(self._table), DTYPE_NBYTES[config.served_dtype]
         for keys in infer_keys(generate, self._table, self.world_size, self.cluster.ranks_per_host):
             sizes = generate.model_copy(update=keys).sizes(self.world_size)
-            weights = int(elements.count(sizes).max()) * itemsize
+            stored = elements.count(sizes)
+            weights = int(stored.num_elements.max()) * itemsize
             cache = cache_room(config, self._table, sizes, self._device, weights, longest, 0)
-            yield _Infer(keys, sizes, self._beside(cache, 0), generate.max_num_seqs)
+            part_nbytes = stored.largest_part * itemsize
+            yield _Infer(keys, sizes, self._beside(cache, 0), part_nbytes, generate.max_num_seqs)
 
     def _beside(self, cache: CacheRoom, beside: int) -> CacheRoom:
         """Return the cache with the share that is written, else with the most that leaves RESERVE, beside training."""
@@ -333,7 +341,9 @@ class Search:
 
     def _pair(self, train: _Train, infer: _Infer) -> Pair:
         config, inference = self.config, np.full_like(train.state.params, infer.cache.weights)
-        phases = job_phases(train.config, train.state, inference, train.critic, train.working)
+        # a bucket is closed once it is full, and what fills it is at most one part
+        bucket = config.generate_config.bucket_mb * MIB + max(train.largest_part, infer.largest_part)
+        phases = job_phases(train.config, train.state, inference, bucket, train.critic, train.working)
         cache = self._beside(infer.cache, stays_beside(phases))
         keys = dict(infer.keys)
         if cache.utilization != config.generate_config.gpu_memory_utilization:

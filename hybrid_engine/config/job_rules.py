@@ -24,6 +24,7 @@ from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_vio
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable, value_table
+from hybrid_engine.planning.planner import largest_bucket
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
@@ -151,10 +152,11 @@ def memory_plan(config: HybridConfig, world_size: int) -> MemoryPlan:
     if found := list(_not_planned(config)):
         raise ConfigError(found)
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
+    source, state = megatron_training(job.actor, job.table, job.world_size)
     return plan_memory(
-        _memory_of(job),
+        state,
         inference.num_elements * DTYPE_NBYTES[job.served_dtype],
-        generate.bucket_mb * MIB,
+        largest_bucket(source, inference, generate.bucket_mb * MIB),
         critic_memory(config, world_size),
         stays=what_stays(config),
         budget=None if config.device_budget_gib is None else int(config.device_budget_gib * GIB),
@@ -211,11 +213,10 @@ def megatron_state(actor: ActorConfig, source: SideLayout | StoredElements, size
 
 def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | None:
     """Return the memory of the critic's ranks; None without a critic."""
-    return None if config.critic_config is None else _memory_of(critic_of(config, world_size))
-
-
-def _memory_of(context: TrainingContext) -> TrainingMemory:
-    return megatron_training(context.actor, context.table, context.world_size)[1]
+    if config.critic_config is None:
+        return None
+    critic = critic_of(config, world_size)
+    return megatron_training(critic.actor, critic.table, world_size)[1]
 
 
 def what_stays(config: HybridConfig) -> Stays:

@@ -357,7 +357,8 @@ class GenerateConfig(Section):
     """With incremental: MiB of inference weights per rank that stay on the device while it trains, those first that no
     step changes. Without effect with release_weights: false, where all stay."""
     bucket_mb: Count = 256
-    """Destination MiB per rank that move between two commits."""
+    """Destination MiB per rank that move between two commits; more where one module, as all experts of a layer, has
+    more."""
     prefetch: Literal["auto", "off"] = "off"
     """auto moves training state ahead of time: it begins to come back while a rollout's last sequences are generated,
     and optimizer state leaves while inference weights come. Memory stays within the peak of the switches."""

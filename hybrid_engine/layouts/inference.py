@@ -7,13 +7,14 @@ Sources: vLLM 0.32.0, `distributed/utils.get_pp_indices`, `model_executor/layers
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of, parts_of
+from hybrid_engine.layouts.parameters import Location, Parameter, StoredElements, parameters_of, parts_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
@@ -51,20 +52,23 @@ class InferenceElements:
         self._table = table
         self._counted: dict[object, list[tuple[Parameter, int]]] = {}
 
-    def count(self, sizes: InferenceParallelism) -> np.ndarray:
-        """Return the elements of the rank with most, by pipeline stage; int array. The sizes must be possible."""
+    def count(self, sizes: InferenceParallelism) -> StoredElements:
+        """Return what the rank with most stores, by pipeline stage. The sizes must be possible."""
         side = _InferenceSide(self._table, sizes, "bfloat16")
         key = sizes.tensor, sizes.expert > 1, sizes.replicas_per_instance > 1
         if key not in self._counted:
             self._counted[key] = parts_of(self._table, side.local_numel)
-        found, ends = np.zeros(sizes.pipeline, dtype=np.int64), set()
+        found = np.zeros((2, sizes.pipeline), dtype=np.int64)
+        ends = set()
+        parts: Counter[tuple[str, ...]] = Counter()  # a tied head is one with the embedding
         for parameter, numel in self._counted[key]:
             copies = -(-self._table.dims.num_experts // sizes.expert) if parameter.is_expert else 1
+            parts[parameter.tensors] += copies * numel
             for stage in side.stages_with(parameter):
                 if parameter.indices or (parameter.tensors, stage) not in ends:  # a tied head is the embedding
                     ends.add((parameter.tensors, stage))
-                    found[stage] += copies * numel
-        return found
+                    found[int(parameter.is_expert), stage] += copies * numel
+        return StoredElements(found.sum(axis=0), found[1], max(parts.values()))
 
 
 class _InferenceSide:

@@ -18,7 +18,8 @@ A switch to inference first takes gradients and optimizer state off the device (
 FSDP2's copied to the host if there are any; state is copied), then fills the inference weights bucket by bucket, while
 parameters that every rank has read leave (copied). Inference memory comes bucket by bucket too, on GPUs by segments of
 vLLM's allocator, so the peak at a switch is the larger of parameters and inference weights, and two buckets:
-`interleaved_switch`; a module larger than a bucket is one. It is higher
+`interleaved_switch`. A bucket is larger than `bucket_mb` where what is committed at once is, as all experts of a layer
+are: they are one tensor in vLLM, with one piece of memory. It is higher
 
     by parameters that leave at the end of a switch   FSDP2's that do not split evenly; all on a GPU without
                                                       cuda-bindings, where memory goes only by whole tensors
@@ -153,7 +154,7 @@ class MemoryPeaks:
 
     Attributes:
         state: of training. inference: vLLM's weights.
-        bucket: one bucket of the switch.
+        bucket: the largest bucket of the switch.
         keeps_inference: inference weights keep their memory while training.
     """
 
@@ -285,7 +286,7 @@ def plan_memory(
 
     Args:
         actor: of the training side. inference: bytes of vLLM's weights by rank. critic: where there is one.
-        bucket_nbytes: of a switch.
+        bucket_nbytes: of the largest bucket of a switch.
         stays: state that remains in addition to what a phase needs; default: nothing.
         budget: bytes of each device.
     """

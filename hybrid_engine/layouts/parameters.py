@@ -81,10 +81,15 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
 
 @dataclass(frozen=True, eq=False)
 class StoredElements:
-    """Elements of the parameters that ranks store, as in `SideLayout`; int arrays by pipeline stage."""
+    """Elements of the parameters that ranks store, as in `SideLayout`; int arrays by pipeline stage.
+
+    Attributes:
+        largest_part: elements of one part of the model (see `parts_of`) on a rank, of all experts of a layer together.
+    """
 
     num_elements: np.ndarray
     num_expert_elements: np.ndarray
+    largest_part: int
 
 
 def parts_of(table: ModelTable, numel_of: Callable[[Parameter], int]) -> list[tuple[Parameter, int]]:

@@ -7,6 +7,7 @@ its part of the parameter. The live adaptor (backends/fsdp) makes its records by
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,15 @@ class PackedModel:
         """Elements of a parameter, or of a buffer, that each rank stores; FSDP2 pads the rows of the last ranks."""
         shape = self.shapes[name]
         return math.prod(shape if name in self.whole else (-(-shape[0] // num_shards), *shape[1:]))
+
+    def numel_by_layer(self, num_shards: int) -> dict[str, int]:
+        """Prefix of a layer, "" for what is in none -> elements of its parameters that each rank stores."""
+        layers: dict[str, int] = {}
+        for name in self.shapes.keys() - set(self.whole):
+            found = re.match(r".*?\.\d+\.", name)
+            layer = found[0] if found else ""
+            layers[layer] = layers.get(layer, 0) + self.local_numel(name, num_shards)
+        return layers
 
     def splits_evenly(self, name: str, num_shards: int) -> bool:
         """Whether all ranks have as many rows; only such memory is freed page by page (backends/fsdp)."""

@@ -7,6 +7,7 @@ splits).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,11 +48,13 @@ class TrainingElements:
         if key not in self._counted:
             self._counted[key] = parts_of(self._table, side.local_numel)
         found = np.zeros((2, sizes.pipeline), dtype=np.int64)
+        parts: Counter[tuple[str, ...]] = Counter()  # a tied head is one with the embedding
         for parameter, numel in self._counted[key]:
             copies = self._table.dims.num_experts // sizes.expert if parameter.is_expert else 1
+            parts[parameter.tensors] += copies * numel
             for chunk in side.chunks_with(parameter):
                 found[int(parameter.is_expert), chunk.stage] += copies * numel
-        return StoredElements(found.sum(axis=0), found[1])
+        return StoredElements(found.sum(axis=0), found[1], max(parts.values()))
 
 
 class _TrainingSide:

@@ -118,6 +118,15 @@ def frozen_tensors(
     return frozenset(name for one in outlines if frozen.issuperset(one.tensors) for name in one.tensors)
 
 
+def largest_bucket(source: PlacedHoldings, destination: PlacedHoldings, bucket_nbytes: int) -> int:
+    """The most bytes that any rank fills or frees in one bucket of a plan of these sides.
+
+    More than `bucket_nbytes` where a group is larger, as all experts of a layer are.
+    """
+    outlines = outline_buckets(_needs(source, destination), destination.holdings.num_ranks, bucket_nbytes)
+    return max((outline.nbytes for outline in outlines), default=0)
+
+
 def box_transfers(
     source: Side, destination: Side, hosts: Sequence[str], rank: int, may_stay_unread: Collection[str] = ()
 ) -> list[Transfer]:

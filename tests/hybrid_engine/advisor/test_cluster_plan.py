@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from hybrid_engine.advisor import cluster_plan
+from hybrid_engine.advisor.answer import device_memory
 from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
 from hybrid_engine.config import load_config
+from hybrid_engine.config.job_rules import memory_plan
 from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
@@ -36,6 +38,7 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.families import write_config
+from tests.zoo.published_configs import QWEN3_30B_A3B
 
 PlanIt = Callable[..., JobPlan]
 
@@ -88,6 +91,19 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert (peaks.device == np.maximum(state.total, peaks.interleaved_switch)).all()
     assert (state.copied == state.params + state.optimizer).all()
     assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
+
+
+def test_the_peak_counts_the_buckets_that_the_planner_makes(job: PlanIt) -> None:
+    """All experts of a layer are in one bucket: 128 x 3 x 2,048 x 768 elements of 2 bytes, half of them on a rank."""
+    model = {**QWEN3_30B_A3B, "num_hidden_layers": 8}
+    plan = job(TrainParallelism(8, expert=8), InferenceParallelism(8, tensor=2), model=model)
+    buckets = plan.plan_of(0).buckets
+    assert plan.memory.bucket == max(bucket.nbytes for bucket in buckets)
+    assert plan.memory.bucket >= 603_979_776 > plan.bucket_nbytes
+    peak = np.maximum(plan.memory.state.params, plan.memory.inference) + 2 * plan.memory.bucket
+    assert (plan.phases["switch"].total == peak).all()
+    assert (memory_plan(plan.config, 8).phases["switch"].total == plan.phases["switch"].total).all()
+    assert device_memory(plan)["largest_bucket"]["max"] == plan.memory.bucket
 
 
 def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:

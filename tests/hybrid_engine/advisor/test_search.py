@@ -41,7 +41,9 @@ from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import split_violations
 from hybrid_engine.layouts.training import TrainingElements
 from hybrid_engine.models import table_for
-from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LATENT, LayoutCase, layout_cases
+from hybrid_engine.planning.planner import largest_bucket
+from hybrid_engine.records.layout import DTYPE_NBYTES
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LATENT, LayoutCase, layout_cases, sharded_cases
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, QWEN3_235B_A22B
 
@@ -138,7 +140,7 @@ def test_terms_are_those_of_pen_and_paper(name: str) -> None:
     table, actor = table_for(model), ActorConfig(sequence_parallel=True)
     assert megatron_state(actor, TrainingElements(table).count(train), train).total.max() == training
     assert activation_nbytes(table, Step.of(actor, train)).max() == activations
-    assert 2 * InferenceElements(table).count(infer).max() == weights
+    assert 2 * InferenceElements(table).count(infer).num_elements.max() == weights
     assert token_nbytes(table.dims, infer, 2) == token
     assert vllm_step_nbytes(table, infer, GenerateConfig(), 2, 79.1 * GIB) == step
 
@@ -218,9 +220,23 @@ def test_counts_are_those_of_the_layouts(case: LayoutCase) -> None:
         for stage, ranks in enumerate(case.train.ranks):
             assert set(side.num_elements[ranks.ravel()]) == {found.num_elements[stage]}
             assert set(side.num_expert_elements[ranks.ravel()]) == {found.num_expert_elements[stage]}
-    most = InferenceElements(case.table).count(case.infer)
+    most = InferenceElements(case.table).count(case.infer).num_elements
     for stage in range(case.infer.pipeline):
         assert case.destination.num_elements[case.infer.ranks[:, :, stage].ravel()].max() == most[stage]
+
+
+@JOBS
+@given(layout_cases() | sharded_cases())
+def test_no_bucket_exceeds_its_size_by_more_than_one_part(case: LayoutCase) -> None:
+    """A search counts no buckets: it adds the largest part of the model on a rank to the size that is asked for."""
+    inference = InferenceElements(case.table).count(case.infer).largest_part * DTYPE_NBYTES[case.infer_dtype]
+    if isinstance(case.train, TrainParallelism):
+        training = TrainingElements(case.table).count(case.train).largest_part
+    else:
+        assert case.packed is not None
+        training = max(case.packed.numel_by_layer(case.train.num_shards).values())
+    largest_part = max(inference, training * DTYPE_NBYTES[case.train_dtype])
+    assert largest_bucket(case.source, case.destination, bucket_nbytes=100) < 100 + largest_part
 
 
 # -- what is said of a job -------------------------------------------------------------------------------------------
