@@ -21,6 +21,7 @@ Where actors and vLLM share devices, there are no CheckpointEngineWorkers, and `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -28,7 +29,7 @@ from typing import Any
 
 from hybrid_engine.attaching import attach, prepare
 from hybrid_engine.config.loading import generate_values
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested  # the name of verl's checkpoint engine and vendor, too
 from hybrid_engine.switch.report import ReshardReport
@@ -38,7 +39,27 @@ TESTED_VERSION = "0.9.1"
 """Of verl: the names used here are not all among those that it keeps."""
 
 
-require_tested("verl", TESTED_VERSION, f"verl=={TESTED_VERSION}")
+def _register_refusal(reason: str) -> None:
+    """Put what raises DependencyError in the place of `Publisher`: verl's import of its plug-ins drops their errors."""
+
+    class Refusal:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise DependencyError(reason)
+
+        @classmethod
+        def build_topology(cls, *args: Any, **kwargs: Any) -> None:
+            raise DependencyError(reason)
+
+    # a verl that is missing, or has no such registry, has nobody who would ask it
+    with contextlib.suppress(ImportError, AttributeError):
+        import_module("verl.checkpoint_engine.base").CheckpointEngineRegistry.register(NAME)(Refusal)
+
+
+try:
+    require_tested("verl", TESTED_VERSION, f"verl=={TESTED_VERSION}")
+except DependencyError as error:
+    _register_refusal(str(error))
+    raise
 
 import ray  # noqa: E402
 from verl.checkpoint_engine.base import (  # noqa: E402

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -279,3 +281,19 @@ def test_what_is_missing_is_said(found: str | None, said: str, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, OURS, raising=False)
     with pytest.raises(DependencyError, match=said):
         import_module(OURS)
+
+
+def test_another_version_is_named_by_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl drops what a plug-in raises while it is imported, so its registry has to raise it again."""
+    registered: dict[str, Any] = {}
+    registry = SimpleNamespace(register=lambda name: functools.partial(registered.__setitem__, name))
+    base = SimpleNamespace(CheckpointEngineRegistry=registry)
+    for name, module in {"verl": None, "verl.checkpoint_engine": None, "verl.checkpoint_engine.base": base}.items():
+        monkeypatch.setitem(sys.modules, name, module or SimpleNamespace(__path__=[]))
+    pretend(monkeypatch, "0.97.3")
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    with contextlib.suppress(DependencyError):
+        import_module(OURS)
+    for use in (registered["hybrid_engine"], registered["hybrid_engine"].build_topology):
+        with pytest.raises(DependencyError, match=r"verl 0\.97\.3 is installed, and 0\.9\.1 was tested"):
+            use(1, 2, [])
