@@ -36,7 +36,9 @@ def expert_bounds(num_experts: int, blocks: int) -> list[int]:
 
 
 def inference_side(table: ModelTable, parallelism: InferenceParallelism, dtype: str = "bfloat16") -> SideLayout:
-    """Return vLLM's part of every tensor, on all ranks; each box is its own buffer, grouped as Megatron's parameters.
+    """Return vLLM's part of every tensor, on all ranks; each box is its own buffer.
+
+    Groups are Megatron's modules, which are about as large as vLLM's, and all experts of a layer.
 
     Raises ConfigError with every violation.
     """
@@ -95,8 +97,10 @@ class _InferenceSide:
         return self._side.build()
 
     def _add(self, tensor: str, stage: int, pieces: tuple[PlacedBox, ...], parameter: Parameter) -> None:
-        module = parameter.name.replace("{expert}", "").format(**parameter.indices).rpartition(".")[0]
-        group = self._groups.setdefault(tensor, module)  # a tied head is in the embedding's
+        module, _, _ = parameter.name.rpartition(".")
+        if parameter.is_expert:  # vLLM has all of a layer's in one module
+            module, _, _ = module.partition(".experts.")
+        group = self._groups.setdefault(tensor, module.format(**parameter.indices))  # a tied head is in the embedding's
         self._side.add(tensor, PlacedBoxes(pieces, {"tensor": tensor}, group))
         if isinstance(parameter.packing, Vocabulary):  # padding counts, and the last ranks may have nothing else
             shape = self._table.shapes[tensor]

@@ -98,6 +98,8 @@ def test_the_peak_counts_the_buckets_that_the_planner_makes(job: PlanIt) -> None
     model = {**QWEN3_30B_A3B, "num_hidden_layers": 8}
     plan = job(TrainParallelism(8, expert=8), InferenceParallelism(8, tensor=2), model=model)
     buckets = plan.plan_of(0).buckets
+    for bucket in buckets:
+        assert sum(".mlp.experts." in name for name in bucket.tensors) % (3 * 128) == 0, "a layer's, as in vLLM"
     assert plan.memory.bucket == max(bucket.nbytes for bucket in buckets)
     assert plan.memory.bucket >= 603_979_776 > plan.bucket_nbytes
     peak = np.maximum(plan.memory.state.params, plan.memory.inference) + 2 * plan.memory.bucket

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -237,7 +238,20 @@ def _analytic_faults(case: Case, host: Host, traced: Layout) -> list[str]:
     """Tensors of which the computed layout says that this rank holds something else than its loader writes."""
     computed = inference_side(table_for(case.model), host.settings.sizes).layout_of(host.rank)
     ours, theirs = _regions(computed), _regions(traced)
-    return [f"{name}: computed {ours.get(name)}, traced {theirs.get(name)}" for name in differences(computed, traced)]
+    faults = [f"{name}: computed {ours.get(name)}, traced {theirs.get(name)}" for name in differences(computed, traced)]
+    computed_groups, traced_groups = (_numel_of_expert_groups(layout) for layout in (computed, traced))
+    if computed_groups != traced_groups:  # a plan would promise other buckets than a switch has
+        faults.append(f"elements of groups of experts: computed {computed_groups}, traced {traced_groups}")
+    return faults
+
+
+def _numel_of_expert_groups(layout: Layout) -> list[int]:
+    """Elements of routed experts in each group that has some, in order of size."""
+    numel: Counter[str] = Counter()
+    for shard in layout.shards:
+        if ".experts." in shard.region.tensor:
+            numel[layout.buffers[shard.place.buffer].group] += shard.region.numel
+    return sorted(numel.values())
 
 
 def _regions(layout: Layout) -> dict[str, list[Region]]:
