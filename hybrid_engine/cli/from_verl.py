@@ -2,13 +2,17 @@
 
 Names and defaults are those of verl 0.9.1, `verl/trainer/config` (ppo_trainer and ppo_megatron_trainer). A key that is
 not there has verl's default. What takes memory and has no counterpart becomes a remark beside the plan.
+
+A misspelt key would be the plan of another job, but verl has hundreds of keys that a plan does not need, and its
+recipes add their own. So a key is refused if it was not read and its name is close to one that was, or if it is the
+tail of one; verl's own keys of which that is true are in `_NOT_READ`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +25,7 @@ from hybrid_engine.files.documents import apply_overrides, read_yaml, section_at
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MEGATRON, _FSDP = f"{_ACTOR}.megatron", f"{_ACTOR}.fsdp_config"
+_OPTIMIZER = f"{_ACTOR}.optim"
 _OVERRIDE = re.compile(r"\+{0,2}([\w.]+=.*)", re.DOTALL)
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 _RESOLVE = "Write it out: run verl's command with `--cfg job --resolve`"
@@ -52,7 +57,6 @@ _GENERATION = {
     "infer_pipeline_parallel_size": ("pipeline_model_parallel_size", 1),
     "infer_expert_parallel_size": ("expert_parallel_size", 1),
     "gpu_memory_utilization": ("gpu_memory_utilization", 0.5),
-    "max_model_len": ("max_model_len", None),
     "max_num_seqs": ("max_num_seqs", 256),
     "enforce_eager": ("enforce_eager", False),
     "quantization": ("quantization", None),
@@ -60,7 +64,16 @@ _GENERATION = {
     "vllm.max_num_batched_tokens": ("max_num_batched_tokens", 8192),
 }
 """By the key of `generate_config`: the key of verl's `rollout` that it is read from, and its default."""
-_SIZES_OF_ROLLOUT = {name for name, _ in _GENERATION.values()} | {"data_parallel_size"}
+_ADAM = {"lr": ("lr", 1e-6), "weight_decay": ("weight_decay", 0.01), "clip_grad": ("clip_grad", 1.0)}
+"""By the key of `actor_config.optimizer`: the key of verl's `actor.optim`, and its default."""
+_NOT_READ = {
+    f"{_ACTOR}.ppo_mini_batch_size",
+    f"{_MEGATRON}.grad_offload",
+    f"{_ROLLOUT}.moe_tensor_parallel_size",
+    *(f"{_OPTIMIZER}.{name}" for name in ("lr_decay_steps", "lr_warmup_init", "lr_wsd_decay_steps")),
+    f"{_OPTIMIZER}.lr_wsd_decay_style",
+}
+"""verl's keys that have no part in a plan, and names close to some that have."""
 _NOT_COUNTED = {
     "actor_rollout_ref.model.lora_rank": "the plan is that of all weights, trained",
     "actor_rollout_ref.model.lora.rank": "the plan is that of all weights, trained",
@@ -118,13 +131,15 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
     ranks = num_hosts * of_host if ranks is None else ranks
     if reading.strategy != "megatron":
         reading.shard(ranks)
+    remarks = [*reading.remarks()]
+    found += reading.misspelt()
     if found:
         raise ConfigError(found)
     translated: dict[Any, Any] = {}
     for key, value in reading.keys.items():
         *sections, name = key.split(".")
         section_at(translated, sections)[name] = value
-    shown = yaml.safe_dump(translated, default_flow_style=None, sort_keys=False, width=76).strip()
+    shown = yaml.safe_dump(translated, sort_keys=False).strip()
     found += apply_overrides(translated, ours)
     if found:
         raise ConfigError(found)
@@ -138,21 +153,26 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
             for each in error.findings
         ]
         raise ConfigError(by_source) from error
-    told = (f"Read from verl's configuration as:\n{shown}", *reading.remarks())
+    told = (f"Read from verl's configuration as:\n{shown}", *remarks)
     return VerlJob(config, ranks, of_host if hosts_of is None else hosts_of, told)
 
 
 @dataclass
 class _Reading:
-    """The values of verl, and what they became: `keys` of ours by their full name, and verl's key for each."""
+    """The values of verl, and what they became: `keys` of ours by their full name, and verl's key for each.
+
+    `read`: every path that was asked for, whether it is there or not.
+    """
 
     values: Mapping[Any, Any]
     found: list[Violation]
     keys: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
 
     def get(self, path: str, default: Any = None, depth: int = 0) -> Any:
         """The value at a path, interpolations followed; `default` where there is none or null."""
+        self.read.add(path)
         value: Any = self.values
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -194,21 +214,27 @@ class _Reading:
         if self.get("actor_rollout_ref.hybrid_engine", True) is not True:
             problem = "false: training and generation on devices of their own"
             self.found.append(Violation("actor_rollout_ref.hybrid_engine", problem, "Here they share them: use true"))
-        self.found += self._unknown_sizes(_MEGATRON, _SIZES)
-        self.found += self._unknown_sizes(_ROLLOUT, _SIZES_OF_ROLLOUT)
         path = "actor_rollout_ref.model.path"
         if (model := self.get(path)) is None:
             self.found.append(Violation(path, "is missing", "Name a Hugging Face model: a directory or an id"))
         self.put("model", path, value=os.path.expanduser(str(model)))
         tokens = self.size(f"{_ROLLOUT}.prompt_length", 0) or self.size("data.max_prompt_length", 512)
         tokens += self.size(f"{_ROLLOUT}.response_length", 0) or self.size("data.max_response_length", 512)
+        self.put("actor_config.seq_length", "data.max_response_length", value=tokens)
+        self.put("generate_config.max_model_len", f"{_ROLLOUT}.max_model_len", tokens)
+        self.put("actor_config.micro_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+        path = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+        most_tokens = self.size(path, 16384) * self.size(f"{_MEGATRON}.context_parallel_size", 1)
         if self.get(f"{_ACTOR}.use_dynamic_bsz") is True:
-            path = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-            tokens = self.size(path, 16384) * self.size(f"{_MEGATRON}.context_parallel_size", 1)
-            self.put("actor_config.seq_length", path, value=tokens)
+            self.put("actor_config.micro_batch_size", path, value=max(1, most_tokens // max(1, tokens)))
+        for key, (name, verls) in _ADAM.items():
+            self.put(f"actor_config.optimizer.{key}", f"{_OPTIMIZER}.{name}", verls)
+        betas = self.get(f"{_OPTIMIZER}.betas", [0.9, 0.999])
+        if isinstance(betas, list) and len(betas) == 2:
+            self.put("actor_config.optimizer.adam_beta1", f"{_OPTIMIZER}.betas", value=betas[0])
+            self.put("actor_config.optimizer.adam_beta2", f"{_OPTIMIZER}.betas", value=betas[1])
         else:
-            self.put("actor_config.seq_length", "data.max_response_length", value=tokens)
-            self.put("actor_config.micro_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+            self.found.append(Violation(f"{_OPTIMIZER}.betas", shortened(betas), "Use two numbers"))
         if strategy == "megatron":
             self._megatron()
         for key, (name, default) in _GENERATION.items():
@@ -232,8 +258,9 @@ class _Reading:
         self.put("actor_config.use_distributed_optimizer", f"{_MEGATRON}.use_distributed_optimizer", True)
         section = f"{_MEGATRON}.override_transformer_config"
         for name in _TRANSFORMER:
-            if name != "recompute_modules" or self.get(f"{section}.recompute_granularity") == "selective":
-                self.put(f"actor_config.{name}", f"{section}.{name}")
+            self.put(f"actor_config.{name}", f"{section}.{name}")
+        if self.get(f"{section}.recompute_granularity") != "selective":  # verl's default names modules all the same
+            self.keys.pop("actor_config.recompute_modules", None)
 
     def shard(self, ranks: int) -> None:
         """Set `actor_config.fsdp`."""
@@ -256,17 +283,36 @@ class _Reading:
         name = str(self.get(path, default))
         return _DTYPES.get(name, name)
 
-    def _unknown_sizes(self, section: str, known: Container[str]) -> Iterator[Violation]:
-        """A misspelt size would be a plan of another job."""
-        names = self.get(section, {})
-        for name in names if isinstance(names, Mapping) else ():
-            if "parallel_size" in str(name) and str(name) not in known:
-                yield Violation(f"{section}.{name}", "is not a size that verl has there", "Correct its name")
+    def misspelt(self) -> Iterator[Violation]:
+        """Yield keys that mean one that was read, once all have been."""
+        for path in _paths(self.values):
+            if meant := self._meant(path):
+                yield Violation(path, "is not a key of verl", f"Did you mean {meant}?")
+
+    def _meant(self, path: str) -> str | None:
+        """The path that was read, or the section of one, of which this one is a misspelling or the tail."""
+        section = ""
+        for name in path.split("."):
+            known = {read.removeprefix(section).split(".")[0] for read in self.read if read.startswith(section)}
+            if not known or section + name in _NOT_READ:  # without any: a section that was read as a whole
+                return None
+            if name not in known:
+                tail_of = (read for read in sorted(self.read) if read.endswith(f".{path}"))
+                meant = nearest(name, known)
+                return next(tail_of, None) if meant is None else section + meant
+            section += f"{name}."
+        return None
 
     def remarks(self) -> Iterator[str]:
         """Yield what takes memory, or moves, and is not in the plan."""
         if self.get(f"{_ROLLOUT}.name", "vllm") != "vllm":
             yield f"{_ROLLOUT}.name {shortened(self.get(f'{_ROLLOUT}.name'))}: planned as vLLM."
+        if self.get(f"{_ACTOR}.use_dynamic_bsz") is True:
+            number, tokens = (self.keys[f"actor_config.{name}"] for name in ("micro_batch_size", "seq_length"))
+            yield f"{_ACTOR}.use_dynamic_bsz: planned as micro batches of {number} sequences of {tokens} tokens."
+        for name in ("lr_warmup_steps", "lr_warmup_steps_ratio", "lr_decay_style", "lr_scheduler_type"):
+            if (value := self.get(f"{_OPTIMIZER}.{name}", "constant")) not in ("constant", -1, 0):
+                yield f"{_OPTIMIZER}.{name} {shortened(value)}: not read; see actor_config.optimizer.schedule."
         if self.strategy == "fsdp":
             yield f"{_ACTOR}.strategy fsdp: planned as FSDP2."
         if self.get(f"{_ROLLOUT}.free_cache_engine", True) is False:
@@ -287,3 +333,13 @@ class _Reading:
         for path, meaning in _NOT_COUNTED.items():
             if value := self.get(path):
                 yield f"{path} {shortened(value)}: {meaning}."
+
+
+def _paths(values: Mapping[Any, Any], section: str = "") -> Iterator[str]:
+    """Yield the full name of every key that is not a section of others."""
+    for key, value in values.items():
+        path = f"{section}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _paths(value, f"{path}.")
+        else:
+            yield path

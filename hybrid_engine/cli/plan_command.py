@@ -215,7 +215,8 @@ def _print_answer(answer: Answer) -> None:
     for head, sentence in JobVerdict(job).sentences().items():
         console.print(Text.assemble((f"{head}: ", styles.get(head, "bold")), sentence))
     for remark in answer.remarks:
-        console.print(remark, markup=False)
+        # a configuration is to be pasted: a line that is broken at the terminal's width would be another one
+        console.print(remark, markup=False, soft_wrap="\n" in remark)
     console.print()
     for section in sections_of(answer):
         table = new_table(section.title, "", "min", "mean", "max")

@@ -37,6 +37,7 @@ def written(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B,
 BY_HAND = (
     "actor_config.micro_batch_size=2",
     "actor_config.seq_length=4096",
+    "actor_config.optimizer={weight_decay: 0.01, adam_beta2: 0.999}",
     "generate_config.infer_tensor_parallel_size=4",
     "generate_config.gpu_memory_utilization=0.6",
     "generate_config.max_model_len=4096",
@@ -116,7 +117,11 @@ def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([f"{ACTOR}.strategy=veomni"], f"{ACTOR}.strategy: 'veomni'. Use megatron, fsdp2 or fsdp"),
-        ([f"{ACTOR}.megatron.tensor_parallel_size=2"], "is not a size that verl has there. Correct its name"),
+        ([f"{ACTOR}.megatron.tensor_parallel_size=2"], f"Did you mean {ACTOR}.megatron.tensor_model_parallel_size?"),
+        ([f"+{ACTOR}.megatron.expert_model_paralel_size=2"], f"mean {ACTOR}.megatron.expert_model_parallel_size?"),
+        ([f"{ACTOR}.megatorn.param_offload=true"], f"{ACTOR}.megatorn.param_offload: is not a key of verl"),
+        (["actor.megatron.param_offload=true"], f"is not a key of verl. Did you mean {ACTOR}.megatron.param_offload?"),
+        (["trainer.n_gpu_per_node=8"], "trainer.n_gpu_per_node: is not a key of verl. Did you mean trainer.n_gpus_"),
         ([f"{ACTOR}.megatron.tensor_model_parallel_size=3"], f"{ACTOR}.megatron.tensor_model_parallel_size"),
         ([f"{ROLLOUT}.gpu_memory_utilization=lots"], f"{ROLLOUT}.gpu_memory_utilization (generate_config.gpu"),
         ([f"{ROLLOUT}.dtype=int4"], f"{ROLLOUT}.dtype (generate_config.compression_dtype)"),
@@ -131,6 +136,47 @@ def test_what_cannot_be_planned_is_refused_by_its_key(words: list[str], message:
     refused = run(written(tmp_path, "megatron"), "--from", "verl", *words)
     assert refused.exit_code == 2, refused.output
     assert message in refused.stderr
+
+
+def test_misspelt_keys_of_the_file_are_refused_all_at_once(tmp_path: Path) -> None:
+    file = written(tmp_path, "megatron", megatron={"tensor_model_parralel_size": 2, "optimzer_offload": True})
+    refused = run(file, "--from", "verl")
+    assert refused.exit_code == 2, refused.output
+    for meant in ("tensor_model_parallel_size", "optimizer_offload"):
+        assert f"Did you mean {ACTOR}.megatron.{meant}?" in refused.stderr
+
+
+def test_keys_that_a_plan_does_not_need_are_left_alone(tmp_path: Path) -> None:
+    """Names of verl 0.9.1 that are close to some that are read, sections of recipes, and keys of deeper sections."""
+    megatron = {"grad_offload": True, "override_mcore_model_config": {}, "override_ddp_config": {"average": True}}
+    optim = {"lr_warmup_init": 0.0, "lr_decay_steps": None, "lr_wsd_decay_steps": None, "lr_wsd_decay_style": "cosine"}
+    more = {"ppo_mini_batch_size": 64, "ppo_epochs": 1, "profiler": {"enable": False}}
+    file = written(tmp_path, "megatron", megatron=megatron, optim=optim, **more)
+    words = ("async_training.staleness_threshold=0.5", "+trainer.val_before_train=false", "critic.strategy=megatron")
+    rollout = (f"{ROLLOUT}.moe_tensor_parallel_size=1", f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtyp=fp8")
+    assert facts(file, "--from", "verl", *words, *rollout)["world_size"] == 8
+
+
+def test_the_configuration_to_paste_has_lengths_batch_and_optimizer(tmp_path: Path) -> None:
+    """With dynamic batches, as many whole sequences as their tokens hold; each line is one of the terminal's too."""
+    actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 16384}
+    optim = {"lr": 1e-5, "weight_decay": 0.1, "betas": [0.9, 0.98], "clip_grad": 0.5, "lr_warmup_steps": 10}
+    deep = tmp_path / ("long" * 30)
+    deep.mkdir()
+    file = written(deep, "megatron", optim=optim, **actor)
+    result = run(file, "--from", "verl", f"{ROLLOUT}.max_model_len=null")
+    text = result.stdout.partition("configuration as:\n")[2]
+    found = yaml.safe_load(text[: text.index("\nactor_rollout_ref")])
+    assert found["model"] == str(deep)
+    trained = found["actor_config"]
+    assert (trained["seq_length"], trained["micro_batch_size"]) == (4096, 4)
+    assert trained["optimizer"] == {
+        **{"lr": 1e-5, "weight_decay": 0.1, "clip_grad": 0.5},
+        **{"adam_beta1": 0.9, "adam_beta2": 0.98},
+    }
+    assert found["generate_config"]["max_model_len"] == 4096
+    assert "micro batches of 4 sequences of 4096 tokens" in result.stdout.replace("\n", " ")
+    assert "optim.lr_warmup_steps 10: not read" in result.stdout
 
 
 def test_ranks_are_needed_without_a_file_that_has_them(tmp_path: Path) -> None:
