@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import JobPlan
+from hybrid_engine.config.job_rules import what_stays
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.memory import GIB, MIB, gib
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
@@ -258,6 +259,8 @@ def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
 
 LEFT_OUT = ("CUDA context", "communicators", "workspaces of libraries", "captured graphs")
 """Uses of device memory that the peak does not count."""
+_WHEN = {"train": "while training", "switch": "at the switch", "generate": "while vLLM generates"}
+_LARGER_VLLM = "a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
 _PHASES = {"train": "training"}
 """Their names in `plan --json`, where they differ."""
 
@@ -272,11 +275,6 @@ class JobVerdict:
     def fits(self) -> bool:
         """On the device, within vLLM's share of it, and on the host where its size is known."""
         return self.job.fits_device and self.job.cache.fits and self.job.fits_host is not False
-
-    @property
-    def room(self) -> float:
-        """Bytes of the device beside the peak; negative: so much is missing."""
-        return self.job.cluster.device_gib * GIB - float(self.job.peak.max())
 
     def sentences(self) -> dict[str, str]:
         """Heading -> what is to be said under it."""
@@ -298,22 +296,48 @@ class JobVerdict:
         """The part of `plan --json` of this name, in bytes."""
         return {
             "fits": self.fits,
-            "room": self.room,
+            "room": self.job.left,
             "room_for_cache": self.job.cache.room,
             "cache_tokens": self.job.cache.num_tokens,
             "gpu_memory_utilization": self.job.cache.utilization,
             "least_gpu_memory_utilization": self.job.cache.needed,
-            "peak_during": _PHASES.get(self.job.peak_phase, self.job.peak_phase),
+            "peak_during": _PHASES.get(self.job.fullest_phase, self.job.fullest_phase),
             "left_out": list(LEFT_OUT),
         }
 
     def _of_device(self) -> str:
-        peak, size = gib(self.job.peak.max()), f"{self.job.cluster.device_gib:g} GiB"
-        phase = self.job.peak_phase
-        when = {"train": "while training", "switch": "at the switch"}.get(phase, f"in the phase {phase}")
-        if self.room < 0:
-            return f"the peak of {peak} on a device, {when}, is {gib(-self.room)} more than its {size}"
-        return f"the peak of {peak} on a device, {when}, leaves {gib(self.room)} of its {size}"
+        phase, left = self.job.fullest_phase, self.job.left
+        size = f"{self.job.cluster.device_gib:g} GiB"
+        when = _WHEN.get(phase, f"in the phase {phase}")
+        peak = f"the peak of {gib(self.job.taken[phase])} on a device, {when},"
+        if left < 0:
+            return f"{peak} is {gib(-left)} more than its {size}: {self._remedy(phase)}"
+        return f"{peak} leaves {gib(left)} of its {size}"
+
+    def _remedy(self, phase: str) -> str:
+        """Name what makes a phase smaller that does not fit: first what stays in it, then sizes of what needs most."""
+        actor, memory = self.job.config.actor_config, self.job.memory
+        remedies = []
+        if phase in ("switch", "generate"):
+            remedies += self._leaving()
+        elif "vLLM" in self.job.phases[phase].by_model:
+            remedies.append("release vLLM's weights (release_weights: true, incremental: off)")
+        if phase in ("switch", "generate") and memory.inference.max() > memory.state.params.max():
+            remedies.append(f"use {_LARGER_VLLM}")
+        elif actor.fsdp is not None:
+            remedies.append("use more ranks, or a smaller micro_batch_size")
+        else:
+            expert = ", expert_model_parallel_size" * bool(self.job.table.dims.num_experts)
+            sizes = f"tensor_model_parallel_size, pipeline_model_parallel_size{expert}"
+            remedies.append(f"use more ranks, a larger {sizes}, or recompute_granularity: full")
+        return ", or ".join(remedies)
+
+    def _leaving(self) -> list[str]:
+        """Name the keys by which what stays of training leaves the device."""
+        stays = what_stays(self.job.config)
+        keys = [f"offload_train_{kind}: true" for kind in sorted(stays.kinds)]
+        keys += ["critic_config.offload: true"] * stays.critic
+        return [f"offload training ({', '.join(keys)})"] if keys else []
 
     def _of_host(self) -> str:
         largest, size = gib(self.job.host_nbytes.max()), f"{self.job.cluster.host_gib:g} GiB"
@@ -340,8 +364,9 @@ class JobVerdict:
         most = 1 - cache.beside / cache.device
         beside = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
         if cache.needed > most:
-            larger = "a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
-            return f"{found}. No share of the device is enough{beside}: use {larger}, or a lower max_model_len"
+            remedies = [] if cache.needed > 1 else self._leaving()  # vLLM would start without them
+            remedy = ", or ".join(remedies or [f"use {_LARGER_VLLM}", "a lower max_model_len"])
+            return f"{found}. No share of the device is enough{beside}: {remedy}"
         if cache.utilization > most:
             return f"{found}; it starts with at most {int(100 * most) / 100:g}{beside}"
         return f"{found}; it starts from {cache.needed:g}, or with a lower max_model_len"
@@ -466,7 +491,7 @@ def _memory(job: JobPlan) -> Section:
         "largest_bucket": "largest bucket of a switch",
         "switch": "a switch, if vLLM's weights came all at once",
         "interleaved_switch": "a switch, as it is" + ": bucket by bucket" * (not job.memory.keeps_inference),
-        "peak": "device peak",
+        "peak": "device peak, without the KV cache",
     }
     unit, host = Unit.of(job), host_memory(job)
     rows = _rows(device_memory(job), labels, unit) | {

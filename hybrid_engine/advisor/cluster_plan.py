@@ -138,10 +138,15 @@ class CacheRoom:
         return math.ceil(100 * self.least / self.device) / 100
 
     @property
+    def taken(self) -> float:
+        """Taken of the device while vLLM generates: by vLLM, and by what stays of training."""
+        vllm = self.share if self.given is None else self.weights + self.step + self.given
+        return vllm + self.beside
+
+    @property
     def left(self) -> float:
-        """Left of the device beside vLLM and what stays of training; negative: so much is missing."""
-        taken = self.share if self.given is None else self.weights + self.step + self.given
-        return self.device - taken - self.beside
+        """Left of the device beside that; negative: so much is missing."""
+        return self.device - self.taken
 
     @property
     def lack(self) -> float:
@@ -317,13 +322,26 @@ class JobPlan:
 
     @cached_property
     def peak(self) -> np.ndarray:
-        """Most bytes on each device in any phase."""
+        """Most bytes on each device in any phase, without vLLM's KV cache."""
         return np.max([phase.total for phase in self.phases.values()], axis=0)
 
+    @cached_property
+    def taken(self) -> dict[str, float]:
+        """Phase -> bytes on the device with most; in `generate` with all of vLLM's share, where it starts."""
+        found = {name: float(phase.total.max()) for name, phase in self.phases.items()}
+        if self.cache.fits:
+            found["generate"] = max(found["generate"], self.cache.taken)
+        return found
+
     @property
-    def peak_phase(self) -> str:
+    def fullest_phase(self) -> str:
         """The phase in which a device has most."""
-        return max(self.phases.values(), key=lambda phase: int(phase.total.max())).name
+        return max(self.taken, key=self.taken.__getitem__)
+
+    @property
+    def left(self) -> float:
+        """Bytes of the device that are left in that phase; negative: so much is missing."""
+        return self.cluster.device_gib * GIB - self.taken[self.fullest_phase]
 
     @property
     def fits_device(self) -> bool:

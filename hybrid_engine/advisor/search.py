@@ -4,8 +4,8 @@
 
 Sizes that the configuration has are kept. Searched are, in training, TP (within a host), PP (with uneven ends where the
 layers do not divide), EP, ETP (1 or TP), sequence parallelism with TP, or FSDP2's replicas; in generation TP (within a
-host), PP, EP, and `gpu_memory_utilization`: the most that leaves RESERVE. Context parallelism and virtual stages stay
-as they are.
+host), PP, EP, and `gpu_memory_utilization`: the most that leaves VLLM_RESERVE. Context parallelism and virtual stages
+stay as they are.
 
 Pairs that leave RESERVE of the device in every phase come first, then those that merely fit. Among them the order is
 that of `cost`, in doublings; lower is better. A replica over twice as many ranks communicates more for the same tokens,
@@ -17,7 +17,9 @@ and half the cache is half the sequences at once, so that each doubling and each
     cache   log2(most tokens of all pairs / tokens), in all replicas' caches, each for `max_num_seqs` at most
 
 Of equals those with a quicker switch come first, then those with fewer activations, then those with more memory left.
-No rate of computation is in it: it is a rule of thumb, not a prediction, and was never compared with a GPU.
+A pair whose generation has the weights where training has them receives next to nothing, which a count without layouts
+does not show: up to MOST_IN_PLACE of the rows are such pairs, the first by `train` and `cache`, wherever they are in
+the order. No rate of computation is in it: it is a rule of thumb, not a prediction, and was never compared with a GPU.
 """
 
 from __future__ import annotations
@@ -63,8 +65,11 @@ from hybrid_engine.records.layout import DTYPE_NBYTES
 
 RESERVE = 6 * GIB
 """Bytes of a device for what is not counted: context, communicators, workspaces, captured graphs (2 to 6 GiB)."""
-NUM_ROWS, MOST_ALIKE = 8, 3
-"""Pairs that are planned; how many of them may share a layout of either side."""
+VLLM_RESERVE = 8 * GIB
+"""The same beside a share of vLLM that is chosen: vLLM takes it whole, and what is not counted is an estimate."""
+NUM_ROWS, MOST_ALIKE, MOST_IN_PLACE = 8, 3, 2
+"""Pairs that are planned; how many of them may share a layout of either side; how many are there for weights that stay
+in place."""
 _MOST_REFUSED = 50
 """Pairs that break a rule, after which the search gives up: a rule that no size can satisfy is broken."""
 _TRAIN = {size.name: size.key for size in sizes_of(TrainParallelism)}
@@ -159,6 +164,15 @@ def infer_cost(sizes: InferenceParallelism) -> float:
     return math.log2(sizes.ranks_per_instance * sizes.pipeline)
 
 
+def _cuts_alike(train: TrainParallelism | ShardedParallelism, infer: InferenceParallelism) -> bool:
+    """Whether a rank of either side has the same part of the model, but for padding and uneven stages."""
+    if isinstance(train, ShardedParallelism):
+        return False
+    # with EP vLLM has whole experts, and without it cuts them as everything else
+    experts = (infer.expert, 1) if infer.expert > 1 else (1, infer.tensor)
+    return (train.tensor, train.pipeline, train.expert, train.expert_cut) == (infer.tensor, infer.pipeline, *experts)
+
+
 def used_tokens(cache: CacheRoom, sizes: InferenceParallelism, max_num_seqs: int) -> int:
     """Return the tokens of all replicas' caches that `max_num_seqs` longest sequences each can fill."""
     most = max_num_seqs * cache.longest if cache.longest else cache.num_tokens
@@ -243,25 +257,27 @@ class Search:
             raise ConfigError(found)
         self._most_tokens = max(1, *(infer.num_tokens for infer in self._infers))
 
-    def fitting(self) -> Iterator[Pair]:
+    def fitting(self, *, in_place: bool = False) -> Iterator[Pair]:
         """Yield the pairs that fit and keep all rules, in order; first those that are not tight.
 
-        Raises ConfigError with the first pair's findings where rules alone stand in the way.
+        `in_place`: only those that cut the model alike on both sides, in the order of `train` and `cache` alone.
+
+        Raises ConfigError with the first pair's findings where rules alone stand in the way, unless `in_place`.
         """
         refused: list[list[Violation]] = []
         is_any = False
         for tight in (False, True):
-            for pair in self._in_order(tight):
+            for pair in self._in_order(tight, in_place):
                 if pair.lacks or pair.is_tight != tight:
                     continue
                 if found := find_violations(pair.config, self.world_size, weights_only=True):
                     refused.append(found)
-                    if not is_any and len(refused) == _MOST_REFUSED:
+                    if not is_any and not in_place and len(refused) == _MOST_REFUSED:
                         raise ConfigError(refused[0])
                     continue
                 is_any = True
                 yield pair
-        if refused and not is_any:
+        if refused and not is_any and not in_place:
             raise ConfigError(refused[0])
 
     def nearest(self) -> Pair:
@@ -280,11 +296,16 @@ class Search:
             "cache": math.log2(self._most_tokens / tokens),
         }
 
-    def _in_order(self, tight: bool) -> Iterator[Pair]:
+    def _in_order(self, tight: bool, in_place: bool) -> Iterator[Pair]:
         limit = self._device - (0 if tight else RESERVE)
         ranked = sorted(
             (
-                round(train.cost + infer_cost(infer.sizes) + math.log2(self._most_tokens / infer.num_tokens), 2),
+                round(
+                    train.cost
+                    + (0 if in_place else infer_cost(infer.sizes))
+                    + math.log2(self._most_tokens / infer.num_tokens),
+                    2,
+                ),
                 train.alone,
                 number,
                 position,
@@ -292,6 +313,7 @@ class Search:
             for number, train in enumerate(self._trains)
             for position, infer in enumerate(self._infers)
             if train.alone <= limit and infer.num_tokens
+            if not in_place or _cuts_alike(train.config.train_sizes(self.world_size), infer.sizes)
         )
         return (self._pair(self._trains[number], self._infers[position]) for *_, number, position in ranked)
 
@@ -333,10 +355,10 @@ class Search:
             yield _Infer(keys, sizes, self._beside(cache, 0), part_nbytes, generate.max_num_seqs)
 
     def _beside(self, cache: CacheRoom, beside: int) -> CacheRoom:
-        """Return the cache with the share that is written, else with the most that leaves RESERVE, beside training."""
+        """Return the cache with the share that is written, else with the most that leaves VLLM_RESERVE."""
         share = cache.utilization
         if not {"gpu_memory_utilization", "kv_cache_mb"} & self.config.generate_config.model_fields_set:
-            share = max(1, int(100 * (self._device - RESERVE - beside) / self._device)) / 100
+            share = max(1, int(100 * (self._device - VLLM_RESERVE - beside) / self._device)) / 100
         return replace(cache, utilization=share, beside=beside)
 
     def _pair(self, train: _Train, infer: _Infer) -> Pair:
@@ -376,11 +398,6 @@ class Row:
     cost: Mapping[str, float]
 
     @property
-    def left(self) -> float:
-        """Bytes of a device that are left in the phase that has most."""
-        return min(self.job.cluster.device_gib * GIB - float(self.job.peak.max()), self.job.cache.left)
-
-    @property
     def fits(self) -> bool:
         """Whether it does, as it was planned."""
         return JobVerdict(self.job).fits
@@ -390,7 +407,7 @@ class Row:
         """The first row has the smallest."""
         cost, seconds = round(sum(self.cost.values()), 2), float(self.job.seconds.max())
         activations = float(self.job.working.activations.max())
-        return not self.fits, self.left < RESERVE, cost, seconds, activations, -self.left
+        return not self.fits, self.job.left < RESERVE, cost, seconds, activations, -self.job.left
 
     def as_dict(self) -> dict[str, Any]:
         """Its keys, and every term of its place; bytes (of the rank with most, received on average), seconds."""
@@ -406,7 +423,7 @@ class Row:
             "vllm_step": job.cache.step,
             "cache": job.cache.room,
             "cache_tokens": job.cache.num_tokens,
-            "left": self.left,
+            "left": job.left,
             "received": float(job.bytes.received.mean()),
             "seconds": float(job.seconds.max()),
             "cost": {**self.cost, "all": sum(self.cost.values())},
@@ -452,9 +469,11 @@ def find_pairs(config: HybridConfig, world_size: int, cluster: Cluster, progress
             sides[sizes] = inference_side(table, sizes, dtype)
         return sides[sizes]
 
+    in_place = itertools.islice(search.fitting(in_place=True), MOST_IN_PLACE)
+    pairs = list(_varied(itertools.chain(in_place, search.fitting())))
     rows = []
-    for number, pair in enumerate(_varied(search.fitting()), 1):
-        progress(f"planning pair {number} of {NUM_ROWS}")
+    for number, pair in enumerate(pairs, 1):
+        progress(f"planning pair {number} of {len(pairs)}")
         job = plan_job(pair.config, world_size, cluster, inference=inference)
         rows.append(Row(pair.keys, job, search.cost(job)))
     fixed = [f"{section}.{key}: {value}" for section, key, value in _written(config)]
@@ -469,16 +488,18 @@ def find_pairs(config: HybridConfig, world_size: int, cluster: Cluster, progress
 
 
 def _varied(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield NUM_ROWS of them, of which no more than MOST_ALIKE have the same layout of either side."""
+    """Yield NUM_ROWS of them, each once, of which no more than MOST_ALIKE have the same layout of either side."""
     seen: Counter[tuple[str, str]] = Counter()
-    num = 0
+    chosen: list[Mapping[str, Keys]] = []
     for pair in pairs:
+        if pair.keys in chosen:
+            continue
         sides = [(section, str(sorted(keys.items()))) for section, keys in pair.keys.items()]
         if all(seen[side] < MOST_ALIKE for side in sides):
             seen.update(sides)
-            num += 1
+            chosen.append(pair.keys)
             yield pair
-        if num == NUM_ROWS:
+        if len(chosen) == NUM_ROWS:
             return
 
 

@@ -56,7 +56,7 @@ def _print(found: Found, cluster: Cluster, remarks: list[str], seconds: float) -
             table.add_row(*_cells(number, row))
         console.print(table)
         say(_LEGEND)
-        if found.rows[0].left < RESERVE:
+        if found.rows[0].job.left < RESERVE:
             say(f"Tight: no pair leaves {gib(RESERVE)} of a device for context, communicators and workspaces.")
         for number, row in enumerate(found.rows, 1):
             # the terminal wraps these lines, so that they can be copied into a file

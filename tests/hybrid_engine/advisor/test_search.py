@@ -22,6 +22,7 @@ from hybrid_engine.advisor.search import (
     MOST_ALIKE,
     NUM_ROWS,
     RESERVE,
+    VLLM_RESERVE,
     Found,
     Search,
     find_pairs,
@@ -45,7 +46,7 @@ from hybrid_engine.planning.planner import largest_bucket
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LATENT, LayoutCase, layout_cases, sharded_cases
 from tests.zoo.families import write_config
-from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, QWEN3_235B_A22B
+from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 H100 = Cluster(device_gib=79.1)
 
@@ -350,6 +351,7 @@ def test_every_size_that_the_rules_allow_is_tried(
 def test_a_pair_that_is_given_fits_as_it_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no pair that fits is left out but for the rounding up of its peak; on devices that half of the pairs fit."""
     monkeypatch.setattr("hybrid_engine.advisor.search.RESERVE", 0)
+    monkeypatch.setattr("hybrid_engine.advisor.search.VLLM_RESERVE", 0)
     config = configured(name, {"seq_length": 1}, max_model_len=2, max_num_seqs=1, vllm={"max_num_batched_tokens": 2})
     every = Search(config, 4, Cluster(ranks_per_host=2))
     peaks = sorted(every._pair(*both).peak for both in itertools.product(every._trains, every._infers))
@@ -401,16 +403,16 @@ def found_70b(num_ranks: int, **generate: Any) -> Found:
 
 @pytest.mark.slow
 def test_rows_are_in_the_order_of_their_terms() -> None:
-    """TP 8 -> TP 4, 64 H100: 3 doublings, 2 doublings; caches of TP 4 have 16 x 500,747 tokens, the most is 12.8 M.
+    """TP 8 -> TP 4, 64 H100: 3 doublings, 2 doublings; caches of TP 4 have 16 x 469,643 tokens.
 
-    A cache: 0.92 x 79.1 GiB less 35,278,831,616 of weights and 1,838,284,800 of a step are 500,747 x 81,920 bytes.
+    A cache: 0.89 x 79.1 GiB less 35,278,831,616 of weights and 1,838,284,800 of a step are 469,643 x 81,920 bytes.
     """
     found = found_70b(64)
     first = found.rows[0].as_dict()
     assert (first["train"]["tensor"], first["infer"]["tensor"]) == (8, 4)
     assert first["keys"]["actor_config"] == {"tensor_model_parallel_size": 8, "sequence_parallel": True}
-    assert first["keys"]["generate_config"] == {"infer_tensor_parallel_size": 4, "gpu_memory_utilization": 0.92}
-    assert first["cache_tokens"] == 500_747
+    assert first["keys"]["generate_config"] == {"infer_tensor_parallel_size": 4, "gpu_memory_utilization": 0.89}
+    assert first["cache_tokens"] == 469_643
     assert (first["cost"]["train"], first["cost"]["infer"]) == (3, 2)
     assert first["left"] >= RESERVE
     facts = [row.as_dict() for row in found.rows]
@@ -420,7 +422,7 @@ def test_rows_are_in_the_order_of_their_terms() -> None:
         alike = [str(one["keys"][section]) for one in facts]
         assert max(map(alike.count, alike)) <= MOST_ALIKE
     halves = [one for one in facts if one["train"] == first["train"] and one["infer"]["tensor"] == 8]
-    tokens = 16 * 500_747 / (8 * halves[0]["cache_tokens"])
+    tokens = 16 * 469_643 / (8 * halves[0]["cache_tokens"])
     assert first["cost"]["cache"] - halves[0]["cost"]["cache"] == pytest.approx(-np.log2(tokens))
 
 
@@ -497,6 +499,23 @@ def test_each_key_that_mends_was_tried(actor: dict[str, Any], generate: dict[str
     assert any(text.startswith(mended) for text in found.mends), found.mends
     assert found.nearest is not None
     assert found.nearest.lacks
+
+
+def test_pairs_whose_weights_stay_in_place_are_among_the_rows(tmp_path: Path) -> None:
+    """Four layers of 30B: EP 8 to EP 8 receives nothing and has the largest cache, but a replica of eight ranks."""
+    model = write_config(tmp_path, {**QWEN3_30B_A3B, "num_hidden_layers": 4})
+    rows = [row.as_dict() for row in find_pairs(HybridConfig(model=model), 8, H100).rows]
+    assert len(rows) == NUM_ROWS
+    in_place = [row for row in rows if row["train"].get("expert") == row["infer"].get("expert") == 8]
+    assert [(row["received"], row["infer"].get("tensor")) for row in in_place] == [(0, None)]
+    assert in_place[0]["cache_tokens"] == max(row["cache_tokens"] for row in rows if "tensor" not in row["infer"])
+    assert rows[0]["received"] > 0, "the order stays that of the cost"
+
+
+def test_a_share_that_is_chosen_leaves_more_than_what_is_not_counted() -> None:
+    row = find_pairs(configured("dense"), 2, H100).rows[0].as_dict()
+    assert row["keys"]["generate_config"]["gpu_memory_utilization"] == 0.89
+    assert row["left"] >= VLLM_RESERVE > RESERVE
 
 
 @pytest.mark.slow
