@@ -55,6 +55,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.errors import DependencyError, HybridEngineError
+from hybrid_engine.ranks import uncaught
 
 if TYPE_CHECKING:
     from hybrid_engine.attaching import attach, prepare
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from hybrid_engine.trainer.companions import ReferenceModel, ValueModel, generalized_advantages, value_loss
     from hybrid_engine.trainer.megatron.train_engine import TrainEngine
     from hybrid_engine.trainer.worker import ActorHybridWorker
+
+uncaught.install()
 
 # Names load with their first use, with what they need of torch, Megatron and vLLM.
 _LAZY = {

@@ -30,6 +30,7 @@ HybridEngineError
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,9 @@ def collect(
         return None
 
 
+_DIGITS = re.compile(r"\d+")
+
+
 class _Short(reprlib.Repr):
     def repr_int(self, value: int, level: int) -> str:
         """Name the size of a huge number: Python refuses to write out thousands of digits."""
@@ -92,25 +96,51 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 10
 
 
 class HybridEngineError(Exception):
-    """Base class of every error that this package raises deliberately."""
+    """Base class of every error that this package raises deliberately.
+
+    Attributes:
+        is_rank_0s: on a rank above 0, whether all that is known here of the failure is known to rank 0 as well, which
+            raises it or its cause; None where the ranks have not agreed on it.
+    """
+
+    is_rank_0s: bool | None = None
 
 
 class _ListedError(HybridEngineError, Generic[Finding]):
-    """An error that reports all findings at once, one per line, at most `MOST_LINES`; `findings` has all of them.
+    """An error that reports all findings at once, at most `MOST_LINES` lines; `findings` has all of them.
+
+    Each finding has a line; more than `MOST_ALIKE` violations that differ in numbers alone have one together.
 
     `source`: the file that they are about, if it is one.
     """
 
     heading = "invalid"
     MOST_LINES = 200
+    MOST_ALIKE = 3
 
     def __init__(self, findings: Sequence[Finding], source: str | None = None) -> None:
         self.findings, self.source = tuple(findings), source
-        lines = "\n".join(f"  - {finding}" for finding in self.findings[: self.MOST_LINES])
-        if len(self.findings) > self.MOST_LINES:
-            lines += f"\n  - and {len(self.findings) - self.MOST_LINES} more"
+        lines = self._lines()
+        if len(lines) > self.MOST_LINES:
+            lines = [*lines[: self.MOST_LINES], f"  - and {len(lines) - self.MOST_LINES} more"]
         of_file = "" if source is None else f" in {clipped(source)}"
-        super().__init__(f"{self.heading}{of_file} ({len(self.findings)}):\n{lines}")
+        listed = "\n".join(lines)
+        super().__init__(f"{self.heading}{of_file} ({len(self.findings)}):\n{listed}")
+
+    def _lines(self) -> list[str]:
+        alike: dict[object, list[Finding]] = {}
+        for number, finding in enumerate(self.findings):
+            kind = _DIGITS.sub("0", str(finding)) if isinstance(finding, Violation) else number
+            alike.setdefault(kind, []).append(finding)
+        lines = []
+        for group in alike.values():
+            shown = group if len(group) <= self.MOST_ALIKE else group[:1]
+            lines += [f"  - {finding}" for finding in shown]
+            if len(shown) < len(group):
+                keys = list(dict.fromkeys(finding.key for finding in group if isinstance(finding, Violation)))
+                where = f", the others at {first_of(keys[1:], self.MOST_ALIKE)}" if len(keys) > 1 else ""
+                lines[-1] += f" ({len(group):,} of this kind{where})"
+        return lines
 
     def __reduce__(self) -> tuple[type[Self], tuple[tuple[Finding, ...], str | None]]:
         return type(self), (self.findings, self.source)

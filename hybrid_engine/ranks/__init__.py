@@ -9,6 +9,7 @@
       background.py       a call goes on in a thread while ranks meet
       process.py          a signal waits for the end of collectives; forked children end nothing of the rank's
     digests.py          8 bytes for a tensor of any size, computed where it lies
+    uncaught.py         an error that ends several ranks is printed once
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
     torch_internals.py  private names of torch below the backends, with their reasons; what a rank computes is the same
                         inside autocast, inference mode and another default dtype

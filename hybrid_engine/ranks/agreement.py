@@ -279,7 +279,9 @@ class Agreement:
                 said = self._gather(encode((told, f"{phase}{what_follows}")), phase, error)
                 messages, called = zip(*(decode(each, _Said) for each in said), strict=True)
         # a rank that failed ends an outer phase, which is no other call
-        self._agreed = _agreed_error(phase, error, messages, kind) if has_failed else _different_calls(called)
+        agreed = _agreed_error(phase, error, messages, kind) if has_failed else _different_calls(called)
+        agreed.is_rank_0s = messages[self._rank] in (None, messages[0])  # a rank with no error of its own adds nothing
+        self._agreed = agreed
         raise self._agreed from (None if error is None else error if error is not self._agreed else error.__cause__)
 
     @signals_held()
@@ -459,7 +461,7 @@ def _agreed_error(
     error: Exception | None,
     messages: Sequence[tuple[str, bool] | None],
     kind: type[HybridEngineError],
-) -> Exception:
+) -> HybridEngineError:
     """The error of a rank when all know what each has to tell: by rank, (text, whether it is secondhand), or None."""
     firsthand = {rank: told[0] for rank, told in enumerate(messages) if told and not told[1]}
     texts = firsthand or {rank: told[0] for rank, told in enumerate(messages) if told}

@@ -121,6 +121,7 @@ class FailureWatch:
         self._pids: dict[int, int] = {}  # of the other ranks of this host
         self._neighbours_beat, self._neighbours_time, self._looked = "", time.monotonic(), time.monotonic()
         self._arrived_at = -1
+        self._told = -1, ""  # step and text of this rank's own failure
         self._closing, self._store_is_gone = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -180,6 +181,7 @@ class FailureWatch:
     def tell(self, phase: str, text: str, patience: float, waiting: Collection[int] | None = None) -> None:
         """Let all ranks know that this one failed in the present step."""
         place, ranks = self._place, None if waiting is None else tuple(waiting)
+        self._told = place.step, text
         failure = Failure(self._rank, phase, text, patience, place.entry, ranks)
         self._ask(lambda: self._say(self._store, failure, place.step), None)
 
@@ -332,7 +334,7 @@ class FailureWatch:
         seen = self._heard.failures
         for failure in failures:
             if failure not in seen:
-                if not any(known.rank == failure.rank and known.text == failure.text for known in seen):
+                if not any(_is_alike(failure, known) for known in seen) and self._told != (place.step, failure.text):
                     self._report(failure, place)
                 seen[failure] = now
         if failures and place.has_arrived:
@@ -382,6 +384,11 @@ class FailureWatch:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+def _is_alike(failure: Failure, known: Failure) -> bool:
+    """Whether a failure needs no line in the log beside another: many ranks raise one error."""
+    return failure.text == known.text and (failure.rank == known.rank or bool(failure.phase))
 
 
 def _require_file(store: dist.Store) -> None:
