@@ -48,7 +48,6 @@ ELSEWHERE = {
     "megatron-core 0.19": "_remove_glu_interleaving",
     "chat templates": "tool_calls",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
-    "Python": "asyncio.to_thread",
     "columns whose names are put together": "checkpoint_seconds critic_seconds reward_seconds",
     "placeholders": "held_out_NAME linear_fc1.weightN",
 }

@@ -18,13 +18,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import os
 import random
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Unpack
@@ -35,7 +34,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
 from hybrid_engine.files.durable import naming
 from hybrid_engine.rl import losses
-from hybrid_engine.rl.asking import ask_each, is_coroutine_function
+from hybrid_engine.rl.asking import ask_each, is_coroutine_function, number_of, rewards_of
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Conversation, Environment, converse, no_arguments, prompt_of
 from hybrid_engine.rl.critic import Critic
@@ -52,8 +51,9 @@ if TYPE_CHECKING:
 Prompts = Sequence[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step."""
 Reward = Callable[[Any, Any], float | Awaitable[float]]
-"""(prompt, completion) -> what the completion is worth; called on rank 0 alone, which tells the others; a coroutine
-function for all completions together. With an environment it is given a `Conversation` in place of a `Completion`."""
+"""(prompt, completion) -> what the completion is worth, as `asking.rewards_of` takes it; called on rank 0 alone, which
+tells the others; a coroutine function for all completions together. With an environment it is given a `Conversation` in
+place of a `Completion`."""
 Groups = Sequence[Sequence["Completion | Conversation"]]
 """n of each prompt."""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
@@ -366,7 +366,7 @@ class Loop:
                     for number, one in enumerate(group)
                 ]
                 values = ask_each("reward", calls, job.timeout_seconds)
-                rewards = [_number(value, place) for value, (place, *_) in zip(values, calls, strict=True)]
+                rewards = rewards_of(values, [place for place, *_ in calls])
         return torch.tensor(job.agreement.gather(rewards, list[float], "reward")[0]).view(len(groups), -1)
 
     def _batch(self, groups: Groups) -> dict[str, torch.Tensor]:
@@ -421,13 +421,6 @@ def _order(seed: int, size: int, epoch: int) -> list[int]:
     return order
 
 
-def _number(reward: Any, place: str) -> float:
-    with suppress(TypeError, ValueError):
-        if math.isfinite(number := float(reward)):
-            return number
-    raise ArgumentError([Violation("reward", f"is {shortened(reward)} for {place}", "Return a finite number")])
-
-
 def _evaluated(figures: Any) -> dict[str, float]:
     """What `evaluate` has returned."""
     if not isinstance(figures, Mapping):
@@ -436,10 +429,10 @@ def _evaluated(figures: Any) -> dict[str, float]:
     found = {}
     for name, value in figures.items():
         try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError):
+            found[str(name)] = number_of(value)
+        except Exception as error:  # of the value's own conversion, too
             problem = f"{name} is {shortened(value)}"
-            raise ArgumentError([Violation("evaluate", problem, "Return a mapping of names to numbers")]) from None
+            raise ArgumentError([Violation("evaluate", problem, "Return a mapping of names to numbers")]) from error
     return found
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import sys
+import time
+from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hybrid_engine.errors import ArgumentError
-from hybrid_engine.rl.asking import ask_each
+from hybrid_engine.rl.asking import ask_each, rewards_of
+from hybrid_engine.rl.losses import group_advantages
 
 
 class Judge:
@@ -88,3 +95,79 @@ def test_a_function_may_return_a_coroutine_and_none_is_left_unawaited(recwarn: p
         ask_each("reward", [*calls, ("prompt 1", judge, ())], 60)
     gc.collect()
     assert not recwarn.list
+
+
+async def exits() -> None:
+    sys.exit(3)
+
+
+async def exits_in_a_task() -> None:
+    await asyncio.create_task(exits())
+
+
+async def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ends", [exits, exits_in_a_task, interrupts])
+def test_a_coroutine_that_ends_the_process_is_an_error_and_the_loop_goes_on(ends: Callable[[], Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"(SystemExit for prompt 0: 3|KeyboardInterrupt for prompt 0)\. It was"):
+        ask_each("reward", [("prompt 0", ends, ())], 60)
+    assert ask_each("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+
+
+def test_a_coroutine_that_blocks_the_loop_is_named_and_left_behind() -> None:
+    async def blocks() -> None:
+        time.sleep(2)
+
+    line = blocks.__code__.co_firstlineno + 1
+    started = time.monotonic()
+    said = f"has blocked the event loop for 0.095 s, in {__file__}:{line}. Await what it waits for"
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        ask_each("reward", [("prompt 0", blocks, ())], 0.1)
+    assert ask_each("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+    assert time.monotonic() - started < 1
+
+
+def test_the_text_of_an_error_is_cut_and_need_not_be_there() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, said in ((ValueError("x" * 100_000), "x" * 1999 + "…"), (Unprintable(), "<exception str() failed>")):
+        with pytest.raises(ArgumentError, match=f"for prompt 0: {re.escape(said)}. It was raised by") as caught:
+            ask_each("reward", [("prompt 0", fails, (error,))], 60)
+        assert len(str(caught.value)) < 2500
+
+
+class Unreal:
+    def __float__(self) -> float:
+        raise KeyError("no number")
+
+
+NUMBERS = (1, 0.5, True, -1e18, Fraction(1, 2), np.float16(0.5), np.int8(-3), np.bool_(True), np.ones(1))
+NUMBERS += (torch.tensor(0.5), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.int64))
+NOT_NUMBERS = (None, "0.5", b"1", [1.0], {}, 1j, Unreal(), np.ones(2), torch.ones(2), np.str_("1"), torch.ones(0))
+NOT_NUMBERS += (float("nan"), float("-inf"), 1e39, -2e18, 10**400, np.float64("nan"), torch.tensor(float("inf")))
+
+
+def test_a_reward_is_a_number_whose_square_is_finite_in_float32() -> None:
+    rewards = rewards_of(NUMBERS, [str(place) for place in range(len(NUMBERS))])
+    assert rewards == [1, 0.5, 1, -1e18, 0.5, 0.5, -3, 1, 1, 0.5, 1, 1]
+    assert {type(reward) for reward in rewards} == {float}
+    for scale in (True, False):
+        advantages = group_advantages(torch.tensor([[1e18] * 63 + [-1e18]]), scale=scale)
+        assert torch.isfinite(advantages).all()
+        assert torch.isfinite(advantages.square().sum())
+
+
+def test_every_reward_that_is_none_is_named() -> None:
+    values = [0.5, *NOT_NUMBERS]
+    with pytest.raises(ArgumentError) as caught:
+        rewards_of(values, [f"prompt {place}, completion 0" for place in range(len(values))])
+    assert len(caught.value.findings) == len(NOT_NUMBERS)
+    said = "reward: is '0.5' for prompt 2, completion 0. Return a finite number of at most 1e+18"
+    assert str(caught.value.findings[1]).startswith(said)
