@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import socket
 import struct
@@ -33,6 +34,7 @@ logger = logging.getLogger("hybrid_engine")
 
 MOST_AT_ONCE = 253  # SCM_MAX_FD of Linux
 _LIMIT = 2**16  # bytes of a question or an answer
+_MOST_SILENT = 64  # connections that have not asked yet; the oldest goes for the next
 _SECONDS_TO_ASK, _SECONDS_TO_ANSWER = 10.0, 20.0
 _GRANTED = b"\0"
 
@@ -98,17 +100,41 @@ os.register_at_fork(after_in_child=_disown)
 
 
 def _serve(listener: socket.socket) -> None:
-    while listener.fileno() >= 0:
-        try:
-            connection, _ = listener.accept()
+    """Answer each peer when it has asked, whoever else has connected and is silent."""
+    silent: dict[int, tuple[socket.socket, float]] = {}  # by descriptor: a peer that has not asked, and until when
+    while (listening := listener.fileno()) >= 0:
+        waiting = select.poll()  # unlike epoll it has no descriptor, which a forked child would keep open
+        for descriptor in (listening, *silent):
+            waiting.register(descriptor, select.POLLIN)
+        deadline = min((each for _, each in silent.values()), default=time.monotonic() + _SECONDS_TO_ASK)
+        asking = {descriptor for descriptor, _ in waiting.poll(max(deadline - time.monotonic(), 0) * 1000)}
+        for descriptor in [number for number in silent if number in asking]:
+            connection, _ = silent.pop(descriptor)
             with connection:
-                connection.settimeout(_SECONDS_TO_ASK)
-                names = connection.recv(_LIMIT).decode(errors="replace").split("\n")
-                with sending:
-                    _answer(connection, names)
-        except OSError as error:  # the end, a peer that went away, or no descriptor left
-            logger.debug("a peer's question for descriptors: %s", error)
-            time.sleep(0.01)
+                _hear(connection)
+        now = time.monotonic()
+        late = [number for number, (_, until) in silent.items() if until <= now]
+        for descriptor in late or list(silent)[:-_MOST_SILENT]:
+            silent.pop(descriptor)[0].close()
+        if listening in asking:
+            try:
+                connection, _ = listener.accept()
+                connection.setblocking(False)  # a question is one packet, and so is its answer
+                silent[connection.fileno()] = connection, now + _SECONDS_TO_ASK
+            except OSError as error:  # the end, or no descriptor left
+                logger.debug("a peer's connection for descriptors: %s", error)
+                time.sleep(0.01)
+    for connection, _ in silent.values():
+        connection.close()
+
+
+def _hear(connection: socket.socket) -> None:
+    try:
+        names = connection.recv(_LIMIT).decode(errors="replace").split("\n")
+        with sending:
+            _answer(connection, names)
+    except OSError as error:  # a peer that went away
+        logger.debug("a peer's question for descriptors: %s", error)
 
 
 def _answer(connection: socket.socket, names: Sequence[str]) -> None:

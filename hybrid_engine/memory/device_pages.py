@@ -35,10 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
+from hybrid_engine.errors import DeviceMemoryError, MessageError, StateError, TransportError
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.descriptors import MOST_AT_ONCE, Descriptor, fetch, sending
-from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages, tensor_over
+from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages, require_within, tensor_over
 from hybrid_engine.messages import Record
 from hybrid_engine.records.layout import Extent
 
@@ -60,6 +60,9 @@ class DeviceHandle(Record, frozen=True):
         chunk_nbytes: of every chunk but the last, which has what remains.
         offset: where the tensor starts in the range, in bytes.
         numel, dtype: of the tensor; dtype is torch's name without the prefix.
+
+    Raises MessageError, whoever makes it, unless the tensor is of a dtype of torch's and lies in whole elements within
+    the range, and the table has a number for every chunk.
     """
 
     table: BufferHandle
@@ -68,6 +71,15 @@ class DeviceHandle(Record, frozen=True):
     offset: int
     numel: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        require_within(self.reserved_nbytes, self.offset, self.numel, self.dtype)
+        has_chunks = self.chunk_nbytes > 0 and self.table.numel == -(-self.reserved_nbytes // self.chunk_nbytes)
+        if self.table.dtype != "int64" or not has_chunks:
+            raise MessageError(
+                f"a buffer of {self.reserved_nbytes} bytes in chunks of {self.chunk_nbytes}, with a table of "
+                f"{self.table.numel} {self.table.dtype}"
+            )
 
 
 def chunk_nbytes_for(nbytes: int, granule: int) -> int:

@@ -29,7 +29,7 @@ from typing import NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hybrid_engine.errors import DependencyError, StateError
+from hybrid_engine.errors import DependencyError, MessageError, StateError, TransportError, clipped
 from hybrid_engine.memory.descriptors import Descriptor, fetch
 from hybrid_engine.messages import Record
 
@@ -147,6 +147,9 @@ class BufferHandle(Record, frozen=True):
         file_nbytes: size of the memory file, whole pages.
         offset: where the tensor starts in the file, in bytes.
         numel, dtype: of the tensor; dtype is torch's name without the prefix.
+
+    Raises MessageError, whoever makes it, unless the tensor is of a dtype of torch's and lies in whole elements within
+    the file.
     """
 
     address: str
@@ -155,6 +158,22 @@ class BufferHandle(Record, frozen=True):
     offset: int
     numel: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        require_within(self.file_nbytes, self.offset, self.numel, self.dtype)
+
+
+def require_within(nbytes: int, offset: int, numel: int, dtype: str) -> None:
+    """Raise MessageError unless `numel` elements from byte `offset` are of a dtype of torch and lie in `nbytes`."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise MessageError(f"a buffer of {clipped(dtype)!r}, which is not a dtype of torch")
+    stop = offset + numel * kind.itemsize
+    is_aligned = offset % kind.itemsize == 0
+    if not (0 <= offset < stop <= nbytes and is_aligned):
+        raise MessageError(
+            f"a buffer of {numel} elements of {dtype} at byte {offset} does not lie in a memory of {nbytes} bytes"
+        )
 
 
 class HostMemory:
@@ -237,11 +256,19 @@ def map_pages(handle: BufferHandle) -> torch.Tensor:
     """Map the pages behind `handle`, of this or another process on the host, and keep them mapped; no bytes are copied.
 
     Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. They are
-    mapped read-only: a write through the tensor ends the process with SIGSEGV. Raises TransportError as `fetch` does.
+    mapped read-only: a write through the tensor ends the process with SIGSEGV. Raises TransportError as `fetch` does,
+    and where the owner passes a file of another size, or one that cannot be mapped.
     """
     (fd,) = fetch(handle.address, [handle.token])
     try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes != handle.file_nbytes:  # a read beyond the end of the file would end this process
+            raise TransportError(
+                f"{handle.address}: the memory file has {nbytes} bytes, and its handle says {handle.file_nbytes}"
+            )
         address = map_memory(handle.file_nbytes, fd, writable=False)
+    except OSError as error:
+        raise TransportError(f"{handle.address}: {error.strerror}") from error
     finally:
         os.close(fd)
     return HostMemory(address, handle.file_nbytes).view(handle.offset, handle.numel, getattr(torch, handle.dtype))

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from hybrid_engine.errors import TransportError
+from hybrid_engine.errors import MessageError, TransportError
 from hybrid_engine.memory import descriptors
 from hybrid_engine.memory.descriptors import fetch
 from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor
-from hybrid_engine.memory.host_pages import BufferHandle, libc, map_pages
+from hybrid_engine.memory.host_pages import PAGE, BufferHandle, libc, map_pages
+from hybrid_engine.messages import decode, encode
 from tests.harness.namespaces import enter_a_process_namespace
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
@@ -218,3 +220,45 @@ def test_what_was_closed_while_it_is_sent_is_not_another_file(handle: BufferHand
     monkeypatch.setattr(socket, "send_fds", late)
     assert map_pages(handle).tolist() == [3] * 10
     os.close(others.pop())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"offset": value} for value in (-4096, -4, 2, 4060, PAGE, 2**63)),
+        *({"numel": value} for value in (-1, 0, PAGE // 4 + 1, 2**62)),
+        *({"file_nbytes": value} for value in (-PAGE, 0, 39)),
+        *({"dtype": value} for value in ("float31", "nn", "Tensor", "", "__name__", "float64x")),
+    ],
+    ids=str,
+)
+def test_a_handle_of_what_is_not_in_its_file_is_no_message(handle: BufferHandle, values: dict[str, object]) -> None:
+    with pytest.raises(MessageError, match="a buffer of"):
+        replace(handle, **values)
+    fields = [values.get(name, getattr(handle, name)) for name in BufferHandle.__struct_fields__]
+    with pytest.raises(MessageError):
+        decode(encode(fields), BufferHandle)
+
+
+def test_a_file_of_another_size_than_its_handle_says_is_not_mapped(handle: BufferHandle) -> None:
+    for nbytes in (40, 2 * PAGE, 2**40):
+        with pytest.raises(TransportError, match=f"has {PAGE} bytes, and its handle says {nbytes}"):
+            map_pages(replace(handle, file_nbytes=nbytes))
+
+
+def test_peers_that_say_nothing_keep_nobody_waiting(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are closed after a while, the oldest before that where there are many."""
+    monkeypatch.setattr(descriptors, "_SECONDS_TO_ASK", 1.0)
+    monkeypatch.setattr(descriptors, "_MOST_SILENT", 3)
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(6)]
+    for connection in silent:
+        connection.connect(handle.address)
+    started = time.monotonic()
+    for _ in range(4):
+        assert map_pages(handle).tolist() == [3] * 10
+    assert time.monotonic() - started < 0.5
+    for connection in silent:
+        connection.settimeout(5)
+        assert connection.recv(1) == b""
+        connection.close()
+    assert time.monotonic() - started < 5

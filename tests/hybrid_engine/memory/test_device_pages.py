@@ -22,8 +22,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
+from hybrid_engine.errors import DeviceMemoryError, MessageError, StateError, TransportError
 from hybrid_engine.memory import device_pages
 from hybrid_engine.memory.elastic import (
     ElasticBuffer,
@@ -461,3 +462,18 @@ def test_the_transport_leaves_alone_what_lies_between(rig: Rig):
     transport.run(0, [Transfer("t", (2, 3), *places, 24, Link.HOST)], {}, destination)
     assert bool((destination["dst"] == 1).all())
     transport.close()
+
+
+def test_a_handle_of_what_is_not_in_its_range_is_no_message(rig: Rig):
+    handle = rig.buffer(3 * CHUNK).export()
+    for name, values in {
+        "offset": (-CHUNK, 1 - handle.numel, handle.reserved_nbytes),
+        "numel": (-1, 0, handle.numel + handle.reserved_nbytes),
+        "reserved_nbytes": (-1, 0, 2 * CHUNK, 2**40),
+        "chunk_nbytes": (-CHUNK, 0, 1, 2**40),
+        "dtype": ("nn", "float31"),
+        "table": (replace(handle.table, numel=2), replace(handle.table, dtype="uint8")),
+    }.items():
+        for value in values:
+            with pytest.raises(MessageError, match="a buffer of"):
+                replace(handle, **{name: value})
