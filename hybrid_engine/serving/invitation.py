@@ -7,6 +7,7 @@ user names, by a token that both sides have in their environment: torch's store 
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,6 +29,8 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
 from hybrid_engine.ranks.world import World, store_at
 from hybrid_engine.serving.addresses import addresses_of, public_ones
+
+logger = logging.getLogger("hybrid_engine")
 
 TOKEN = "HYBRID_ENGINE_TOKEN"
 """Environment variable with the secret that trainers and servers share; needed where they meet at an address."""
@@ -51,10 +55,12 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @classmethod
     def read(cls: type[T], values: Mapping[str, Any]) -> T:
-        """Raises MessageError for anything but these fields, of these types."""
+        """Raises MessageError for anything but these fields, of these types, and for texts that have no UTF-8."""
         try:
-            return msgspec.convert(dict(values), cls)
-        except (msgspec.ValidationError, TypeError) as error:
+            told = msgspec.convert(dict(values), cls)
+            msgspec.json.encode(told)
+            return told
+        except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
             raise MessageError(f"not what a server is told ({cls.__name__}): {error}") from None
 
     def said(self) -> dict[str, Any]:
@@ -107,7 +113,8 @@ class Invitation(Told, frozen=True, kw_only=True):
         kind, _, where = self.place.partition(":")
         if not _NAME.fullmatch(self.name):
             raise MessageError(f"no name of a job: {shortened(self.name)}")
-        if (kind == "tcp" or TOKEN in os.environ) and not hmac.compare_digest(self.proof, self._proof()):
+        needs_proof = kind == "tcp" or TOKEN in os.environ
+        if needs_proof and not hmac.compare_digest(self.proof.encode(), self._proof().encode()):
             raise MessageError(f"{self.place}: who invites does not have this server's {TOKEN}")
         if kind == "file":
             _require_own(Path(where))
@@ -173,10 +180,7 @@ class MeetingPlace:
         self.name = f"hybrid_engine/{secrets.token_hex(16)}"
         self._directory = ""
         if address is None:
-            # it stays: servers still open a path in it by name, and somebody else could make what is no longer there
-            own = Path(tempfile.gettempdir(), f"{_DIRECTORY}{os.getuid()}")
-            own.mkdir(0o700, exist_ok=True)
-            self._directory = tempfile.mkdtemp(prefix=_DIRECTORY, dir=own)
+            self._directory = tempfile.mkdtemp(prefix=_DIRECTORY, dir=_users_directory())
             path = Path(self._directory, _FILE)
             path.touch(0o600)  # servers open what is there alone
             _require_own(path)
@@ -195,6 +199,32 @@ class MeetingPlace:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
+def _users_directory() -> Path:
+    """A directory that only this user can open, below the temporary one, for all jobs of this user.
+
+    It stays: servers still open a path in it by name, and somebody else could make what is no longer there. Where its
+    name is taken, by whatever another user has put there, it is one of a random name.
+    """
+    usual = Path(tempfile.gettempdir(), f"{_DIRECTORY}{os.getuid()}")
+    with suppress(FileExistsError):
+        usual.mkdir(0o700)
+    if _is_own_directory(usual.lstat()):
+        return usual
+    instead = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getuid()}-"))
+    logger.warning(
+        "%s is not a directory that only this user can open. Trainers and servers meet in %s, which stays. Remove the "
+        "first, or set TMPDIR to a directory of this user",
+        usual,
+        instead,
+    )
+    return instead
+
+
+def _is_own_directory(status: os.stat_result) -> bool:
+    """Whether it is a directory of this user that is closed to others."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
 def _require_own(path: Path) -> None:
     """Raise MessageError unless `path` is a meeting place's file, in two directories of this user that are closed to
     others.
@@ -208,7 +238,7 @@ def _require_own(path: Path) -> None:
     if path.name != _FILE or not path.parent.name.startswith(_DIRECTORY) or not stat.S_ISREG(file.st_mode):
         raise MessageError(f"{path} is no place where trainers and servers meet")
     for directory, found in zip(path.parents, directories, strict=False):
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        if not _is_own_directory(found):
             raise MessageError(f"{directory} is not a directory that only this user can open")
 
 

@@ -68,9 +68,36 @@ def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace, above:
     directory.chmod(0o755)
     with pytest.raises(MessageError, match="not a directory that only this user can open"):
         invitation_to(place).store()
-    if above:
-        with pytest.raises(MessageError, match="not a directory that only this user can open"):
-            MeetingPlace(None)
+
+
+def taken_by_a_stranger(path: Path) -> None:
+    path.mkdir(mode=0o777)
+    os.chown(path, 12345, 12345)
+
+
+def open_to_others(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+
+
+TAKEN = {"file": Path.touch, "link": lambda path: path.symlink_to("/"), "open": open_to_others}
+TAKEN |= {"stranger": taken_by_a_stranger} if os.geteuid() == 0 else {}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_whoever_takes_the_name_of_the_directory_keeps_nobody_from_meeting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = tmp_path / f"hybrid-engine-{os.getuid()}"
+    TAKEN[kind](usual)
+    meeting = MeetingPlace(None)
+    invitation_to(meeting).store().set("key", "value")
+    meeting.close()
+    assert f"{usual} is not a directory that only this user can open" in caplog.text
+    assert "set TMPDIR to a directory of this user" in caplog.text
+    assert kind in ("file", "link") or list(usual.iterdir()) == []
 
 
 def test_nobody_else_can_make_a_place_that_is_gone(place: MeetingPlace) -> None:
@@ -89,6 +116,9 @@ def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: py
     for other in (unsigned, replace(signed, first_rank=1), replace(signed, settings={"bucket_mb": 1})):
         with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
             other.store()
+    for proof in ("é", "\u2028", signed.proof.upper()):
+        with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
+            replace(signed, proof=proof).store()
     monkeypatch.setenv(TOKEN, "another")
     with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
         signed.store()
@@ -127,6 +157,9 @@ def test_on_one_host_the_invitation_says_where_ranks_listen(place: MeetingPlace)
         ({"first_rank": "2"}, "first_rank"),
         ({"size": None}, "size"),
         ({"settings": []}, "settings"),
+        ({"proof": "\ud800"}, "surrogates"),
+        ({"place": "file:\ud800"}, "surrogates"),
+        ({"settings": {"transport": "\ud800"}}, "surrogates"),
     ],
 )
 def test_what_is_told_is_typed(place: MeetingPlace, values: dict[str, Any], problem: str) -> None:
