@@ -15,6 +15,7 @@ import yaml
 from examples.gpt_rl.train import run_files
 from hybrid_engine.rl.run_files import RunFiles
 from tests.examples.launched import Terminal, finish, short_config, start
+from tests.harness.processes import listening_addresses
 
 # of a row, what must not depend on the clock or on having been interrupted
 RESULTS = ("accuracy", "reward", "kl", "loss", "grad_norm", "weight_version", "logprob_diff", "bytes_received")
@@ -29,8 +30,12 @@ def interrupted(config: Path, out: Path) -> str:
     """What a run prints that is interrupted after two rows."""
     process = start(config, out)
     wait_for_rows(run_files(out), 2, process)
+    listening = listening_addresses(process.pid)
     process.send_signal(signal.SIGINT)
     output = finish(process)
+    addresses = set().union(*listening.values())
+    assert len([pid for pid, found in listening.items() if found]) >= 3, listening  # the launcher, and both ranks
+    assert all(address.is_loopback for address in addresses), listening
     assert process.returncode == 128 + signal.SIGINT, output
     return output
 
