@@ -61,6 +61,7 @@ Steps = Annotated[int, Number, Field(ge=0, le=2**40)]
 Seconds = Annotated[float, Number, Field(ge=1, le=30 * 24 * 3600)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
+Ports = Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")]
 File = Annotated[Path, AfterValidator(_beside_its_file)]
 """A path; a relative one begins at the directory of the file that it is written in."""
 Model = Annotated[Path, BeforeValidator(_always_a_path)]
@@ -389,6 +390,10 @@ class GenerateConfig(Section):
     servers draw with: a step beyond is refused until weights are published. For none, leave release_weights out."""
     server_address: Name | None = None
     """Address of this host at which servers on other hosts reach the first rank; default: all are on this host."""
+    server_ports: Ports | None = None
+    """FIRST-LAST, the ports that a firewall between trainers and servers opens. The kernel chooses those at which both
+    listen, so net.ipv4.ip_local_port_range of every host (or pod) must be within; elsewhere the job is refused before
+    anything listens. Default: any port."""
     server_allow_public: bool = False
     """Take servers, and a server_address, at addresses that are neither of this host nor private: vLLM's routes for
     weights, and the store where ranks meet, authenticate nobody."""

@@ -44,7 +44,7 @@ T = TypeVar("T", bound="Told")
 
 SWITCH_KEYS = (
     *("transport", "bucket_mb", "incremental", "incremental_mb", "check_nan", "verify", "release_weights"),
-    "compress_reshard",
+    *("compress_reshard", "server_ports"),
     *("offload_train_param", "offload_train_grad", "offload_train_optimizer", "prefetch", "timeout_seconds"),
 )
 """Keys of `generate_config` by which both sides of a switch must go alike."""

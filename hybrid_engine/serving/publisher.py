@@ -54,6 +54,7 @@ from hybrid_engine.ranks.background import in_background, steps_until
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World
+from hybrid_engine.serving.addresses import require_ports
 from hybrid_engine.serving.clients import PauseMode, VllmServer, server_of
 from hybrid_engine.serving.invitation import (
     LOOPBACK,
@@ -126,6 +127,7 @@ class WeightPublisher(Switch):
         self._places: list[MeetingPlace] = []  # a server that leaves a job still asks its store
         self._servers: list[VllmServer] = []
         with job.agreement.phase("looking at the servers"):
+            require_ports(config.server_ports)
             if not servers:
                 raise ConfigError([Violation("servers", "none", "Name at least one")])
             if len({str(each).rstrip("/") for each in servers}) < len(servers):  # it would wait for itself to join

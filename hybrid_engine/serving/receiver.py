@@ -26,6 +26,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceCaches, InferenceWeights
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
+from hybrid_engine.serving.addresses import require_ports
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.roles import NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
@@ -83,6 +84,7 @@ class WeightReceiver:
                 f"worker {self._index} was invited to a job that counts {invitation.num_workers} workers of its server"
             )
         config, rank = invitation.config(), invitation.first_rank + self._index
+        require_ports(config.server_ports)
         world = invitation.world(rank, may_end=False)
         self.leave()
         with Ends() as undo:

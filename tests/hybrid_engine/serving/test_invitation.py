@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from hybrid_engine.errors import ConfigError, MessageError, ServerError
+from hybrid_engine.serving import addresses
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace, require_address
+from hybrid_engine.serving.receiver import WeightReceiver
 
 
 @pytest.fixture
@@ -197,6 +202,42 @@ def test_trainers_listen_where_strangers_do_not_come(
     for private in ("127.0.0.1", "::1", "100.64.0.1"):
         require_address(private, allow_public=False)
     require_address("8.8.8.8", allow_public=True)
+
+
+def test_ports_are_those_that_the_kernel_chooses_from(place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest, highest = addresses._PORTS_OF_THE_KERNEL.read_text().split()
+    for ports in (None, f"{lowest}-{highest}", f"1-{highest}", f"{lowest}-65535"):
+        addresses.require_ports(ports)
+    message = f"server_ports: 1-{lowest}, but the kernel of .* chooses ports of {lowest}-{highest}. sysctl -w"
+    worker = WeightReceiver(None, None, 0, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=message):
+        worker.join(invitation_to(place, settings={"server_ports": f"1-{lowest}"}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace, which needs root")
+def test_gloo_and_the_store_listen_at_ports_of_the_kernels_range() -> None:
+    setting = 'ip link set lo up && echo "29600 29700" > /proc/sys/net/ipv4/ip_local_port_range'
+    command = ["unshare", "--net", "sh", "-c", f'{setting} && exec "$0" -c "$1"', sys.executable, LISTENS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    ports = [int(port) for port in ended.stdout.split()]
+    assert len(ports) == 3
+    assert all(29600 <= port <= 29700 for port in ports), ports
+
+
+LISTENS = """
+from pathlib import Path
+import torch.distributed as dist
+from hybrid_engine.ranks.world import store_at
+from hybrid_engine.serving.addresses import require_ports
+require_ports("29600-29700")
+store = store_at("127.0.0.1")
+devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1") for _ in range(2)]
+for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+    words = line.split()
+    if words[3] == "0A":
+        print(int(words[1].partition(":")[2], 16))
+"""
 
 
 def test_a_call_without_end_notices_a_host_that_is_gone() -> None:
