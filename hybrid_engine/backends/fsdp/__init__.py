@@ -4,6 +4,7 @@
     names.py             a tensor's name in the state dict, by transformers, and in a checkpoint, whatever PEFT,
                          torch.compile and checkpointing put around modules; the same from a config.json, for plans;
                          which LoRA a model has, and the methods of PEFT that are refused
+    attention.py         settings that an implementation of attention leaves out
     model_checks.py      all else that makes a model impossible to read or drive, and a config that is not the model's
     adaptor.py           records of this rank (port `TrainingWeights`), with LoRA added or beside the weights
     sharded_model.py     `ShardedModel`: the model as the switch sees it, and what can be offloaded (port `Trainer`)

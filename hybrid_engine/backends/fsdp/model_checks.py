@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
+from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module
 from hybrid_engine.backends.fsdp.names import plain_name
 from hybrid_engine.errors import DependencyError, ModelError, clipped
@@ -182,7 +183,8 @@ def require_configured(model: torch.nn.Module) -> None:
     """Raise ModelError naming everything in which a transformers model is not what its config describes.
 
     Compared are numbers, flags and texts of its modules, its activations, and rotary frequencies and whatever else it
-    keeps in buffers that no checkpoint has. Takes no memory for weights, and no random number.
+    keeps in buffers that no checkpoint has. Its implementation of attention must take all that the config sets. Takes
+    no memory for weights, and no random number.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
@@ -193,12 +195,19 @@ def require_configured(model: torch.nn.Module) -> None:
             if (live := modules.get(name)) is not None:
                 for difference in (*_of_attributes(live, module), *_of_buffers(live, module, configured)):
                     found.setdefault(difference, []).append(name or "the model")
-    if found:
-        lines = [
-            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {difference.attribute} is "
-            f"{difference.live}, by model.config {difference.configured}"
-            for difference, names in found.items()
-        ]
+        implementation = getattr(model.config, "_attn_implementation", None)
+        left_out = settings_left_out(configured, implementation)
+    lines = [
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {difference.attribute} is "
+        f"{difference.live}, by model.config {difference.configured}"
+        for difference, names in found.items()
+    ]
+    lines += [
+        f"attention by {implementation!r} leaves out {name} {value}: load the model with attn_implementation='eager', "
+        "or call model.set_attn_implementation('eager')"
+        for name, value in left_out.items()
+    ]
+    if lines:
         raise ModelError(
             "the model computes otherwise than model.config says, from which vLLM is built. Set model.config to what "
             "the model computes, or build the model from it:\n  " + "\n  ".join(lines)

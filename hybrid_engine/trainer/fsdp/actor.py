@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import initialize_module
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
@@ -46,10 +47,10 @@ def build_sharded_model(
     It computes without dropout, in training too, as `build_model` of Megatron's side: the sampler has none.
     """
     hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    # the other implementations leave out what they cannot do, without an error
-    attention = "eager" if getattr(hf_config, "attn_logit_softcapping", None) else None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype))
+    if settings_left_out(model, hf_config._attn_implementation):
+        model.set_attn_implementation("eager")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         shard_model(model, config, mesh, lambda module: _fill(module, model, device))

@@ -85,10 +85,35 @@ def test_loading_in_another_dtype_rounds_weights_alone(tmp_path: Path, dtype: to
 @pytest.mark.parametrize("variant", SERVED_VARIANTS)
 def test_every_family_is_what_its_config_says(tmp_path: Path, variant: str) -> None:
     model = made(tmp_path, variant)
+    model.set_attn_implementation("eager")
     require_configured(model)
     with ExitStack() as owner:
         written = json.loads((_model_directory(model, owner) / "config.json").read_text())
         assert table_for(written) == table_for(served_config(variant))
+
+
+@pytest.mark.parametrize(
+    ("variant", "softcap", "implementation", "is_refused"),
+    [
+        ("gemma2", 50.0, "sdpa", True),  # the default
+        ("gemma2", 50.0, "paged|eager", True),
+        ("gemma2", 50.0, "eager", False),
+        ("gemma2", 50.0, "flex_attention", False),
+        ("gemma2", None, "sdpa", False),
+        ("gemma3", 50.0, "sdpa", False),  # its attention has no soft cap, whatever its config says
+    ],
+)
+def test_attention_that_leaves_out_what_the_config_sets_is_refused(
+    tmp_path: Path, variant: str, softcap: float | None, implementation: str, is_refused: bool
+) -> None:
+    model = made(tmp_path, variant, attn_logit_softcapping=softcap)
+    model.config._attn_implementation = implementation
+    problem = (
+        f"attention by '{implementation}' leaves out softcap 50.0: load the model with attn_implementation='eager'"
+    )
+    assert (problem in findings(model)) == is_refused
+    assert bool(findings(model)) == is_refused
+    assert model.config._attn_implementation == implementation
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
