@@ -1,8 +1,8 @@
 """config.json as data from outside: the keys that name tables read, with their types, ranges, relations and defaults.
 
 `read_config` reports everything that is wrong, by config.json's own keys, before a table is made. A key that is missing
-means what transformers' class says, and so what it means to vLLM; a test compares all of them. Keys that no table reads
-are let through.
+means what transformers' class says, and so what it means to vLLM; a test compares all of them. Keys that no
+table reads are let through, unless vLLM reads them (backends/vllm/config_reads.py).
 
 `transformers.AutoConfig` does not serve: with version 5.19 it accepts 36 of the 57 wrong files of the test's table (0
 heads, 3 key/value heads for 4, a vocabulary of 2**80, an infinite rotary base) and a file that says nothing at all,
@@ -13,7 +13,7 @@ dictionary that it is given; and it takes 3.4 s and torch to import, where all o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, Field
@@ -58,6 +58,8 @@ class Schema(pydantic.BaseModel):
     """The keys of a family that are read."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    implied: ClassVar[Mapping[str, str]] = {}
+    """Values of keys that transformers' class has as constants, and vLLM reads."""
 
     def relations(self) -> Iterator[Violation]:
         """Find faults between keys that are valid by themselves."""
@@ -74,12 +76,19 @@ def read_config(config: Mapping[str, Any], schema: type[Read], source: str) -> R
     """
     try:
         read = schema.model_validate(config)
-        found = list(read.relations())
+        found = [*_contradictions(config, schema), *read.relations()]
     except pydantic.ValidationError as error:
         found = [_violation_of(item) for item in error.errors(include_url=False, include_context=False)]
     if found:
         raise ConfigError([Violation(one.key, f"{one.problem}, in {source}", one.remedy) for one in found])
     return read
+
+
+def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator[Violation]:
+    for key, implied in schema.implied.items():
+        if config.get(key) not in (None, implied):
+            problem = f"is {shortened(config[key])}, but the trainer computes {implied!r} for this family"
+            yield Violation(key, problem, "Remove it, or name another model")
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
@@ -353,6 +362,8 @@ class Qwen2Moe(Qwen3Moe):
 class DeepseekV3(Experts, Decoder):
     """DeepSeek-V3 and R1: latent attention, shared experts, groups of experts."""
 
+    # without these, vLLM takes softmax and has no bias for the router
+    implied: ClassVar[Mapping[str, str]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     q_lora_rank: Size | None = 1536
     kv_lora_rank: Size
     qk_nope_head_dim: HeadSize
@@ -402,6 +413,7 @@ class DeepseekV3(Experts, Decoder):
 class DeepseekV2(DeepseekV3):
     """DeepSeek-V2 and V2-Lite, which have groups with one of the methods only."""
 
+    implied: ClassVar[Mapping[str, str]] = {"scoring_func": "softmax"}
     n_shared_experts: Annotated[int, Field(ge=0, le=256)] | None = 2
     first_k_dense_replace: Index = 0
     n_group: ExpertCount | None = None

@@ -3,6 +3,7 @@
     engine_settings.py  InferenceSettings (`generate_config` and what the job adds), Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, and every check of them before anything is built
+    config_reads.py     values that vLLM takes in place of config.json's; keys that it reads and the trainer does not
     positions.py        what each inference position holds, traced before there is an engine
     isolation.py        vLLM's environment, process groups and registries, kept apart from the caller's
     process_state.py    random numbers and torch's settings, kept apart from the caller's

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.isolation import (
     check_world,
@@ -47,8 +46,6 @@ GENERATING_LAYOUT = "use 1 and 1, and tensor or data parallelism instead"
 
 _CPU_KV_CACHE_MB = 256
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
-_IMPLIED = {"DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
-"""Architecture -> what it means of routing. Without these keys vLLM takes softmax and has no bias for the router."""
 
 
 def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
@@ -68,13 +65,22 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
 
 
 def engine_config(settings: InferenceSettings, rank: int, device_type: str, **changes: Any) -> VllmConfig:
-    """vLLM's configuration of such an engine for this rank, in vLLM's own worker; `changes`: of its arguments."""
+    """vLLM's configuration of such an engine for this rank, in vLLM's own worker; `changes`: of its arguments.
+
+    Raises ConfigError for keys of config.json that vLLM reads and the trainer does not know.
+    """
     from vllm import EngineArgs
 
     wanted = llm_arguments(settings, device_type) | changes
     wanted.pop("worker_cls", None)
-    with rank_in_instance(settings, rank):
+    with rank_in_instance(settings, rank), wanted["hf_overrides"].checked():
         return EngineArgs(**wanted).create_engine_config()
+
+
+def reads_of(config: VllmConfig) -> ConfigReads:
+    """The record of reads that a configuration of `engine_config` makes."""
+    assert isinstance(config.model_config.hf_overrides, ConfigReads)
+    return config.model_config.hf_overrides
 
 
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
         "data_parallel_size": settings.sizes.replicas_per_instance,
         "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
-        "hf_overrides": _config_overrides(settings.model_dir),
+        "hf_overrides": ConfigReads(settings.model_dir),
         "enforce_eager": is_eager(settings, device_type),
         "max_logprobs": -1,
         "logprobs_mode": LOGPROBS_MODE,
@@ -126,19 +132,6 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
             "lora_target_modules": list(settings.lora_target_modules),
         }
     return arguments
-
-
-def _config_overrides(model_dir: str) -> dict[str, Any]:
-    """Values that vLLM takes in place of config.json's: no quantization, for training's weights come unquantised, and
-    what vLLM reads there but transformers 5 does not write, for its class computes nothing else."""
-    config = json.loads(Path(model_dir, "config.json").read_text())
-    implied = {
-        key: value for name in config.get("architectures") or () for key, value in _IMPLIED.get(name, {}).items()
-    }
-    if not config.get("quantization_config"):
-        return implied
-    logger.info("%s: its quantization_config is not followed: the weights come unquantised", model_dir)
-    return {"quantization_config": None, **implied}
 
 
 def check_before_building(settings: InferenceSettings, job: Job) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
+from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept, random_state_kept
@@ -344,8 +345,12 @@ class InferenceEngine:
         names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
         torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
 
+        llm_arguments = arguments.llm_arguments(self.settings, self._device_type)
+        reads: ConfigReads = llm_arguments["hf_overrides"]
+
         def trace(model: torch.nn.Module, _: object) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):
+                reads.require_known(model)
                 traced = trace_model(model, tensors, torch_dtypes, self.rank)
                 if self.settings.max_loras and traced.staged:
                     raise ModelError(
@@ -369,8 +374,8 @@ class InferenceEngine:
         ):
             from vllm import LLM
 
-            with capturing(trace, inspect) as models:
-                llm = LLM(**arguments.llm_arguments(self.settings, self._device_type))
+            with capturing(trace, inspect) as models, reads.checked():
+                llm = LLM(**llm_arguments)
         (model,) = models
         return llm, model
 

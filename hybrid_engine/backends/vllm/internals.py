@@ -126,6 +126,10 @@ MLA_HEAD_SIZES = Internal(
     f"{_LAYERS}.attention.mla_attention:MLACommonBackend.get_supported_head_sizes",
     "tells the same of latent attention",
 )
+LENGTH_LIMITS = Internal(
+    "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase.derive_max_model_len_and_key",
+    "reads keys of all families that limit the length of sequences, and change nothing that is computed",
+)
 ALLOCATOR_CONFIG = Internal("vllm.device_allocator.alloc_conf", "tells how torch's allocator is configured now")
 UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",

@@ -78,8 +78,11 @@ def _traced(
         undo.enter_context(_rotary_embeddings_kept())
         try:
             undo.enter_context(_at_position(job, settings, config))
-            model = _model(config)
+            reads = arguments.reads_of(config)
+            with reads.checked():
+                model = _model(config)
             undo.callback(_forget_layers, model)
+            reads.require_known(model)
             return trace_without_memory(model, tensors, dtypes, job.rank)
         except HybridEngineError:
             raise

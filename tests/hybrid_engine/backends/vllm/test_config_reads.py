@@ -1,0 +1,107 @@
+"""Keys of config.json that vLLM reads and the trainer does not know are refused by name, all others are let through.
+
+vLLM's configuration and its model without memory, at two pipeline stages: what only the last stage reads counts too.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.assembly import gather_positions
+from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, RemoteError
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm import support
+from tests.zoo.families import served_config
+
+Case = tuple[str, dict[str, Any]]
+"""A family and what its config.json has besides."""
+
+SCALED_BY_POSITION = {"beta": 0.1, "original_max_position_embeddings": 64}
+REFUSED: list[Case] = [
+    ("llama", {"sliding_window": 100, "rotary_pct": 0.5}),
+    ("llama", {"logit_scale": 1.002}),  # the last stage alone reads it
+    ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}}),
+    ("glm4", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 64}}),
+    ("qwen2", {"qk_norm": True}),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 32}),
+    ("deepseek_v3", {"index_topk": 16}),
+    ("deepseek_v3", {"llama_4_scaling": SCALED_BY_POSITION}),  # forward passes alone read it
+]
+"""With keys that are refused."""
+
+ACCEPTED: list[Case] = [
+    (
+        "llama",
+        {
+            **{"logit_scale": 1.0, "is_causal": True, "bias": False, "qkv_bias": None},  # what is read without them
+            **{"max_sequence_length": 128, "model_max_length": 128},  # change lengths alone
+            **{"use_cache": True, "initializer_range": 0.1, "sliding_windows": 3},  # are not read
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1000.0},  # that of another type
+        },
+    ),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}),  # Qwen3-Coder's
+    ("gpt2", {"num_attention_heads": 4, "reorder_and_upcast_attn": False}),  # n_head by another name
+    ("deepseek_v3", {"head_dim": 16, "scoring_func": "sigmoid", "topk_method": None}),  # as transformers writes it
+]
+
+
+def refusals(directory: str) -> dict[str, str]:
+    """By case."""
+    dist.init_process_group("gloo")
+    with closing(Job.join(120)) as job:
+        found = {
+            str(case): _refusal(job, Path(directory, str(number)), case)
+            for number, case in enumerate([*REFUSED, *ACCEPTED])
+        }
+        return found | {"engine": _refusal(job, Path(directory, "engine"), REFUSED[1], is_engine=True)}
+
+
+def _refusal(job: Job, directory: Path, case: Case, *, is_engine: bool = False) -> str:
+    """The error on this rank; empty without one."""
+    config = served_config(case[0]) | case[1]
+    table = table_for(config)
+    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
+    settings = InferenceSettings(support.write_config(directory, config), InferenceParallelism(2, pipeline=2), generate)
+    try:
+        if is_engine:
+            InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
+        else:
+            gather_positions(settings, table, job)
+    except (ConfigError, RemoteError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def by_rank(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return engines.launch(refusals, 2, str(tmp_path_factory.mktemp("reads")))
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_keys_that_vllm_alone_reads_are_refused_on_all_ranks(by_rank: list[dict[str, str]], case: Case) -> None:
+    keys = ["rope_scaling.alpha"] if "rope_scaling" in case[1] else case[1]
+    for found in by_rank:
+        for key in keys:
+            assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", found[str(case)])
+
+
+def test_an_engine_refuses_them_too(by_rank: list[dict[str, str]]) -> None:
+    assert all("- logit_scale: 1.002 is read by vLLM" in found["engine"] for found in by_rank)
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=str)
+def test_keys_that_change_no_read_are_let_through(by_rank: list[dict[str, str]], case: Case) -> None:
+    assert [found[str(case)] for found in by_rank] == ["", ""]
