@@ -1,8 +1,9 @@
 """config.json as data from outside: the keys that name tables read, with their types, ranges, relations and defaults.
 
 `read_config` reports everything that is wrong, by config.json's own keys, before a table is made. A key that is missing
-means what transformers' class says, and so what it means to vLLM; a test compares all of them. Keys that no
-table reads are let through, unless vLLM reads them (backends/vllm/config_reads.py).
+means what transformers' class says, and so what it means to vLLM; a test compares all of them. Sizes that every
+published file gives are required. Keys that no table reads are let through, unless vLLM reads them
+(backends/vllm/config_reads.py).
 
 `transformers.AutoConfig` does not serve: with version 5.19 it accepts 36 of the 57 wrong files of the test's table (0
 heads, 3 key/value heads for 4, a vocabulary of 2**80, an infinite rotary base) and a file that says nothing at all,
@@ -265,6 +266,8 @@ class Gemma2(Windowed):
 class Gemma3(Gemma2):
     """Gemma-3 (text)."""
 
+    vocab_size: Vocabulary = 262208
+    num_attention_heads: Heads = 8
     rope_theta: Positive | None = 1e6
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
