@@ -59,8 +59,8 @@ class Schema(pydantic.BaseModel):
     """The keys of a family that are read."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-    implied: ClassVar[Mapping[str, str]] = {}
-    """Values of keys that transformers' class has as constants, and vLLM reads."""
+    implied: ClassVar[Mapping[str, Any]] = {}
+    """Keys with the only value that both engines compute; vLLM is given it where it is absent."""
 
     def relations(self) -> Iterator[Violation]:
         """Find faults between keys that are valid by themselves."""
@@ -88,7 +88,7 @@ def read_config(config: Mapping[str, Any], schema: type[Read], source: str) -> R
 def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator[Violation]:
     for key, implied in schema.implied.items():
         if config.get(key) not in (None, implied):
-            problem = f"is {shortened(config[key])}, but the trainer computes {implied!r} for this family"
+            problem = f"is {shortened(config[key])}, but trainer and vLLM compute this family with {implied!r} alone"
             yield Violation(key, problem, "Remove it, or name another model")
 
 
@@ -304,6 +304,7 @@ class Gemma3(Gemma2):
 class Experts(Schema):
     """Routed experts; their number by the names that transformers 4 and 5 write."""
 
+    implied: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}  # vLLM computes experts with no other
     num_hidden_layers: Layers
     num_experts: ExpertCount | None = None
     num_local_experts: ExpertCount | None = None
@@ -365,8 +366,12 @@ class Qwen2Moe(Qwen3Moe):
 class DeepseekV3(Experts, Decoder):
     """DeepSeek-V3 and R1: latent attention, shared experts, groups of experts."""
 
-    # without these, vLLM takes softmax and has no bias for the router
-    implied: ClassVar[Mapping[str, str]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    implied: ClassVar[Mapping[str, Any]] = {
+        **Experts.implied,
+        "rope_interleave": True,  # vLLM does not read it
+        # transformers does not read them; without, vLLM takes softmax and has no bias for the router
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    }
     q_lora_rank: Size | None = 1536
     kv_lora_rank: Size
     qk_nope_head_dim: HeadSize
@@ -381,8 +386,6 @@ class DeepseekV3(Experts, Decoder):
     norm_topk_prob: Flag = True
     routed_scaling_factor: Positive = 2.5
     num_nextn_predict_layers: Annotated[int, Field(ge=0, le=100)] | None = None
-    rope_interleave: bool = True
-    hidden_act: Name = "silu"
 
     @property
     def num_groups(self) -> int:
@@ -416,13 +419,13 @@ class DeepseekV3(Experts, Decoder):
 class DeepseekV2(DeepseekV3):
     """DeepSeek-V2 and V2-Lite, which have groups with one of the methods only."""
 
-    implied: ClassVar[Mapping[str, str]] = {"scoring_func": "softmax"}
+    # transformers reads neither
+    implied: ClassVar[Mapping[str, Any]] = {**Experts.implied, "scoring_func": "softmax", "norm_topk_prob": False}
     n_shared_experts: Annotated[int, Field(ge=0, le=256)] | None = 2
     first_k_dense_replace: Index = 0
     n_group: ExpertCount | None = None
     topk_group: ExpertCount | None = None
     topk_method: Name | None = "greedy"
-    norm_topk_prob: Flag = None
     routed_scaling_factor: Positive = 1.0
 
     @property
@@ -433,6 +436,10 @@ class DeepseekV2(DeepseekV3):
         yield from super().relations()
         if self.topk_method == "group_limited_greedy" and self.n_group is None:
             yield Violation("n_group", "is missing, which topk_method 'group_limited_greedy' needs", "Add it")
+        for key, number in {"n_group": self.n_group, "topk_group": self.topk_group}.items():
+            if self.topk_method == "greedy" and number is not None and number > 1:
+                problem = f"is {number} with topk_method 'greedy', for which vLLM has groups and the trainer has none"
+                yield Violation(key, problem, "Set it to 1, or topk_method to group_limited_greedy")
 
 
 class Gpt2(Schema):

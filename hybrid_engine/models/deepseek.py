@@ -41,8 +41,6 @@ def deepseek_v2(config: DeepseekV2) -> ModelTable:
     routing = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
     known = ("greedy", "group_limited_greedy")
     not_built = [] if config.topk_method in known else [f"topk_method {config.topk_method!r}"]
-    if config.norm_topk_prob:
-        not_built.append("norm_topk_prob true, which implementations of DeepSeek-V2 read differently")
     return _table(config, _experts(config), routing, 1, not_built)
 
 
@@ -50,8 +48,6 @@ def deepseek_v3(config: DeepseekV3) -> ModelTable:
     """DeepSeek-V3 and R1: sigmoid scores, a bias for choosing experts only, groups ranked by their top-2 experts."""
     routing = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     not_built = [] if config.norm_topk_prob else ["norm_topk_prob false with sigmoid scores"]
-    if not config.rope_interleave:
-        not_built.append("rope_interleave false")
     return _table(config, _experts(config, bias="gate.e_score_correction_bias"), routing, 2, not_built)
 
 
@@ -263,5 +259,3 @@ def _not_built(config: DeepseekV3) -> Iterator[str]:
         yield "YaRN with attention_factor or without truncate"
     if config.attention_bias or config.mlp_bias:
         yield "biases in attention or MLP"
-    if config.hidden_act != "silu":
-        yield f"hidden_act {config.hidden_act!r}"
