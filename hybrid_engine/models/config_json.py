@@ -193,6 +193,8 @@ class Decoder(Schema):
 class GroupedQuery(Decoder):
     """Attention with query, key and value heads of one size. Llama."""
 
+    rotates_part: ClassVar[bool] = False
+    """Whether transformers' class has partial_rotary_factor."""
     head_dim: HeadSize | None = None
     partial_rotary_factor: Share | None = None
 
@@ -213,9 +215,13 @@ class GroupedQuery(Decoder):
         elif (size := self.head_dim or self.hidden_size // heads) % 2:
             key = "hidden_size" if self.head_dim is None else "head_dim"
             yield Violation(key, f"heads have {size} elements, which are rotated in pairs", "Use an even number")
+        if not self.rotates_part and self.rotary_share not in (None, 1.0):
+            problem = f"is {self.rotary_share}, which vLLM computes and transformers' class of this family does not"
+            yield Violation("partial_rotary_factor", problem, "Remove it, or use a family that has it")
 
 
 class Glm(GroupedQuery):
+    rotates_part: ClassVar[bool] = True
     num_key_value_heads: Heads | None = 2
     head_dim: HeadSize | None = 128
     rms_norm_eps: Epsilon = 1.5625e-07

@@ -190,7 +190,7 @@ def family_table(
         transformer={**_transformer(config, dims, traits), **(transformer or {})},
         gpt=gpt,
         extras=extras,
-        not_built=tuple(_not_built(config, traits, gpt)),
+        not_built=tuple(_not_built(config, traits)),
     )
 
 
@@ -222,12 +222,10 @@ def _rotary_scaling(config: Decoder) -> RotaryScaling | None:
     return RotaryScaling("llama3", rope.factor, rope.low_freq_factor, rope.high_freq_factor, original)
 
 
-def _not_built(config: GroupedQuery, traits: Traits, gpt: Mapping[str, Any]) -> Iterator[str]:
+def _not_built(config: GroupedQuery, traits: Traits) -> Iterator[str]:
     if (kind := config.rope.kind) not in ("default", "linear", "llama3"):
         yield f"rotary scaling of type {kind!r} (supported: linear, llama3)"
     yield from unknown_activation(config.activation)
-    if config.rotary_share not in (None, gpt.get("rotary_percent", 1.0)):
-        yield f"partial_rotary_factor {config.rotary_share}"
     if traits.output_bias != traits.mlp_bias:
         yield "biases in only one of attention and MLP, where Megatron has one switch for both"
 

@@ -118,7 +118,6 @@ def test_rotary_scaling_that_megatron_does_not_compute_is_refused(rope: dict[str
 
 
 def test_what_the_table_cannot_build_is_refused() -> None:
-    assert of_model({**LLAMA, "partial_rotary_factor": 0.5}) == {"model"}
     assert of_model(served_config("deepseek_v3", norm_topk_prob=False)) == {"model"}
 
 

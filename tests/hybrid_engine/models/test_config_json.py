@@ -90,6 +90,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
     ("gemma2", {"hidden_activation": []}, "hidden_activation"),
     ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     *(("gpt2", {"n_head": heads}, "n_head") for heads in (0, 5)),
     ("gpt2", {"n_inner": []}, "n_inner"),
     ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok"),

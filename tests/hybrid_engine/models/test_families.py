@@ -181,7 +181,6 @@ def test_windows_that_are_off_do_not_matter() -> None:
         ("llama", {"rope_scaling": {"type": "lama3"}}, "rotary scaling of type 'lama3'"),
         ("qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
         ("llama", {"hidden_act": "silux"}, "activation 'silux'"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"attention_bias": True}, "biases in only one of attention and MLP"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "'yarn'"),
