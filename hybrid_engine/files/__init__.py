@@ -3,6 +3,7 @@
 documents.py   YAML and JSON files of users: limits, and errors that name the file
 durable.py     atomic writes, appended lines, directories that are replaced as a whole; `naming` turns errors into
                FileError
+reading.py     opening what somebody else may have put there: regular files of bounded size
 checksums.py   of a directory's files, in a file beside them
 model_files.py which files a Hugging Face model consists of
 hub.py         a model's directory, by path or by its id on the Hub

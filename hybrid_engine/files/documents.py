@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import stat
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
+from hybrid_engine.files.reading import read_regular
 
 MOST_YAML_BYTES = 256 * 1024
 MOST_JSON_BYTES = 16 * 1024**2
 MOST_BYTES = 1024**3
 """Default limit of `read_text`."""
+_KEY = re.compile(r"[A-Za-z_][\w.-]{0,99}", re.ASCII)
 _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors of the parsers, beside their own errors, for invalid texts: `!!bool x`, `!!int ""`, [[[[…"""
 
@@ -42,16 +44,10 @@ def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BY
     """
     shown = clipped(str(path))
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe might never end
-            raise ConfigError([Violation(key, f"{shown} is not a regular file", remedy)])
-        with open(path, "rb") as file:
-            content = file.read(most_bytes + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        content = read_regular(path, most_bytes)
+    except (OSError, ValueError) as error:  # ValueError: also a name with a NUL
         reason = getattr(error, "strerror", None) or clipped(str(error))
         raise ConfigError([Violation(key, f"{shown} cannot be read: {reason}", remedy)]) from None
-    if len(content) > most_bytes:
-        problem = f"{shown} is larger than {most_bytes} bytes"
-        raise ConfigError([Violation(key, problem, "Shorten it, or name the right file")])
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -60,7 +56,7 @@ def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BY
 
 
 def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> dict[Any, Any]:
-    """Return the mapping in a YAML file. Raises ConfigError under `key`."""
+    """Return the mapping in a YAML file, whose keys are names. Raises ConfigError under `key`."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -77,7 +73,12 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
         value = yaml.load(text, Loader)
     except (yaml.YAMLError, *_NO_VALUE) as error:
         raise ConfigError([Violation(key, f"{path} is not YAML: {_reason(error)}", "Correct the file")]) from None
-    return _mapping(value, path, key)
+    section = _mapping(value, path, key)
+    if foreign := [name for name in section if not (isinstance(name, str) and _KEY.fullmatch(name))]:
+        # not repeated: the lines of /etc/shadow are such keys
+        problem = f"{path} has {len(foreign)} top-level keys that cannot be names of settings"
+        raise ConfigError([Violation(key, problem, remedy)])
+    return section
 
 
 def section_at(values: dict[Any, Any], names: Iterable[str]) -> Any:

@@ -63,7 +63,7 @@ class Snapshot:
     def download(self, key: str = "model") -> None:
         """Bring the safetensors files that are missing. Raises ConfigError, where there are none on the Hub too."""
         wanted = indexed_files(self.directory, key) or [SINGLE]
-        if all((self.directory / name).is_file() for name in wanted):
+        if all(os.path.isfile(self.directory / name) for name in wanted):
             return
         _download(self.repo_id, self.commit, wanted, key, self.cache)
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hybrid_engine.errors import ConfigError, Violation, first_of
+from hybrid_engine.errors import ConfigError, Violation, clipped, first_of
 from hybrid_engine.files.durable import naming
+from hybrid_engine.files.reading import read_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -20,12 +23,27 @@ COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER)
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
 
+_MOST_INDEX_NBYTES = 1 << 27
+"""The index of DeepSeek-V3 has 9 MB."""
+_MOST_COMPANION_NBYTES = 1 << 30
+
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
 def files_like(directory: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """Files of a model that one of the patterns is of."""
     return (path for pattern in patterns for path in directory.glob(pattern))
+
+
+def companions_digest(directory: Path) -> str:
+    """Digest of configuration and tokenizer, by names and contents, wherever the directory is. Raises FileError."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted({path for path in files_like(directory, COMPANIONS) if path.is_file()}):
+        with naming("reading", path, DOWNLOAD_AGAIN):
+            contents = read_regular(path, _MOST_COMPANION_NBYTES)
+        digest.update(f"{path.name}:{len(contents)}:".encode(errors="surrogateescape"))
+        digest.update(contents)
+    return digest.hexdigest()
 
 
 def weight_files(directory: Path, key: str = "path") -> list[str]:
@@ -40,7 +58,7 @@ def weight_files(directory: Path, key: str = "path") -> list[str]:
         if not (directory / SINGLE).is_file():
             raise ConfigError([_without_weights(directory, key)])
         return [SINGLE]
-    if missing := [name for name in names if not (directory / name).is_file()]:
+    if missing := [clipped(name) for name in names if not os.path.isfile(directory / name)]:  # for any name
         problem = f"{directory / INDEX} names missing files: {first_of(missing, 5)}"
         raise ConfigError([Violation(key, problem, "Complete the download")])
     return names
@@ -62,7 +80,7 @@ def indexed_files(directory: Path, key: str = "path") -> list[str] | None:
     if not index.is_file():
         return None
     with naming("reading", index, DOWNLOAD_AGAIN):
-        found = json.loads(index.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(index, _MOST_INDEX_NBYTES))
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError([Violation(key, f"{index} has no weight_map", "Download it again")])

@@ -198,7 +198,8 @@ def layout_of(stored: Mapping[str, files.StoredTensor], ranks: Mapping[str, int]
 
 def _verify(directory: Path, names: Sequence[str]) -> Iterator[None]:
     """File by file, where there are checksums."""
-    checksums = read_checksums(directory, _REMEDY) if (directory / CHECKSUMS).is_file() else {}
+    is_there = (directory / CHECKSUMS).is_file()
+    checksums = read_checksums(directory, _REMEDY, follow_links=True) if is_there else {}
     for name in names:
         if name in checksums:
             require_as_written((directory / name).resolve(), checksums[name], _REMEDY)

@@ -88,8 +88,20 @@ def test_a_hostile_file_is_refused_in_a_few_words(reader: str, name: str, tmp_pa
     assert str(path) in message or name in of_contents or "unknown key" in message
 
 
+@pytest.mark.parametrize("reader", ["configuration", "example", "script"])
+def test_lines_of_another_file_are_not_repeated(reader: str, tmp_path: Path) -> None:
+    """As of /etc/shadow, each line of which is a key in YAML."""
+    path = tmp_path / "shadow"
+    path.write_text("root:$y$j9T$secret:19000:0:99999:7:::\nuser:$6$secret:19000:0:99999:7:::\n")
+    message = refusal(READERS[reader], path)
+    assert f"{path} has 2 top-level keys that cannot be names of settings" in message
+    assert "secret" not in message
+
+
 @pytest.mark.parametrize("reader", [*READERS, "problems"])
-@pytest.mark.parametrize("name", ["missing", "directory", "pipe", "NUL\0", "long" * 2000, "no UTF-8 \udcff", "\ud800"])
+@pytest.mark.parametrize(
+    "name", ["missing", "directory", "pipe", "/dev/zero", "NUL\0", "long" * 2000, "no UTF-8 \udcff", "\ud800"]
+)
 def test_what_is_no_file_is_refused(reader: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if name == "directory":
@@ -97,7 +109,7 @@ def test_what_is_no_file_is_refused(reader: str, name: str, tmp_path: Path) -> N
     if name == "pipe":
         os.mkfifo(path)
     message = refusal(READERS.get(reader, task.load_problems), path)
-    assert str(tmp_path) in message.encode().decode()  # it can be printed
+    assert str(path.parent) in message.encode().decode()  # it can be printed
     assert len(message) < LONGEST_MESSAGE
 
 

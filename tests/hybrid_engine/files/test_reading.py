@@ -1,0 +1,58 @@
+"""Files that somebody else may have put there: what is not one is refused, and none is read without end."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.files.model_files import CONFIG, INDEX, companions_digest, weight_files
+from hybrid_engine.files.reading import open_regular, read_regular
+
+
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(path)
+    assert read_regular(tmp_path / "link", 5) == b"12345"
+    with pytest.raises(ValueError, match="it is larger than 4 bytes"):
+        read_regular(path, 4)
+    with open_regular(path, follow_links=False) as file:
+        assert file.read() == b"12345"
+    with pytest.raises(ValueError, match="symbolic link"):
+        read_regular(tmp_path / "link", 5, follow_links=False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_not_regular_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    makers = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "directory": Path.mkdir}
+    makers[kind](path)
+    with pytest.raises(ValueError, match="it is not a regular file"):
+        read_regular(path, 5)
+    assert len(os.listdir("/proc/self/fd")) < 1000
+
+
+def test_an_index_may_name_anything(tmp_path: Path) -> None:
+    for name in ("x" * 5000, "\ud800"):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
+        with pytest.raises(ConfigError, match="names missing files") as caught:
+            weight_files(tmp_path)
+        assert len(str(caught.value)) < 600
+
+
+def test_configuration_and_tokenizer_have_a_digest_wherever_they_are(tmp_path: Path) -> None:
+    digests = []
+    for number, (name, text) in enumerate(
+        [("vocab.json", "{}"), ("vocab.json", "{}"), ("vocab.json", "[]"), ("x", "")]
+    ):
+        place = tmp_path / str(number)
+        place.mkdir()
+        (place / CONFIG).write_text("{}")
+        (place / name).write_text(text)
+        digests.append(companions_digest(place))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3, "a file that is not the model's does not count"
