@@ -5,7 +5,6 @@ Paths in the file are relative to it. Everything that is wrong is reported at on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Sectio
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.documents import apply_overrides, read_yaml
+from hybrid_engine.rl.config import shared_engine_settings
 from hybrid_engine.rl.run_files import defaults_of
 
 
@@ -119,17 +119,8 @@ class Settings(pydantic.BaseModel):
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
         when memory moves and how much there is, and which weights it began with."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
-        has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
-        unasked = {"prefetch", "prefetch_share", "prefetch_mb", "verify", "trace", "servers"}
-        values = {
-            "world_size": "any" if has_any_size else self.world_size,
-            **self.engine.model_dump(
-                exclude=dict.fromkeys(("model", "revision", "random_weights", "device_budget_gib"), True)
-                | {"generate_config": unasked}
-            ),
-            "rl_config": self.rl.model_dump(exclude=free),
-        }
-        return json.loads(json.dumps(values, default=str, sort_keys=True))
+        engines = shared_engine_settings(self.engine, self.world_size)
+        return engines | {"rl_config": self.rl.model_dump(mode="json", exclude=free)}
 
     def defaults(self) -> dict[str, Any]:
         """What a setting is that a run began without: it is older than the option."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from hybrid_engine.config.keys import Count, NonNegative, Positive, ScheduleConfig, Section, Seed, Steps
+from hybrid_engine.config.keys import Count, HybridConfig, NonNegative, Positive, ScheduleConfig, Section, Seed, Steps
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl.losses import Aggregation
@@ -98,6 +99,31 @@ class LoopConfig(Section):
         """All that a resumed run must have in common with the run that it continues."""
         free = {"evaluate_every", "save_every", *(["steps"] if self.schedule == "constant" else [])}
         return {self.name: self.model_dump(mode="json", exclude=free)}
+
+
+_FREE_OF_GENERATE = {
+    *("prefetch", "prefetch_share", "prefetch_mb", "bucket_mb", "gpu_memory_utilization", "kv_cache_mb"),
+    *("verify", "check_compute", "check_nan", "trace", "timeout_seconds"),
+    *("servers", "server_address", "server_allow_public"),
+}
+"""Keys of `generate_config` that may change in a run: when memory moves and how much there is, what is looked at, how
+long ranks wait, and where servers are."""
+
+
+def shared_engine_settings(engines: HybridConfig, world_size: int) -> dict[str, Any]:
+    """Settings of the engines that a resumed run must have in common with the run that it continues.
+
+    All but those that change nothing of what is computed, and where the models are. Trained weights come from the
+    checkpoint, which also has the digest of those that a KL is measured from.
+    """
+    values = engines.model_dump(
+        exclude=dict.fromkeys(("model", "revision", "random_weights", "device_budget_gib"), True)
+        | {"generate_config": _FREE_OF_GENERATE, "critic_config": {"model"}}
+    )
+    has_any_size = engines.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
+    shared = {"world_size": "any" if has_any_size else world_size, **values}
+    found: dict[str, Any] = json.loads(json.dumps(shared, default=str, sort_keys=True))
+    return found
 
 
 class GrpoConfig(LoopConfig):

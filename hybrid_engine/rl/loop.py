@@ -24,21 +24,27 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from hybrid_engine.backends.huggingface import require_target, weights_digest
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
+from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
+from hybrid_engine.files.model_files import companions_digest
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.asking import ask_each, is_coroutine_function, number_of, rewards_of
-from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.config import GrpoConfig, PpoConfig, shared_engine_settings
 from hybrid_engine.rl.conversations import Conversation, Environment, converse, no_arguments, prompt_of
 from hybrid_engine.rl.critic import Critic
-from hybrid_engine.rl.run_files import Events, Progress, Row, RunFiles
+from hybrid_engine.rl.run_files import Events, Progress, Row, RunFiles, defaults_of
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.trainer.batches import build_batch
 from hybrid_engine.trainer.companions import ReferenceModel
@@ -92,13 +98,17 @@ def train(
     """
     _require_functions(prompts=prompts, evaluate=evaluate, on_step=on_step, should_stop=should_stop)
     with ExitStack() as ends:
-        if not isinstance(model, ActorHybridWorker):
+        files = None if out is None else RunFiles(given_path(out, "out"))
+        if isinstance(model, ActorHybridWorker):
+            record = _Record(model.job, config, model.config, files, ends)
+        else:
             engines = model if isinstance(model, HybridConfig) else load_config(model)
-            model = ends.enter_context(ActorHybridWorker(engines))
+            job = ends.enter_context(closing(Job.join(engines.generate_config.timeout_seconds)))
+            record = _Record(job, config, engines, files, ends)  # before engines are built, which takes minutes
+            model = ends.enter_context(ActorHybridWorker(engines, job=job))
         loop = Loop(model, prompts, reward, config, environment=environment, **chat)
         ends.enter_context(closing(loop))
-        files = None if out is None else RunFiles(Path(out))
-        record = _Record(model, config, files, ends)
+        record.begin()
         rows = []
         for row in loop.run(files, evaluate=evaluate, should_stop=should_stop):
             record.add(row)
@@ -161,9 +171,13 @@ class Loop:
         worker.set_learning_rate(self._learning_rate)  # fails now where the trainer has a schedule of its own
         self.critic = Critic(worker, config) if isinstance(config, PpoConfig) else None
         self.reference: ReferenceModel | None = None
+        self._reference_digest: str | None = None
         if config.kl_coefficient:
             with worker.forward_context():
                 self.reference = ReferenceModel(worker)
+                with worker.job.agreement.phase("adding adapters"):
+                    weights = worker.train.weights.merged
+                self._reference_digest = weights_digest(weights, worker.job)
         self._loss = losses.policy_loss(
             config.clip_ratio,
             config.kl_coefficient,
@@ -202,6 +216,7 @@ class Loop:
 
         if files is not None and (found := self._newest(files)) is not None:
             progress, has_row = found
+            self._require_same_reference(files, progress)
             self.load(files, progress.step)
             if not has_row:
                 yield finish(progress.row)
@@ -280,7 +295,7 @@ class Loop:
                 self.critic.save(files.critic(step))
             with self.worker.job.agreement.phase("completing the checkpoint"):
                 if self.worker.rank == 0:
-                    files.complete(Progress(step, row))
+                    files.complete(Progress(step, row, self._reference_digest))
 
     def load(self, files: RunFiles, step: int) -> None:
         """Take up the checkpoint of a step."""
@@ -296,12 +311,22 @@ class Loop:
         agreement, found = self.worker.job.agreement, ""
         with agreement.phase("reading the run"), naming("reading the run in", files.out):
             if self.worker.rank == 0 and (progress := files.progress()) is not None:
-                found = json.dumps([progress.step, progress.row, files.metrics.has(progress.step)])
+                found = json.dumps([asdict(progress), files.metrics.has(progress.step)])
         found = agreement.gather(found, str, "reading the run")[0]
         if not found:
             return None
-        step, row, has_row = json.loads(found)
-        return Progress(step, row), has_row
+        progress_values, has_row = json.loads(found)
+        return Progress(**progress_values), has_row
+
+    def _require_same_reference(self, files: RunFiles, progress: Progress) -> None:
+        """Refuse weights other than those that the run measures its KL from. Older runs did not note which they are."""
+        before, now = progress.reference, self._reference_digest
+        if before is not None and before != now:
+            problem = (
+                f"the run in {files.out} measures its KL from weights with digest {before}; the worker's have {now}"
+            )
+            remedy = "Build a new worker, with the model, seed and weights that the run began with"
+            raise ConfigError([Violation("model", problem, remedy)])
 
     def _must_stop(self, should_stop: ShouldStop) -> bool:
         """Whether any rank says so."""
@@ -526,24 +551,52 @@ def combined(shares: Sequence[Mapping[str, float]], *, are_totals: bool = False)
 
 
 class _Record:
-    """Printed lines and files of a run: rank 0 writes, all ranks call. Ends with `ends`."""
+    """Printed lines and files of a run: rank 0 writes, all ranks call. Ends with `ends`.
+
+    1. made before there are engines: what would end the run later, up to its last export, ends it now
+    2. `begin` when the engines are there
+    3. `add` for each row
+    """
 
     def __init__(
-        self, worker: ActorHybridWorker, config: GrpoConfig | PpoConfig, files: RunFiles | None, ends: ExitStack
+        self,
+        job: Job,
+        config: GrpoConfig | PpoConfig,
+        engines: HybridConfig,
+        files: RunFiles | None,
+        ends: ExitStack,
     ) -> None:
-        self._agreement, self._is_writer, self._files = worker.job.agreement, worker.rank == 0, files
+        self._agreement = job.agreement
+        self._is_writer = job.rank == 0
+        self._files = files
+        self._ends = ends
         self._events: Events | None = None
         if files is None:
             return
         with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):
             if self._is_writer:
-                files.check(config.shared(), defaults=config.defaults())
+                of_engines = {
+                    "model": companions_digest(engines.model),
+                    **shared_engine_settings(engines, job.world_size),
+                }
+                self._settings = config.shared() | of_engines
+                defaults = config.defaults() | defaults_of(engines)
+                files.check(self._settings, defaults=defaults, unrecorded=of_engines)
+                require_target(files.out / "model", table_for(engines.hf_config()))
                 ends.enter_context(files.lock())
-                files.begin(config.shared())
+
+    def begin(self) -> None:
+        """Clear away what is not continued, once engines are there that can go on."""
+        files = self._files
+        if files is None:
+            return
+        with self._agreement.phase("beginning the run"), naming("preparing the run in", files.out):
+            if self._is_writer:
+                files.begin(self._settings)
                 if (progress := files.progress()) is not None:
                     print(f"going on after step {progress.step}, of which {files.out} has a checkpoint", flush=True)
                 self._events = Events(files.out)
-                ends.callback(self._events.close)
+                self._ends.callback(self._events.close)
 
     def add(self, row: Row) -> None:
         """Print and write the row of a step."""

@@ -127,7 +127,7 @@ def test_a_run_that_is_older_than_an_option_goes_on_with_its_default(tmp_path: P
     files.lock().close()
     files.begin(before)
     files.checkpoint(1).mkdir(parents=True)
-    files.complete(Progress(1, {}))
+    files.complete(Progress(1, {"step": 1}))
     files.check(older.fingerprint(), defaults=older.defaults())
     with pytest.raises(ConfigError, match=r"rl_config\.ppo\.lam"):
         files.check(now.fingerprint(), defaults=now.defaults())

@@ -36,7 +36,7 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, write_checksums
-from hybrid_engine.files.documents import given_path
+from hybrid_engine.files.documents import MOST_BYTES, MOST_JSON_BYTES, given_path
 from hybrid_engine.files.durable import (
     naming,
     recover_directory,
@@ -47,6 +47,7 @@ from hybrid_engine.files.durable import (
     write_text,
 )
 from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE, files_like, indexed_files
+from hybrid_engine.files.reading import read_regular
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
@@ -114,8 +115,7 @@ def save_hf_checkpoint(
     try:
         with job.agreement.phase("creating the checkpoint's directory"), naming("creating", directory):
             if job.rank == 0:
-                require_replaceable(directory)
-                _require_same_model(directory, table)
+                require_target(directory, table)
                 is_ours = True
                 new_directory(directory)
         checksums = write_files(new, stored, transfers, buffers, job)
@@ -131,6 +131,17 @@ def save_hf_checkpoint(
             except OSError as failure:
                 error.add_note(f"{new} could not be removed: {failure}")
         raise
+
+
+def require_target(path: str | Path, table: ModelTable) -> None:
+    """Raise what `save_hf_checkpoint` would raise about its directory, as it is now. By one rank.
+
+    Raises ConfigError and FileError.
+    """
+    directory = given_path(path, "path").resolve()
+    with naming("looking into", directory):
+        require_replaceable(directory)
+        _require_same_model(directory, table)
 
 
 def _require_same_model(directory: Path, table: ModelTable) -> None:
@@ -185,12 +196,12 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
     """Copy configuration and tokenizer; the configuration with `dtype` and without quantisation."""
     for path in files_like(model_dir, COMPANIONS):
         if path.name != CONFIG:
-            with naming("copying", path):
-                write_bytes(new / path.name, path.read_bytes())
+            with naming("copying", path, DOWNLOAD_AGAIN):
+                write_bytes(new / path.name, read_regular(path, MOST_BYTES))
     path = model_dir / CONFIG
     if path.is_file():
         with naming("reading", path, DOWNLOAD_AGAIN):
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(read_regular(path, MOST_JSON_BYTES))
             if not isinstance(config, dict):
                 raise ValueError(f"a {type(config).__name__}, not a mapping")
         config.pop("quantization_config", None)

@@ -69,9 +69,12 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
         worker.on_reshard_end(reports.append)
         hooks = list(worker.sharding._end_hooks)
 
-        def run(name: str, reward: Any, stops: bool = False, **changed: Any) -> list[dict[str, Any]]:
-            with worker.train_context():
-                worker.load_checkpoint(out / "start")
+        def run(
+            name: str, reward: Any, stops: bool = False, begins: bool = True, **changed: Any
+        ) -> list[dict[str, Any]]:
+            if begins:
+                with worker.train_context():
+                    worker.load_checkpoint(out / "start")
             config, places = algorithm(**{**settings, **changed}), {"out": out / name, "evaluate": evaluate}
             if config.max_tokens_per_turn:
                 places["environment"] = goes_on
@@ -82,13 +85,14 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
 
         found: dict[str, Any] = {"whole": run("whole", reward), "stopped": run("resumed", reward, stops=True)}
         found["model"] = (out / "resumed" / "model").exists()
-        for name, failing, changed in (
-            ("failed", interrupted, {}),
-            ("refused", reward, {"seed": 1}),
-            ("rows", reward, {"minibatches": 3}),
+        for name, place, failing, changed in (
+            ("failed", "resumed", interrupted, {}),
+            ("same worker", "resumed", reward, {"begins": False}),
+            ("refused", "resumed", reward, {"seed": 1}),
+            ("rows", "rows", reward, {"minibatches": 3}),
         ):
             with pytest.raises(HybridEngineError) as caught:
-                run("resumed", failing, **changed)
+                run(place, failing, **changed)
             found[name] = str(caught.value)
         found["resumed"] = run("resumed", reward)
         found["again"] = run("resumed", reward)
@@ -235,6 +239,8 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
     assert f"{algorithm.__name__}.seed: the run in" in first["refused"]
     assert "not a multiple of" in first["rows"]
+    for each in (first, second):
+        assert "model: the run in" in each["same worker"], "it has the weights of step 2, not of step 0"
     assert "reward: is nan for prompt 5, completion 0" in first["failed"]
     assert "reward: is nan for prompt 5, completion 0" in second["failed"]
     assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-000003"]

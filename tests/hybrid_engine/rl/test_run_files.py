@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
-from hybrid_engine.rl.run_files import Progress, RunFiles, defaults_of
+from hybrid_engine.rl.run_files import Events, Progress, RunFiles, defaults_of
+from tests.harness.small_disks import file_size_limit
 
 SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
 
@@ -152,11 +156,22 @@ def test_a_directory_of_something_else_is_refused(run: RunFiles, resume: bool) -
     assert names(run) == ["000000", "000010", "000020"]
 
 
-def test_rows_without_a_checkpoint_are_not_taken_for_a_new_run(run: RunFiles) -> None:
-    for path in run.checkpoints.glob("*/progress.json"):
-        path.unlink()
-    with pytest.raises(FileError, match="no complete checkpoint"):
+def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_rows(
+    run: RunFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it is killed before its first one; it may be more than once."""
+    for attempt in (1, 2):
+        for path in run.checkpoints.glob("*/progress.json"):
+            path.unlink()
+        rows = run.metrics.path.read_bytes()
         run.check(SETTINGS)
+        run.begin(SETTINGS)
+        assert (run.progress(), run.metrics.rows(), names(run)) == (None, [], [])
+        assert (run.out / f"metrics.{attempt}.jsonl").read_bytes() == rows
+        assert f"it begins again, and these rows are now metrics.{attempt}.jsonl" in caplog.text
+        run.metrics.append({"step": 1})
+    run.begin(SETTINGS, resume=False)
+    assert list(run.out.glob("metrics*")) == []
 
 
 @pytest.mark.parametrize(
@@ -177,6 +192,62 @@ def test_one_job_at_a_time_writes_a_directory(run: RunFiles) -> None:
     with run.lock(), pytest.raises(ConfigError, match=f"another job is writing .*: process {os.getpid()} "):
         run.lock()
     run.lock().close()
+
+
+def test_a_forked_process_does_not_keep_the_lock(run: RunFiles) -> None:
+    """As those of a reward's pool, which outlive a rank that is killed."""
+    lock = run.lock()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)
+        os._exit(0)
+    with pytest.raises(ConfigError, match="another job"):
+        run.lock()
+    lock.close()
+    run.lock().close()
+    os.write(writing, b"x")
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_copy_of_the_directory_does_not_end_the_lock(run: RunFiles, tmp_path: Path) -> None:
+    with run.lock():
+        shutil.copytree(run.out, tmp_path / "copy")
+        with pytest.raises(ConfigError, match="another job"):
+            run.lock()
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(run: RunFiles, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    (run.out / "lock").unlink()
+    (run.out / "lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileError, match="lock"):
+        run.lock()
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_tensorboards_writer_on_a_full_disk_is_a_file_error(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    events = Events(tmp_path)
+    events.add(1, {"step": 1, "reward": 0.5})
+    with file_size_limit(400), pytest.raises(FileError, match=rf"TensorBoard's events in {tmp_path}: file too large"):
+        for step in range(2, 50):
+            events.add(step, {"step": step, "reward": 0.5})
+    events.close()
+
+
+def test_a_long_run_is_read_line_by_line(run: RunFiles) -> None:
+    rows = [{"step": step, "text": "x" * 1000} for step in range(3000)]
+    run.metrics.path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tracemalloc.start()
+    assert run.metrics.has(2999)
+    run.metrics.cut_after(1500)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 19, "the file has 3 MB"
+    assert [row["step"] for row in run.metrics.rows()] == list(range(1501))
 
 
 class Inner(pydantic.BaseModel):

@@ -1,0 +1,117 @@
+"""What would end a run later ends it before engines are built."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hybrid_engine import load_config
+from hybrid_engine.errors import ConfigError, FileError
+from hybrid_engine.rl import GrpoConfig, train
+from hybrid_engine.rl.run_files import Progress, RunFiles
+from tests.harness.launch import REPO_ROOT
+
+MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
+AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext())
+JOB = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, close=lambda: None)
+
+
+class EnginesAreBuilt:
+    """In place of engines."""
+
+    def __init__(self, *given: object, **named: object) -> None:
+        raise Exception("engines are built")
+
+
+def start(out: Path, model: Path = MODEL, **actor: Any) -> None:
+    engines = load_config({"model": str(model), "random_weights": True, "actor_config": {"seed": 1, **actor}}, 1)
+    with (
+        mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
+        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", EnginesAreBuilt),
+    ):
+        train(engines, [[1]], mock.Mock(), GrpoConfig(seed=1), out=out)
+
+
+def begun_run(out: Path) -> RunFiles:
+    """As if one step had been taken."""
+    files, begin = RunFiles(out), RunFiles.check
+
+    def check_and_begin(self: RunFiles, settings: Any, **named: Any) -> None:
+        begin(self, settings, **named)
+        self.out.mkdir()
+        self.begin(settings)
+
+    with mock.patch.object(RunFiles, "check", check_and_begin), pytest.raises(Exception, match="engines are built"):
+        start(out)
+    files.checkpoint(1).mkdir(parents=True)
+    files.complete(Progress(1, {"step": 1}))
+    return files
+
+
+def test_the_same_call_goes_on(tmp_path: Path) -> None:
+    begun_run(tmp_path / "run")
+    with pytest.raises(Exception, match="engines are built"):
+        start(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["README.md", ".nfs0001", "model.safetensors.index.json", "preprocessor_config.json"])
+def test_a_place_that_the_last_export_would_refuse_is_refused_now(tmp_path: Path, name: str) -> None:
+    begun_run(tmp_path / "run")
+    (tmp_path / "run" / "model").mkdir()
+    (tmp_path / "run" / "model" / name).write_text("{}")
+    with pytest.raises(ConfigError, match=r"run/model"):
+        start(tmp_path / "run")
+
+
+def test_a_directory_in_use_or_not_a_run_is_refused_now(tmp_path: Path) -> None:
+    with RunFiles(tmp_path / "run").lock(), pytest.raises(ConfigError, match="another job is writing"):
+        start(tmp_path / "run")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds mine\.txt but no run\.json"):
+        start(tmp_path / "notes")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="file"):
+        start(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("actor_config.optimizer.weight_decay", {"optimizer": {"weight_decay": 0.9}}),
+        ("actor_config.optimizer.adam_beta2", {"optimizer": {"adam_beta2": 0.5}}),
+        ("actor_config.optimizer.lr", {"optimizer": {"lr": 0.5}}),
+        ("actor_config.seed", {"seed": 2}),
+        ("actor_config.params_dtype", {"params_dtype": "float32"}),
+    ],
+)
+def test_changed_settings_of_the_engines_are_named(tmp_path: Path, key: str, changed: dict[str, Any]) -> None:
+    begun_run(tmp_path / "run")
+    with pytest.raises(ConfigError) as caught:
+        start(tmp_path / "run", **changed)
+    assert [found.key for found in caught.value.findings] == [key]
+
+
+def test_another_model_is_named_and_a_moved_one_is_not_another(tmp_path: Path) -> None:
+    begun_run(tmp_path / "run")
+    moved = tmp_path / "model"
+    moved.mkdir()
+    for path in MODEL.iterdir():
+        (moved / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(Exception, match="engines are built"):
+        start(tmp_path / "run", moved)
+    (moved / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model: the run in"):
+        start(tmp_path / "run", moved)
+
+
+def test_a_run_from_before_the_engines_were_written_down_goes_on(tmp_path: Path) -> None:
+    files = begun_run(tmp_path / "run")
+    files.begin({"GrpoConfig": GrpoConfig(seed=1).shared()["GrpoConfig"]})
+    with pytest.raises(Exception, match="engines are built"):
+        start(tmp_path / "run")
