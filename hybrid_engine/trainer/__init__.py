@@ -10,6 +10,7 @@
     trained_model.py          what both have: optimizer, learning rate, shares of a batch
     learning_rate.py          set by hand, or by a schedule
     checkpoint_directory.py   checkpoints of both trainers: saves, a pointer to the latest, checksums
+    checkpoint_metadata.py    torch's records of what a checkpoint has, proven to be whole
 
 Whoever has a loop of their own needs none of this: `HybridEngine(model=...)`, `attach` and `--enable-resharding` work
 where this folder is absent (tests/hybrid_engine/test_model_engine.py runs them so).

@@ -12,48 +12,40 @@ torch's planner and storage are called one after the other as `torch.distributed
 raise what is no Exception, about files they do not name; here all ranks agree after every step.
 
 No code is loaded from a checkpoint. torch would unpickle `.metadata` and values without limits, so both are restricted
-here: to torch's own records, and to what `torch.load(weights_only=True)` takes.
+here: to torch's own records (checkpoint_metadata.py), and to what `torch.load(weights_only=True)` takes.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from hybrid_engine.errors import ConfigError, FileError, StateError, Violation, first_of, shortened
+from hybrid_engine.errors import ConfigError, FileError, StateError, Violation, first_of
 from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, require_as_written, write_checksums
 from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming, sync, write_text
+from hybrid_engine.files.reading import open_regular, read_regular
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.trainer.checkpoint_metadata import METADATA, REMEDY, naming_damage, read_metadata
 
 LATEST = "latest"
-METADATA = ".metadata"
-REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
 
 _SAVE = re.compile(r"save-(\d{6,})")
 _MOST_NAMED = 5
-_RECORDS = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "pathlib": {"Path", "PosixPath"},
-}
-"""What `.metadata` consists of, beside dtypes."""
+_MOST_POINTER_NBYTES = 1000
 
 
 def save(directory: str | Path, state: Mapping[str, Any], job: Job) -> None:
@@ -95,7 +87,7 @@ def save(directory: str | Path, state: Mapping[str, Any], job: Job) -> None:
 
 def _make_save(directory: Path) -> Path:
     """Make the directory of the next save, and room for it: what killed saves left goes."""
-    if (directory / LATEST).exists() and _named(directory / LATEST) is None:
+    if os.path.lexists(directory / LATEST) and _named(directory / LATEST) is None:
         problem = f"{directory / LATEST} is not the pointer of a checkpoint"
         raise ConfigError([Violation("directory", problem, "Save to another directory, or move that file away")])
     directory.mkdir(parents=True, exist_ok=True)
@@ -108,8 +100,11 @@ def _make_save(directory: Path) -> Path:
 
 
 def _named(latest: Path) -> str | None:
-    """Return the save that the pointer names; None where it names none."""
-    text = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    """Return the save that the pointer names; None where it names none, or is not there. Raises FileError."""
+    if not os.path.lexists(latest):
+        return None
+    with naming("reading", latest, REMEDY):
+        text = read_regular(latest, _MOST_POINTER_NBYTES, follow_links=False).decode(errors="replace").strip()
     return text if _SAVE.fullmatch(text) else None
 
 
@@ -168,12 +163,11 @@ class SavedCheckpoint:
             checksums = read_checksums(self.path, REMEDY)
             for name in sorted(checksums)[job.rank :: job.world_size]:
                 require_as_written(self.path / name, checksums[name], REMEDY)
-        with job.agreement.phase("reading the checkpoint"), naming("reading", self.path / METADATA, REMEDY):
-            self._reader = _Reader(self.path)
-            self._metadata = self._reader.read_metadata()
-            needed = {METADATA, *(stored.relative_path for stored in self._metadata.storage_data.values())}
-            if unlisted := sorted(needed - checksums.keys()):
+        with job.agreement.phase("reading the checkpoint"), naming("reading", self.path, REMEDY):
+            data = [path.name for path in self.path.iterdir() if path.suffix == DEFAULT_SUFFIX]
+            if unlisted := sorted({METADATA, *data} - checksums.keys()):
                 raise FileError(f"reading {self.path / CHECKSUMS}: it has no entry for {unlisted[0]}. {REMEDY}")
+            self._metadata = read_metadata(self.path, {name: (self.path / name).stat().st_size for name in checksums})
 
     def entries(self, prefix: str) -> dict[str, TensorStorageMetadata | None]:
         """Return size and dtype of tensors, None for values, by key without `prefix`, which all of them have."""
@@ -182,14 +176,35 @@ class SavedCheckpoint:
 
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
         """Fill tensors in host memory, put the saved values for None, and return `state`. Raises FileError."""
-        with naming("reading the checkpoint", self.path, REMEDY):
-            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with naming_damage(self.path):
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(state, self._metadata, is_coordinator=True)
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            plan = self._reader.prepare_local_plan(planner.create_local_plan())
-            (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+            by_file: dict[str, list[ReadItem]] = {}
+            for item in planner.create_local_plan().items:
+                by_file.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with naming_damage(self.path / name), open_regular(self.path / name, follow_links=False) as file:
+                for item in items:
+                    stored = self._metadata.storage_data[item.storage_index]
+                    part = cast(IO[bytes], _Slice(file, stored.offset, stored.length))
+                    value = torch.load(part, map_location="cpu", weights_only=True)
+                    if item.type is LoadItemType.BYTE_IO:
+                        state[item.dest_index.fqn] = value
+                    else:
+                        self._require_recorded(item.storage_index, value)
+                        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                            value = value.narrow(dim, offset, length)
+                        planner.resolve_tensor(item).detach().copy_(value)
         return state
+
+    def _require_recorded(self, index: MetadataIndex, value: object) -> None:
+        """Raise ValueError unless a stored part has the size and dtype that the metadata says."""
+        entry = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata), "only tensors have parts"
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        expected = (sizes, entry.properties.dtype)
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != expected:
+            raise ValueError(f"{index.fqn} is not stored as {tuple(sizes)} of {entry.properties.dtype}")
 
     def read_all(self, prefix: str) -> dict[str, Any]:
         """Read whole tensors and values, those whose keys begin with `prefix`, into new memory. Raises FileError."""
@@ -229,31 +244,39 @@ def differences(saved: Mapping[str, TensorStorageMetadata | None], live: Mapping
 
 def _latest_save(directory: Path) -> Path:
     latest = directory / LATEST
-    if not latest.exists():
+    if not os.path.lexists(latest):
         raise StateError(f"no checkpoint: {latest} does not exist")
-    if (name := _named(latest)) is None or not (directory / name).is_dir():
-        found = shortened(latest.read_text(encoding="utf-8", errors="replace") if latest.is_file() else "no file")
-        raise FileError(f"reading {latest}: {found} is not a save beside it. {REMEDY}")
+    if (name := _named(latest)) is None or directory / name not in _saves(directory):
+        raise FileError(f"reading {latest}: it does not name a save beside it. {REMEDY}")
     return directory / name
 
 
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+class _Slice(io.RawIOBase):
+    """`length` bytes of an open file from `offset` on, as a file."""
 
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._descriptor = file.fileno()
+        self._start = offset
+        self._length = length
+        self._position = 0
 
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / METADATA).open("rb") as file:
-            found = _MetadataUnpickler(file).load()
-        if not isinstance(found, Metadata):
-            raise ValueError(f"it is a {type(found).__name__}")
-        return found
+    def readable(self) -> bool:
+        return True
 
+    def seekable(self) -> bool:
+        return True
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _RECORDS.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
-        return super().find_class(module, name)
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(0, self._length - self._position)
+        with memoryview(buffer) as view, view.cast("B") as octets, octets[:left] as room:
+            count = os.preadv(self._descriptor, [room], self._start + self._position)
+        self._position += count
+        return count
