@@ -1,0 +1,177 @@
+"""README's job, killed again and again at random moments: the same call goes on, to the rows of a run that was not.
+
+python -m tests.faults.test_killed_runs 60 7          # kills, seed; prints a line for each, and what came of them
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.rl.run_files import RunFiles
+from tests.faults.running import Outcome, Running
+from tests.harness.launch import REPO_ROOT
+
+pytestmark = [pytest.mark.faults, pytest.mark.engines]
+
+CODE = re.search(r"```python\n(# rl\.py.*?)```", (REPO_ROOT / "README.md").read_text(), re.DOTALL)[1]
+STEPS, OUT = "steps=8,", '"runs/even"'
+NUM_STEPS = 12
+LONGER = f"steps={NUM_STEPS}, save_every=2, kl_coefficient=0.01,"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SECONDS_TO_END = 120
+MEASURED = ("seconds", "rss_bytes", "peak_bytes")
+REFUSED = re.compile(r"\b(FileError|ConfigError|StateError)\b")
+
+
+@dataclass
+class Findings:
+    """What came of all kills.
+
+    Attributes:
+        kills: by what was killed, and the last step with a row.
+        starts: of the job.
+        whole: runs that were finished.
+        wrong: what was not as it should be; empty when all is well.
+    """
+
+    kills: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    whole: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class KilledJob:
+    """README's job in one directory, started and killed."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.directory = directory
+        self.out = directory / f"run-{number}"
+        self.files = RunFiles(self.out)
+        self._script = directory / f"rl-{number}.py"
+        self._script.write_text(CODE.replace(STEPS, LONGER).replace(OUT, repr(str(self.out))))
+
+    def run(self, seconds: float, victims: str) -> tuple[Outcome, bool]:
+        """Start the job, and kill "one" rank or "all" processes after so many seconds; whether it was killed."""
+        command = [*TORCHRUN, str(self._script)]
+        with Running(command, self.directory, {"OMP_NUM_THREADS": "1"}) as running:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and running.launcher.poll() is None:
+                time.sleep(0.01)
+            is_killed = running.launcher.poll() is None
+            for pid in self._victims(running, victims) if is_killed else ():
+                with suppress(ProcessLookupError):  # it has ended with another
+                    os.kill(pid, signal.SIGKILL)
+            running.wait(SECONDS_TO_END)
+        return running.outcome(), is_killed
+
+    def _victims(self, running: Running, victims: str) -> list[int]:
+        alive = running.processes()
+        ranks = [pid for pid, line in alive.items() if str(self._script) in line and TORCHRUN[1] not in line]
+        return [random.choice(ranks)] if victims == "one" and ranks else list(alive)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Without what the clock and the memory say."""
+        rows = self.files.metrics.rows()
+        return [{key: value for key, value in row.items() if not key.endswith(MEASURED)} for row in rows]
+
+    def newest(self) -> int:
+        progress = self.files.progress()
+        return 0 if progress is None else progress.step
+
+
+def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], None]) -> Findings:
+    findings, chance = Findings(), random.Random(seed)
+    job = KilledJob(directory, 0)
+    outcome, _ = job.run(SECONDS_TO_END * 5, "none")
+    whole, longest = job.rows(), outcome.total_seconds
+    assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
+    say(f"a run without kills: {longest:.0f} s")
+    random.seed(seed)
+    while findings.kills.total() < num_kills:
+        job = KilledJob(directory, findings.whole + 1)
+        is_killed = True
+        while is_killed:
+            is_last = findings.kills.total() >= num_kills
+            before, victims = job.newest(), chance.choice(("one", "all"))
+            seconds = SECONDS_TO_END * 5 if is_last else chance.uniform(0, 1.1 * longest)
+            outcome, is_killed = job.run(seconds, victims)
+            findings.starts += 1
+            wrong = _faults(job, outcome, before, is_killed=is_killed)
+            findings.kills[f"{victims} at step {len(job.rows())}"] += is_killed
+            did = f"killed {victims} after {seconds:.1f} s" if is_killed else "finished"
+            say(f"{did}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
+            findings.wrong += [f"start {findings.starts}, {did}: {fault}" for fault in wrong]
+            if wrong and not is_killed:
+                break
+        findings.whole += 1
+        if job.rows() != whole:
+            findings.wrong.append(f"run {findings.whole} has other rows than one that was not killed")
+    return findings
+
+
+def _faults(job: KilledJob, outcome: Outcome, before: int, *, is_killed: bool) -> list[str]:
+    """What is not as it should be after one start."""
+    found = []
+    if not is_killed and outcome.status != 0:
+        found.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")
+    if refused := REFUSED.search(outcome.terminal):
+        found.append(f"{refused[0]}: {outcome.terminal[-2000:]}")
+    if outcome.leftovers:
+        found.append(f"left {outcome.leftovers}")
+    if incomplete := [path.name for path in job.out.rglob("*.incomplete")] if not is_killed else []:
+        found.append(f"left {incomplete}")
+    if job.newest() < before:
+        found.append(f"its checkpoint is of step {job.newest()}, it was {before}")
+    if [row["step"] for row in job.rows()] != list(range(1, len(job.rows()) + 1)):
+        found.append(f"rows of steps {[row['step'] for row in job.rows()]}")
+    if job.out.exists() and not _is_unlocked(job):
+        found.append("left its lock")
+    return found
+
+
+def _is_unlocked(job: KilledJob, patience: float = 20) -> bool:
+    """Whether the run's lock is free, soon: a killed process closes its files some time after its memory is gone."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            job.files.lock().close()
+        except ConfigError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+NUM_KILLS = 4
+
+
+def test_every_killed_run_goes_on(tmp_path: Path, record: Callable[..., None]) -> None:
+    findings = kill_runs(tmp_path, NUM_KILLS, 1, print)
+    record(fault=f"{findings.kills.total()} kills of README's job", message=str(findings), resumed=not findings.wrong)
+    assert findings.wrong == []
+    assert findings.kills.total() == NUM_KILLS
+
+
+def main(num_kills: str = "60", seed: str = "1") -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        print(kill_runs(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
