@@ -208,6 +208,8 @@ class Loop:
             evaluate: called as `config.evaluate_every` says; what it returns joins the row of the step.
             should_stop: asked on every rank before a step and after its learning; if any says yes, the run ends with a
                 checkpoint of the last step.
+
+        Raises ConfigError where the worker began with other weights than those that the run measures its KL from.
         """
         config, is_saved = self.config, True
 

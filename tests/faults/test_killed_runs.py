@@ -65,10 +65,15 @@ class KilledJob:
         self._script = directory / f"rl-{number}.py"
         self._script.write_text(CODE.replace(STEPS, LONGER).replace(OUT, repr(str(self.out))))
 
-    def run(self, seconds: float, victims: str) -> tuple[Outcome, bool]:
-        """Start the job, and kill "one" rank or "all" processes after so many seconds; whether it was killed."""
+    def run(self, victims: str, num_rows: int, seconds: float) -> tuple[Outcome, bool]:
+        """Start the job, and kill "one" rank or "all" processes; whether it was killed.
+
+        That is so many seconds after it has so many rows.
+        """
         command = [*TORCHRUN, str(self._script)]
         with Running(command, self.directory, {"OMP_NUM_THREADS": "1"}) as running:
+            while len(self.files.metrics.rows()) < num_rows and running.launcher.poll() is None:
+                time.sleep(0.05)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and running.launcher.poll() is None:
                 time.sleep(0.01)
@@ -97,7 +102,7 @@ class KilledJob:
 def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], None]) -> Findings:
     findings, chance = Findings(), random.Random(seed)
     job = KilledJob(directory, 0)
-    outcome, _ = job.run(SECONDS_TO_END * 5, "none")
+    outcome, _ = job.run("none", 0, SECONDS_TO_END * 5)
     whole, longest = job.rows(), outcome.total_seconds
     assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
     say(f"a run without kills: {longest:.0f} s")
@@ -108,12 +113,16 @@ def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], N
         while is_killed:
             is_last = findings.kills.total() >= num_kills
             before, victims = job.newest(), chance.choice(("one", "all"))
-            seconds = SECONDS_TO_END * 5 if is_last else chance.uniform(0, 1.1 * longest)
-            outcome, is_killed = job.run(seconds, victims)
+            moment = (0, chance.uniform(0, longest))
+            if chance.random() < 0.7:  # most of the time it starts; that is not all to be killed
+                moment = (chance.randint(min(before + 1, NUM_STEPS), NUM_STEPS), chance.uniform(0, 2))
+            if is_last:
+                moment = (0, SECONDS_TO_END * 5)
+            outcome, is_killed = job.run(victims, *moment)
             findings.starts += 1
             wrong = _faults(job, outcome, before, is_killed=is_killed)
             findings.kills[f"{victims} at step {len(job.rows())}"] += is_killed
-            did = f"killed {victims} after {seconds:.1f} s" if is_killed else "finished"
+            did = f"killed {victims}, {moment[1]:.1f} s after row {moment[0]}" if is_killed else "finished"
             say(f"{did}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
             findings.wrong += [f"start {findings.starts}, {did}: {fault}" for fault in wrong]
             if wrong and not is_killed:

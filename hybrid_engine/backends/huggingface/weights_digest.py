@@ -61,7 +61,7 @@ def _box_hash(box: torch.Tensor, offset: int, strides: tuple[int, ...], salt: in
     places = torch.full((), offset, dtype=torch.int64, device=box.device)
     for length, stride in zip(box.shape, strides, strict=True):
         places = places.unsqueeze(-1) + torch.arange(length, device=box.device) * stride
-    hashes = box.contiguous().view(_BITS[box.element_size()]).to(torch.int64)
+    hashes = box.contiguous().view(_BITS[box.element_size()]).to(torch.int64, copy=True)
     hashes = hashes.mul_(_FACTORS[0]).add_(places.mul_(_FACTORS[1])).add_(salt)
     for shift, factor in ((32, _FACTORS[2]), (29, _FACTORS[3])):
         hashes.bitwise_xor_(hashes >> shift).mul_(factor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -200,16 +201,19 @@ def test_a_forked_process_does_not_keep_the_lock(run: RunFiles) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.read(reading, 1)
-        os._exit(0)
-    with pytest.raises(ConfigError, match="another job"):
-        run.lock()
-    lock.close()
-    run.lock().close()
-    os.write(writing, b"x")
-    os.waitpid(child, 0)
-    os.close(reading)
-    os.close(writing)
+        os.write(writing, b"x")
+        signal.pause()
+    try:
+        assert os.read(reading, 1) == b"x", "it runs"
+        with pytest.raises(ConfigError, match="another job"):
+            run.lock()
+        lock.close()
+        run.lock().close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_copy_of_the_directory_does_not_end_the_lock(run: RunFiles, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums
 from hybrid_engine.trainer import checkpoint_directory, checkpoint_metadata
 from hybrid_engine.trainer.checkpoint_directory import LATEST, SavedCheckpoint, differences
 from hybrid_engine.trainer.checkpoint_metadata import METADATA
-from tests.hybrid_engine.rl.test_damaged_runs import time_limit
+from tests.hybrid_engine.rl.test_damaged_runs import HangError, time_limit
 from tests.hybrid_engine.trainer.test_checkpoint_directory import ALONE, DATA, newest
 
 SECONDS = 10
@@ -216,6 +216,8 @@ def outcome_of(kind: Callable[[random.Random, Path], str], seed: int, directory:
             came = "equal" if are_equal(load(directory / "saved")) else "accepted wrong"
     except HybridEngineError as error:
         came = "refused" if len(str(error)) < 1000 and "\n" not in str(error) else f"wrong: a long message {error}"
+    except HangError:
+        came = "hang"
     except Exception as error:
         came = f"raw: {type(error).__name__}: {error}"
     if (directory / "was-run").exists():

@@ -17,12 +17,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained, save_hf_checkpoint
+from hybrid_engine.backends.huggingface import (
+    fetch_weights,
+    load_hf_checkpoint,
+    load_pretrained,
+    save_hf_checkpoint,
+    weights_digest,
+)
 from hybrid_engine.backends.huggingface.loading import HEAD
+from hybrid_engine.backends.huggingface.weights_digest import _box_hash
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, FileError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.files import model_files
 from hybrid_engine.files.hub import Snapshot
+from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
@@ -116,6 +124,7 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
                 "wrong": wrong_shards(weights, read_canonical(paths[name])),
                 "padding": padding_values(weights),
                 "main": main_parameters_differ(run),
+                "digest": weights_digest(weights, job),
             }
             save_hf_checkpoint(out / name, weights, run.table, job, paths[name], file_nbytes=SMALL_FILES)
             save_hf_checkpoint(out / f"{name} half", weights, run.table, job, paths[name], dtype=torch.bfloat16)
@@ -213,6 +222,18 @@ def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
     half = read_canonical(out / f"{name} half")
     assert all(torch.equal(before[tensor].to(torch.bfloat16), half[tensor]) for tensor in before)
     assert (out / f"{name} half" / model_files.SINGLE).is_file()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_have_one_digest_in_every_layout(outcome: Any, name: str) -> None:
+    """That of the files, each tensor of which is one box."""
+    paths, _, results = outcome
+    dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    hashes = [
+        _box_hash(tensor.to(dtype), 0, tensor.stride(), text_digest(tensor_name))
+        for tensor_name, tensor in read_canonical(paths[name]).items()
+    ]
+    assert {result[name]["digest"] for result in results} == {f"{sum(hashes) % 2**64:016x}"}
 
 
 def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
