@@ -246,6 +246,7 @@ class Qwen(Windowed):
 
     num_key_value_heads: Heads | None = 32
     use_sliding_window: Flag = None
+    sliding_window: Window | None = 4096
     max_window_layers: Index | None = None
 
 

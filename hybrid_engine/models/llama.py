@@ -80,10 +80,10 @@ def qwen_windows(config: Qwen) -> tuple[int | None, ...]:
         return ()
     first = 28 if config.max_window_layers is None else config.max_window_layers
     kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(config.num_hidden_layers)]
-    return _windows(config, kinds)
+    return windows_by_kind(config, kinds)
 
 
-def _windows(config: Windowed, kinds: Sequence[str]) -> tuple[int | None, ...]:
+def windows_by_kind(config: Windowed, kinds: Sequence[str]) -> tuple[int | None, ...]:
     """`Extras.windows` by the kind of every layer, which is `kinds` where the file names none."""
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types or kinds]
     return tuple(windows) if any(windows) else ()
@@ -120,7 +120,7 @@ def _glm_table(config: Glm, traits: Traits) -> ModelTable:
 def gemma2(config: Gemma2) -> ModelTable:
     """Gemma-2: every second layer, from the first on, sees a window; soft caps of attention scores and logits."""
     extras = Extras(
-        windows=_windows(config, _every(2, config)),
+        windows=windows_by_kind(config, _every(2, config)),
         attention_softcap=config.attn_logit_softcapping,
         logit_softcap=config.final_logit_softcapping,
     )
@@ -129,8 +129,9 @@ def gemma2(config: Gemma2) -> ModelTable:
 
 def gemma3(config: Gemma3) -> ModelTable:
     """Gemma-3: all but every sixth layer see a window, and have a rotary base of their own; norms on query and key."""
+    period = config.sliding_window_pattern or config.underscored_pattern or 6
     extras = Extras(
-        windows=_windows(config, _every(config.sliding_window_pattern or config.underscored_pattern or 6, config)),
+        windows=windows_by_kind(config, _every(period, config)),
         window_rotary_base=config.window_rotary_base,
         logit_softcap=config.final_logit_softcapping,
     )

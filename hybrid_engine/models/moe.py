@@ -20,7 +20,7 @@ from hybrid_engine.models.blocks import (
     model_shapes,
 )
 from hybrid_engine.models.config_json import Mixtral, Qwen2Moe, Qwen3Moe
-from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen3_traits, qwen_windows
+from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen3_traits, windows_by_kind
 from hybrid_engine.models.packing import GateUp, Over, Replicated
 from hybrid_engine.models.table import Extras, ModelTable, Rule, Serving, in_layer
 
@@ -53,7 +53,9 @@ class Experts:
 def qwen3_moe(config: Qwen3Moe) -> ModelTable:
     """Qwen3 with experts: attention as in the dense model."""
     experts = Experts(config.expert_count, config.moe_intermediate_size, config.num_experts_per_tok)
-    return _qwen_table(config, qwen3_traits(config), experts)
+    # transformers masks every layer alike, whatever layer_types and max_window_layers say
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return _qwen_table(config, qwen3_traits(config), experts, windows)
 
 
 def qwen2_moe(config: Qwen2Moe) -> ModelTable:
@@ -66,7 +68,13 @@ def qwen2_moe(config: Qwen2Moe) -> ModelTable:
         shared_width=config.shared_expert_intermediate_size,
         shared_gate="shared_expert_gate.weight",
     )
-    return _qwen_table(config, Traits(qkv_bias=bool(config.qkv_bias)), experts)
+    first_without = 28 if config.max_window_layers is None else config.max_window_layers
+    # transformers: every second layer, below max_window_layers, where those of the dense Qwen2 begin
+    kinds = [
+        "full_attention" if layer % 2 or layer >= first_without else "sliding_attention"
+        for layer in range(config.num_hidden_layers)
+    ]
+    return _qwen_table(config, Traits(qkv_bias=bool(config.qkv_bias)), experts, windows_by_kind(config, kinds))
 
 
 def mixtral(config: Mixtral) -> ModelTable:
@@ -83,10 +91,12 @@ def mixtral(config: Mixtral) -> ModelTable:
     return with_experts(family_table(config, Traits(), extras), Traits(), experts, [True] * num_layers, normalized=True)
 
 
-def _qwen_table(config: Qwen3Moe, traits: Traits, experts: Experts) -> ModelTable:
+def _qwen_table(config: Qwen3Moe, traits: Traits, experts: Experts, windows: tuple[int | None, ...]) -> ModelTable:
+    """`windows` are those of all layers where `use_sliding_window` switches them on."""
     step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
     sparse = [(layer + 1) % step == 0 and layer not in dense for layer in range(config.num_hidden_layers)]
-    table = family_table(config, traits, Extras(windows=qwen_windows(config)))
+    extras = Extras(windows=windows) if config.use_sliding_window and any(windows) else Extras()
+    table = family_table(config, traits, extras)
     return with_experts(table, traits, experts, sparse, normalized=bool(config.norm_topk_prob))
 
 

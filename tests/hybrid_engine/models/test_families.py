@@ -174,6 +174,13 @@ def test_windows_that_are_off_do_not_matter() -> None:
         assert (table.extras.windows, table.layer_spec, table.not_built) == ((), "default", ())
 
 
+def test_experts_have_the_windows_that_transformers_gives_them() -> None:
+    """Every second layer of Qwen2-MoE below max_window_layers, every layer of Qwen3-MoE."""
+    switched_on = {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 3}
+    windows = [table_for(tiny_config(family, **switched_on)).extras.windows for family in ("qwen2_moe", "qwen3_moe")]
+    assert windows == [(4, None, 4, None), (4, 4, 4, 4)]
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "what"),
     [

@@ -36,14 +36,15 @@ from tests.zoo.megatron_models import (
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, mtp_losses, read_canonical, save_model, token_batch, train_hf_model
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4}  # shorter than the sequences
 # name -> (family, what differs from the family's sizes)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, some layers dense": (
         "qwen3_moe",
-        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False},
+        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False, **WINDOWS},
     ),
-    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe": ("qwen2_moe", WINDOWS),
     "mixtral": ("mixtral", {}),
     "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN}),
     "deepseek_v2, plain queries, groups": (
