@@ -139,6 +139,9 @@ FUNCTION_FIELDS: Final = (
 """Fields of TransformerConfig that change what a model computes: they have to follow from config.json where there is
 one, as with --enable-resharding and `attach`."""
 
+UNREAD_BY_LATENT_ATTENTION: Final = ("kv_channels", "softmax_scale")
+"""Those of FUNCTION_FIELDS that latent attention (MLA) overwrites by sizes of its own, whatever builds the model."""
+
 READ_OFF_THE_MODEL: Final = (
     *("mtp_num_layers", "mtp_standalone", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
     *("moe_single_grouped_weight", "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),

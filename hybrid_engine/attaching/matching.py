@@ -4,13 +4,18 @@ vLLM computes what the config says, Megatron what its settings say: every differ
 field, that would remove it. FUNCTION_FIELDS of `megatron_patches.review` lists the fields of megatron-core that change
 what is computed. Each has to be what megatron-core itself makes of the architecture's table: at its default where the
 table is silent. The other fields are training's own.
+
+Scales and rotary frequencies are no fields: several settings give the same ones, and latent attention ignores some that
+others heed. They are computed, from live modules where there are any, else by megatron-core's own classes.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +24,8 @@ from torch.nn.functional import gelu, silu
 
 from hybrid_engine.errors import Violation
 from hybrid_engine.models.table import Extras, ModelTable, RotaryScaling
-from megatron_patches.review import FUNCTION_FIELDS
+from hybrid_engine.probes import Attention, Rotary, differences
+from megatron_patches.review import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
 _FLAGS = {
     "activation_func": "--swiglu, --squared-relu, --quick-geglu, --no-bias-gelu-fusion",
@@ -35,14 +41,14 @@ _FLAGS = {
 _OF_PATTERN = {"num_layers", "moe_layer_freq"}
 """Settings that --hybrid-layer-pattern sets where it is given; `config` compares the pattern with the model."""
 
-_YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"})
-"""Settings that megatron-core reads where `rope_type` is yarn, or `mscale_all_dim` is not 0."""
+_LATENT = (
+    *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    *("original_max_position_embeddings", "beta_fast", "beta_slow"),
+)
+"""Settings by which latent attention (MLA) computes its scale and its rotary frequencies."""
 
 _MEGATRON_SCALING = RotaryScaling("llama3", 8.0, 1.0, 4.0, 8192)
 """What --use-rope-scaling computes."""
-
-_FREQUENCY_ERROR = 1e-5
-"""Relative. Larger ones turn a head by another angle after some 10,000 tokens."""
 
 _EPSILONS = {"RMSNorm": "rms_norm_eps", "LayerNorm": "layer_norm_epsilon"}
 """Kind of norm -> its epsilon's key in config.json."""
@@ -79,10 +85,20 @@ class Names:
     Attributes:
         setting: of a field of megatron-core's TransformerConfig.
         argument: of what Megatron's scripts pass to the model beside it, by the name of Megatron's argument.
+        flags: all that the parser of these scripts has; None: nobody knows, or there is no command line.
     """
 
     setting: Callable[[str], str]
     argument: Callable[[str], str]
+    flags: frozenset[str] | None = None
+
+    def mismatch(self, field: str, found: Any, wanted: Any, source: str) -> Violation:
+        """A setting of TransformerConfig that is not what `source` asks for."""
+        key = self.setting(field)
+        if self.flags is None or any(flag in self.flags for flag in re.findall(r"--[\w-]+", key)):
+            return _mismatch(key, found, wanted, source)
+        remedy = "No flag of this Megatron sets it: change config.json, or train through ActorHybridWorker"
+        return replace(_mismatch(LIVE.setting(field), found, wanted, source), remedy=remedy)
 
 
 FLAGS = Names(lambda name: _FLAGS.get(name, _flag(name)), _flag)
@@ -108,6 +124,7 @@ def model_mismatches(
     has_pattern = getattr(args, "hybrid_layer_pattern", None) is not None
     return [
         *_layers(table, config, has_pattern, names, source),
+        *_latent_attention(table, args, config, names, source),
         *_outside_layers(table, args, names),
         *_rotary(table, args, names),
         *_beyond_megatron(table),
@@ -138,7 +155,42 @@ def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names, sou
     for name in (name for name in wanted if name in found and name not in unread):
         if found[name] != wanted[name]:
             said_by = f"{_EPSILONS[wanted['normalization']]} in {source}" if name == "layernorm_epsilon" else source
-            yield _mismatch(names.setting(name), found[name], wanted[name], said_by)
+            yield names.mismatch(name, found[name], wanted[name], said_by)
+
+
+def _latent_attention(
+    table: ModelTable, args: Namespace, config: Any, names: Names, source: str
+) -> Iterator[Violation]:
+    """Scale and rotary frequencies of latent attention; of live modules, else of those that would be built.
+
+    A setting is named where the table's value, alone, would change what Megatron computes.
+    """
+    if not (config.multi_latent_attention and table.transformer.get("multi_latent_attention")):
+        return
+    from hybrid_engine.backends.megatron.live_attention import latent_attention
+    from hybrid_engine.backends.megatron.megatron_config import described_config
+
+    described = described_config(table)
+    if any(getattr(config, size) != getattr(described, size) for size in ("qk_head_dim", "qk_pos_emb_head_dim")):
+        return  # reported as sizes
+    wanted = latent_attention(described)
+    built = latent_attention(config)
+
+    def acts_alone(field: str) -> bool:
+        changed = copy.copy(config)
+        setattr(changed, field, getattr(described, field))
+        return any(differences(latent_attention(changed), built))
+
+    live = dict.fromkeys(getattr(args, "attention", {}).values())
+    if live and not any(found for attention in live for found in differences(attention, wanted)):
+        return
+    if any(differences(built, wanted)):
+        other = [field for field in _LATENT if getattr(config, field) != getattr(described, field)]
+        for field in [field for field in other if acts_alone(field)] or other:
+            yield names.mismatch(field, getattr(config, field), getattr(described, field), source)
+        return
+    for found in dict.fromkeys(found for attention in live for found in differences(attention, wanted)):
+        yield _mismatch(f"MLASelfAttention, {found.name}", found.first, found.second, source)
 
 
 def _computed(config: Any) -> dict[str, Any]:
@@ -147,7 +199,7 @@ def _computed(config: Any) -> dict[str, Any]:
     found["activation_func"] = _activation(config)
     found["add_qkv_bias"] |= config.add_bias_linear  # biases everywhere are biases there, too
     found["softmax_scale"] = config.softmax_scale or config.kv_channels**-0.5  # as attention does by itself
-    unread = set() if found.get("rope_type") == "yarn" or found.get("mscale_all_dim") else set(_YARN)
+    unread = {*_LATENT, *UNREAD_BY_LATENT_ATTENTION} if config.multi_latent_attention else set()
     if config.num_moe_experts is None:
         unread |= {name for name in FUNCTION_FIELDS if name.startswith("moe_")}
     else:
@@ -197,16 +249,17 @@ def _outside_layers(table: ModelTable, args: Namespace, names: Names) -> Iterato
         found = "tied" if tied else "untied"
         key = names.argument("untie_embeddings_and_output_weights")
         yield _mismatch(key, found, "tied" if wanted else "untied")
-    if (found := args.mtp_num_layers or 0) != table.dims.num_mtp_layers:
+    # vLLM reads no weight of multi-token prediction: a model may go without
+    if (found := args.mtp_num_layers or 0) not in (0, table.dims.num_mtp_layers):
         yield _mismatch(names.argument("mtp_num_layers"), found, table.dims.num_mtp_layers)
 
 
 def _rotary(table: ModelTable, args: Namespace, names: Names) -> Iterator[Violation]:
-    """Rotary frequencies: those of a live model, else what the arguments of Megatron's scripts make of them."""
-    if table.gpt.get("position_embedding_type") != "rope" or "rope_type" in table.transformer:  # MLA has its own
+    """Rotary frequencies: those of live layers, else what the arguments of Megatron's scripts make of them."""
+    if table.gpt.get("position_embedding_type") != "rope" or table.transformer.get("multi_latent_attention"):
         return
     wanted = table.extras.rotary_scaling
-    if not hasattr(args, "rotary_frequencies"):
+    if not hasattr(args, "attention"):
         llama3 = _MEGATRON_SCALING if args.use_rope_scaling else None
         linear = getattr(args, "rotary_seq_len_interpolation_factor", None)
         is_linear = wanted is not None and wanted.rope_type == "linear"
@@ -216,11 +269,15 @@ def _rotary(table: ModelTable, args: Namespace, names: Names) -> Iterator[Violat
         if (linear or 1.0) != (wanted.factor if wanted is not None and is_linear else 1.0):
             key = names.argument("rotary_seq_len_interpolation_factor")
             yield _mismatch(key, linear, wanted or "no rotary scaling")
-    elif args.rotary_frequencies is None:
+        return
+    live = dict.fromkeys(attention.rotary for attention in args.attention.values())
+    if None in live:
         yield _beyond("rotary frequencies cannot be read off this model")
-    elif problem := _frequency_problem(args.rotary_frequencies.cpu(), _frequencies(table)):
-        key = names.argument("rotary_pos_emb")
-        yield Violation(key, f"{problem} (rotary scaling: {wanted or 'none'})", "Make them agree")
+    asked = Attention(1.0, rotary=Rotary(tuple(_frequencies(table).tolist())))
+    for each in dict.fromkeys(each for rotary in live for each in differences(replace(asked, rotary=rotary), asked)):
+        problem = f"{each.name} is {each.first} in Megatron, the Hugging Face config asks for {each.second}"
+        problem += f" (rotary scaling: {wanted or 'none'})"
+        yield Violation(names.argument("rotary_pos_emb"), problem, "Make them agree")
 
 
 def _frequencies(table: ModelTable) -> torch.Tensor:
@@ -231,18 +288,6 @@ def _frequencies(table: ModelTable) -> torch.Tensor:
     frequencies = table.gpt["rotary_base"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     scaling = table.extras.rotary_scaling
     return frequencies if scaling is None else scaled_frequencies(frequencies, scaling)
-
-
-def _frequency_problem(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """Describe how rotary frequencies differ; None where they agree (float32 has a relative error of 1e-6)."""
-    asks = "the Hugging Face config asks for"
-    if found.shape != wanted.shape:
-        return f"Megatron has {len(found)} rotary frequencies, {asks} {len(wanted)}"
-    wrong = ((found / wanted - 1).abs() > _FREQUENCY_ERROR).nonzero()
-    if not len(wrong):
-        return None
-    at = int(wrong[-1])  # the slowest, where scalings differ most
-    return f"rotary frequency {at} of Megatron is {found[at]:.6g} radians per token, {asks} {wanted[at]:.6g}"
 
 
 def _beyond_megatron(table: ModelTable) -> Iterator[Violation]:

@@ -376,9 +376,10 @@ class GenerateConfig(Section):
     """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
     difference fails the switch, and the state before is restored."""
     check_compute: Literal["first", "always", "off"] = "first"
-    """Compare vLLM's log-probabilities of a few fixed tokens with the trainer's own, in the first switch or in each. If
-    they are far apart, the two compute different models: the switch fails, and the state before is restored. Where
-    either side cannot compute them, a line in the log says why."""
+    """Compare the attention of vLLM's layers with that of the trainer's when the engine is built, and vLLM's
+    log-probabilities of a few fixed tokens with the trainer's own, in the first switch or in each. Where they differ,
+    the two compute different models: building or the switch fails, and the state before is restored. Where either side
+    cannot compute them, a line in the log says why."""
     servers: Names = ()
     """vLLM servers that generate in place of a vLLM in the processes that train, see servers.md: http://HOST:PORT, or
     ray:NAME of a Ray actor. Their sizes, memory and kernels are their own: keys for these say nothing then."""

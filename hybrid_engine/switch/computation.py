@@ -1,18 +1,20 @@
-"""`generate_config.check_compute`: whether vLLM and the trainer compute the same, by log-probabilities of fixed tokens.
+"""`generate_config.check_compute`: whether vLLM and the trainer compute the same.
 
-    at set-up      how many tokens both sides of all ranks can compute; where they cannot, one line in the log says why
+    at set-up      windows, caps, scales and rotary frequencies of every layer, as the live modules of all ranks have
+                   them; then how many tokens both sides can compute, or one line in the log that says why they cannot
     ask_trainer    before anything leaves the device: the trainer's own forward pass
     compare        when vLLM could generate: its log-probabilities of the same tokens
 
 `verify` shows that the bits arrived. What each side makes of them follows from settings of its own, and a setting that
-one side does not know trains, switches and verifies all the same. Only numbers tell.
+one side does not know trains, switches and verifies all the same. Log-probabilities of fixed tokens tell, but for what
+acts on longer sequences alone, or less than rounding: therefore layers are compared too.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,15 +23,24 @@ import torch
 
 from hybrid_engine.errors import ComputationError, shortened
 from hybrid_engine.ports import InferenceCaches, Trainer
-from hybrid_engine.probes import ProbeAnswer, Probed, ProbeLimits
+from hybrid_engine.probes import (
+    Attention,
+    Layers,
+    ProbeAnswer,
+    Probed,
+    ProbeLimits,
+    attention_differences,
+    ranges,
+    unread_layers,
+)
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.report import SwitchTally
 
 logger = logging.getLogger("hybrid_engine")
 
-NUM_ROWS, LENGTH, SHORTEST = 2, 64, 4
-"""Sequences that are compared; their most and their fewest tokens."""
+NUM_ROWS, LENGTH, LONGEST, SHORTEST = 2, 64, 256, 4
+"""Sequences that are compared; their tokens where no window asks for more, the most, and the fewest."""
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Dtype of the coarser side -> what rounding explains of the difference, as a share of the spread of the trainer's
@@ -40,6 +51,27 @@ LEAST_SPREAD = 0.2
 
 _NUM_NAMED = 12
 """Settings that a message names."""
+
+_REMEDY = (
+    "Make the model and its config.json agree; with generate_config.check_compute: off it is switched all the same"
+)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Layers of one rank that compute the same attention."""
+
+    attention: Attention
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What one rank says of its two sides before anything is compared."""
+
+    limits: tuple[ProbeLimits, ProbeLimits]
+    trainer: tuple[_Layers, ...]
+    inference: tuple[_Layers, ...]
 
 
 @dataclass(frozen=True)
@@ -104,17 +136,48 @@ class Computation:
             self._when = "off"
 
     def _agree(self) -> _Sides | None:
-        """None, and a line in the log, where a rank of either side cannot compute."""
+        """Compare the layers of both sides, and choose the tokens of the probe.
+
+        None, and a line in the log, where a rank of either side cannot compute them. Raises ComputationError, on all
+        ranks, with every difference between layers.
+        """
         trainer, inference = self._trainer, self._inference
         with self._job.agreement.phase("looking at what can be compared"):
-            own = [limits_of(trainer), limits_of(inference)]
-        limits = self._job.agreement.gather(own, list[ProbeLimits], "looking at what can be compared")
-        refusal, tokens = tokens_within([each for of_rank in limits for each in of_rank])
+            described = _Described(
+                (limits_of(trainer), limits_of(inference)), _layers_of(trainer), _layers_of(inference)
+            )
+        by_rank = self._job.agreement.gather(described, _Described, "looking at what can be compared")
+        limits = [limit for rank in by_rank for limit in rank.limits]
+        by_trainer = _by_number(layers for rank in by_rank for layers in rank.trainer)
+        by_vllm = _by_number(layers for rank in by_rank for layers in rank.inference)
+        most = max_length_of(limits)
+        self._require_same_attention(by_trainer, by_vllm, most)
+        sizes = {attention.window or 0 for found in by_trainer.values() for attention in found}
+        windows = {size for size in sizes if most is None or size <= most}
+        refusal, tokens = tokens_within(limits, windows)
+        if tokens is not None and (beyond := [size for size in windows if size >= tokens.shape[1]]):
+            self._log(
+                logging.INFO,
+                "log-probabilities of %d tokens are compared; beyond a window of %d tokens it is the settings alone",
+                *(tokens.shape[1], min(beyond)),
+            )
         if isinstance(trainer, Probed) and isinstance(inference, Probed) and tokens is not None:
             return _Sides(trainer, inference, tokens)
-        if self._job.rank == 0:
-            logger.warning("[Reshard] vLLM's computation is not compared with the trainer's: %s", refusal)
+        self._log(logging.WARNING, "vLLM's computation is not compared with the trainer's: %s", refusal)
         return None
+
+    def _require_same_attention(self, trainer: Layers, inference: Layers, max_length: int | None) -> None:
+        if differences := attention_differences(trainer, inference, max_length):
+            raise ComputationError(
+                f"vLLM does not compute what the trainer computes: {'; '.join(differences)}. {_REMEDY}"
+            )
+        unread = unread_layers(trainer, inference)
+        if unread and isinstance(self._trainer, Probed):
+            self._log(logging.WARNING, "the attention of %s is not compared: a side cannot be read", ranges(unread))
+
+    def _log(self, level: int, message: str, *args: object) -> None:
+        if self._job.rank == 0:
+            logger.log(level, f"[Reshard] {message}", *args)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -133,7 +196,8 @@ class Gap:
     """Difference between two answers to `tokens` [B, L].
 
     Attributes:
-        median: of the differences of the log-probabilities, in nats. Where experts are nearly equal rounding chooses
+        median: of the differences of the log-probabilities, in nats, in the block of positions where it is largest:
+            what only a long sequence shows moves the later blocks. Where experts are nearly equal rounding chooses
             others, which moves single tokens by a nat; another function moves all.
         tolerance: what rounding explains of that, in nats.
     """
@@ -148,7 +212,8 @@ class Gap:
 
     @property
     def median(self) -> float:
-        return self._each.median().item()
+        blocks = self._each.chunk(-(-self.tokens.shape[1] // LENGTH), dim=1)
+        return torch.stack([block.median() for block in blocks]).max().item()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,17 +246,47 @@ def limits_of(side: object) -> ProbeLimits:
     return side.probe_limits() if isinstance(side, Probed) else ProbeLimits(f"{type(side).__name__} cannot be asked")
 
 
-def tokens_within(limits: Sequence[ProbeLimits]) -> tuple[str, torch.Tensor | None]:
-    """Why nothing can be compared, or token ids [B, L] that all can compute, the same in every job."""
+def max_length_of(limits: Sequence[ProbeLimits]) -> int | None:
+    """The most tokens of a sequence that all sides can compute; None: any number."""
+    return min((limit.max_length for limit in limits if limit.max_length is not None), default=None)
+
+
+def tokens_within(limits: Sequence[ProbeLimits], windows: Collection[int] = ()) -> tuple[str, torch.Tensor | None]:
+    """Why nothing can be compared, or token ids [B, L] that all can compute, the same in every job.
+
+    Sequences are `LENGTH` tokens longer than the longest of `windows` with which they are not too long.
+    """
     if refusal := next((each.refusal for each in limits if each.refusal), ""):
         return refusal, None
     multiple = math.lcm(*(each.multiple for each in limits))
-    longest = min([LENGTH, *(each.max_length for each in limits if each.max_length is not None)])
+    most = max_length_of(limits)
+    reachable = [size for size in windows if LENGTH + size <= min(LONGEST, LONGEST if most is None else most)]
+    longest = LENGTH + max(reachable, default=0)
+    longest = longest if most is None else min(longest, most)
     length = longest // multiple * multiple
     if length < SHORTEST:
         return f"sequences of at most {longest} tokens, and of a multiple of {multiple}, are too short", None
     vocab_size = min(each.vocab_size for each in limits)
     return "", torch.randint(vocab_size, (NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
+
+
+def _layers_of(side: object) -> tuple[_Layers, ...]:
+    """What a side says of its layers; most are alike, and say it once."""
+    numbers: dict[Attention, list[int]] = {}
+    for number, attention in side.attention().items() if isinstance(side, Probed) else ():
+        numbers.setdefault(attention, []).append(number)
+    return tuple(_Layers(attention, tuple(layers)) for attention, layers in numbers.items())
+
+
+def _by_number(layers: Iterable[_Layers]) -> Layers:
+    """The layers of all ranks."""
+    attention: dict[int, list[Attention]] = {}
+    for alike in layers:
+        for number in alike.numbers:
+            known = attention.setdefault(number, [])
+            if alike.attention not in known:
+                known.append(alike.attention)
+    return attention
 
 
 def differing(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> str:
@@ -205,7 +300,4 @@ def differing(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> str:
         f"the trainer has {name} {shortened(trainer[name], 80)}" for name in sorted(trainer.keys() - inference.keys())
     ]
     more = f"; and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
-    return (
-        f"Settings that differ: {'; '.join(found[:_NUM_NAMED]) or 'none of those with a name'}{more}. Make the model "
-        "and its config.json agree; with generate_config.check_compute: off it is switched all the same"
-    )
+    return f"Settings that differ: {'; '.join(found[:_NUM_NAMED]) or 'none of those with a name'}{more}. {_REMEDY}"

@@ -6,6 +6,7 @@
                          which LoRA a model has, and the methods of PEFT that are refused
     attention.py         settings that an implementation of attention leaves out
     model_checks.py      all else that makes a model impossible to read or drive, and a config that is not the model's
+    live_attention.py    windows, scales and rotary frequencies of each layer, as transformers' forward pass has them
     adaptor.py           records of this rank (port `TrainingWeights`), with LoRA added or beside the weights
     sharded_model.py     `ShardedModel`: the model as the switch sees it, and what can be offloaded (port `Trainer`)
     internals.py         names of torch and transformers that are not documented

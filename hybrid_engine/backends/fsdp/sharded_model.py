@@ -15,12 +15,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import PreTrainedConfig
 
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
+from hybrid_engine.backends.fsdp.live_attention import live_attention
 from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
@@ -28,7 +31,7 @@ from hybrid_engine.backends.training_side import GuardedState, is_frozen, steppe
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
+from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 
 
 class ShardedModel(GuardedState):
@@ -140,9 +143,19 @@ class ShardedModel(GuardedState):
         log_probs = following_log_probs(logits, tokens, self.table.dims.vocab_size)
         return ProbeAnswer(log_probs.cpu(), max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps))
 
+    def attention(self) -> Mapping[int, Attention]:
+        """See `probes.Probed`; as it was when this was first called, which is before vLLM is built: vLLM changes
+        transformers' classes where it serves a model through them, and no copy could be made then."""
+        return self._attention
+
+    @cached_property
+    def _attention(self) -> Mapping[int, Attention]:
+        return live_attention(self.model)
+
     def computed_settings(self) -> Mapping[str, Any]:
         config: dict[str, Any] = self._transformers().config.to_dict()
-        return {name: value for name, value in config.items() if not name.startswith("_")}
+        # what every architecture has decides about inputs, outputs and files
+        return {name: config[name] for name in config.keys() - PreTrainedConfig().to_dict().keys()}
 
     def _transformers(self) -> Any:
         return transformers_model(self.model)

@@ -6,6 +6,7 @@
              adaptor.py           `MegatronAdaptor`: where every canonical tensor is (port `TrainingWeights`)
     switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), what of it can leave the
                                   device, and what it says of itself
+             live_attention.py    windows, scales and rotary frequencies of each layer
              forward_probe.py     what any such model computes of a few tokens, to be compared with vLLM
     rollouts rl_interface.py      in Megatron-LM's own RL loop, vLLM servers in the place of its inference engine
     all      internals.py         every private name of megatron-core that is used here, with its reason

@@ -6,7 +6,6 @@ Probes need its chunks, their process groups and Megatron's own schedule, whoeve
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,10 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.megatron.megatron_config import described_config
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
+from megatron_patches.review import FUNCTION_FIELDS, UNREAD_BY_LATENT_ATTENTION
 
 _SILENT = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
 """Fields of the configuration by which a schedule calls the training loop's own machinery."""
@@ -138,13 +139,16 @@ def from_last_stage(
 
 
 def own_settings(config: Any, table: ModelTable) -> Mapping[str, Any]:
-    """Plain fields of Megatron's configuration that neither follow from config.json nor have their default."""
-    found = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, bool | int | float | str) and value != table.transformer.get(field.name, field.default):
-            found[f"TransformerConfig.{field.name}"] = value
-    return found
+    """Fields of Megatron's configuration that change what is computed, and are not what the table asks for."""
+    described = described_config(table)
+    unread = UNREAD_BY_LATENT_ATTENTION if config.multi_latent_attention else ()
+    return {
+        f"TransformerConfig.{name}": value
+        for name in FUNCTION_FIELDS
+        if name not in unread
+        and isinstance(value := getattr(config, name, None), bool | int | float | str)
+        and value != getattr(described, name, None)
+    }
 
 
 def model_device() -> torch.device:

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_mscale
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -39,6 +39,14 @@ PRIVATE_NAMES = (
     PrivateName(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear",
         "as RotaryEmbedding.forward",
+    ),
+    PrivateName(
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb",
+        "computes the angles of YaRN, which no attribute has: its `inv_freq` is unscaled",
+    ),
+    PrivateName(
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:_yarn_get_mscale",
+        "is the square root of the factor by which latent attention with YaRN scales its scores",
     ),
     PrivateName(
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher._comm_manager",
@@ -107,6 +115,17 @@ def holders_of_routing(layer: MoELayer) -> list[object]:
     dispatcher = layer.token_dispatcher
     holders = (dispatcher, getattr(dispatcher, "_comm_manager", None), layer.shared_experts)
     return [holder for holder in holders if holder is not None]
+
+
+def yarn_angles(rotary: YarnRotaryEmbedding) -> tuple[torch.Tensor, float]:
+    """Angles of the second token in radians, one for each pair of elements, and the factor of rotated elements."""
+    angles, scale = rotary.get_emb(2)
+    pairs, _ = angles[1].flatten().chunk(2)
+    return pairs, scale
+
+
+def score_factor_of_yarn(scaling_factor: float, mscale_all_dim: float) -> float:
+    return _yarn_get_mscale(scaling_factor, mscale_all_dim)
 
 
 def softmax_of(attention: DotProductAttention) -> FusedScaleMaskSoftmax:

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
@@ -41,6 +40,7 @@ from megatron.core.utils import unwrap_model
 from hybrid_engine.backends.megatron import forward_probe
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.internals import cached_embeddings, holders_of_routing, memory_buffer
+from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.model_tensors import (
     ModelTensors,
     keep_expert_bias_in_float32,
@@ -53,7 +53,7 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from megatron_patches.buffers import iter_buffers
 from megatron_patches.errors import UnsupportedOptimizerError
 from megatron_patches.optimizers import gather_state, optimizer_members, set_weight_version, weight_version
@@ -141,6 +141,9 @@ class LiveModel(GuardedState):
         self.guard(["param"])
         self.weights.base.prepare()
         return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
+
+    def attention(self) -> Mapping[int, Attention]:
+        return self.weights.model.attention()
 
     def computed_settings(self) -> Mapping[str, Any]:
         return forward_probe.own_settings(unwrap_model(self.chunks[0]).config, self.weights.model.table)
@@ -303,14 +306,7 @@ def model_arguments(chunk: torch.nn.Module) -> Namespace:
         max_position_embeddings=model.max_sequence_length,
         untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
         mtp_num_layers=model.config.mtp_num_layers,
-        rotary_frequencies=rotary_frequencies(model),
+        attention=live_attention(model),
         hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None),
         padded_vocab_size=model.vocab_size,
     )
-
-
-def rotary_frequencies(model: Any) -> torch.Tensor | None:
-    """In radians per token, as the next forward pass will use them; None where a model has none that can be read."""
-    rotary = getattr(model, "rotary_pos_emb", None)
-    # the angles of the second token: interpolation is not in `inv_freq`
-    return rotary.get_freqs_non_repeated(2)[1] if isinstance(rotary, RotaryEmbedding) else None

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
+from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED, wrapped_layers
 from hybrid_engine.backends.training_side import parts_in_elastic_buffers
 from hybrid_engine.errors import ModelError
@@ -27,6 +28,7 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.probes import Attention
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
 
@@ -153,6 +155,14 @@ class ModelTensors:
         """Names of the weights that no longer lie where `homes` says."""
         return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
 
+    def attention(self) -> dict[int, Attention]:
+        """The attention of this rank's decoder layers, by layer number in the checkpoint."""
+        return {
+            names.layers[index]: attention
+            for model, names in self._models()
+            for index, attention in live_attention(model).items()
+        }
+
     def _models(self) -> Iterator[tuple[LanguageModule, GlobalNames]]:
         for chunk in self.chunks:
             model = unwrap_model(chunk)
@@ -178,12 +188,18 @@ class ModelTensors:
 
 
 class GlobalNames:
+    """Names in the whole model of a chunk's tensors.
+
+    Attributes:
+        layers: numbers in the checkpoint of the chunk's decoder layers.
+    """
+
     def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
         pattern = getattr(model, "hybrid_layer_pattern", None)
         number_at = partial(_in_checkpoint, noop_layers) if pattern is None else _numbers_in(pattern).__getitem__
+        self.layers = [number_at(layer.layer_number - 1) for layer in model.decoder.layers]
         self._layers = {
-            f"decoder.layers.{index}.": f"decoder.layers.{number_at(layer.layer_number - 1)}."
-            for index, layer in enumerate(model.decoder.layers)
+            f"decoder.layers.{index}.": f"decoder.layers.{number}." for index, number in enumerate(self.layers)
         }
         mtp = getattr(model, "mtp", None)
         for index, layer in enumerate(mtp.layers if mtp is not None else ()):

@@ -11,6 +11,7 @@
     requests.py         sampling and requests in vLLM's terms, answers in ours; none outlives the call that made it
     replica_exchange.py which replica completes which prompts
     lora.py             LoRA from memory, and LoRA that arrives with a switch
+    live_attention.py   windows, scales and rotary frequencies of vLLM's layers
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     stock.py            vLLM without this backend's load format, reloaded by its own calls and looked at, for `certify`
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason

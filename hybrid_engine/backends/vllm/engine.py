@@ -27,6 +27,7 @@ import torch
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
+from hybrid_engine.backends.vllm.live_attention import live_attention
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept, random_state_kept
 from hybrid_engine.backends.vllm.prompts import ChatArguments, ModelTokenizer, Prompts, check_token_ids, token_ids_of
@@ -47,7 +48,7 @@ from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import Data, NearEnd
-from hybrid_engine.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
@@ -231,6 +232,11 @@ class InferenceEngine:
         finally:
             self._generator_state, self.near_end = state, near_end
         return ProbeAnswer(torch.stack(rows), self.llm.llm_engine.model_config.dtype)
+
+    def attention(self) -> Mapping[int, Attention]:
+        """See the port."""
+        layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        return live_attention(internals.model_runner_of(self.llm).model, layers)
 
     def computed_settings(self) -> Mapping[str, Any]:
         """config.json as vLLM has it."""

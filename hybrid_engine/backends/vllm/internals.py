@@ -166,6 +166,9 @@ KERNELS = Internal(
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
 LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built")
+LAYER_NUMBER = Internal(
+    "vllm.model_executor.models.utils:extract_layer_index", "reads the number of a layer off its prefix"
+)
 INITIALIZE_MODEL = Internal(
     f"{_LOADING}.utils:initialize_model",
     "constructs a model without its weights",
@@ -300,6 +303,11 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "lead from a server's worker to its receiver": {
         f"{_V1}.worker.gpu_worker:Worker": ("weight_transfer_engine", "_weight_update_active"),
+    },
+    "say what the attention of a layer computes": {
+        f"{ATTENTION_LAYERS.target}:Attention": ("impl", "sliding_window"),
+        f"{ATTENTION_LAYERS.target}:MLAAttention": ("impl", "sliding_window", "scale"),
+        f"{_LAYERS}.rotary_embedding.base:RotaryEmbeddingBase": ("cos_sin_cache",),
     },
     "hold the KV cache, whatever its kind": {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),

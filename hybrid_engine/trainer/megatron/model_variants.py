@@ -106,7 +106,7 @@ class SelfAttentionWithRotaryBase(SelfAttention):
 
     def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.rotary = RotaryEmbedding(
+        self.rotary_pos_emb = RotaryEmbedding(
             config.kv_channels,
             rotary_percent=1.0,
             rotary_interleaved=config.rotary_interleaved,
@@ -118,7 +118,7 @@ class SelfAttentionWithRotaryBase(SelfAttention):
     def forward(self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """As SelfAttention; of `rotary_pos_emb` [sequence, 1, 1, head_dim] only the length is used."""
         length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
-        return super().forward(*args, rotary_pos_emb=self.rotary(length), **kwargs)
+        return super().forward(*args, rotary_pos_emb=self.rotary_pos_emb(length), **kwargs)
 
 
 class CappedSoftmax(torch.nn.Module):
@@ -161,6 +161,7 @@ def _core_attention(base: type, window: int | None, softcap: float | None) -> ty
             config.window_size = None if window is None or own_window is not None else (window - 1, 0)
             config.window_attn_skip_freq = None
             super().__init__(config, *args, **kwargs)
+            self.own_window = own_window
             if softcap is not None:
                 self.scale_mask_softmax = CappedSoftmax(self.get_submodule("scale_mask_softmax"), softcap)
 
@@ -174,8 +175,8 @@ def _core_attention(base: type, window: int | None, softcap: float | None) -> ty
             **kwargs: Any,
         ) -> torch.Tensor:
             """As the parent's. There a window is in place of `mask`, here it is added to it."""
-            if own_window is not None:
-                mask = _with_window(mask, own_window, key)
+            if self.own_window is not None:
+                mask = _with_window(mask, self.own_window, key)
             return super().forward(query, key, value, mask, *args, **kwargs)
 
     return CoreAttention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,13 @@ from megatron.core.transformer import MLATransformerConfig
 from torch.nn.functional import gelu
 
 from hybrid_engine.attaching.matching import BEYOND_MEGATRON, FLAGS, LIVE, model_mismatches, vocabulary_mismatches
-from hybrid_engine.backends.megatron.live_model import rotary_frequencies
+from hybrid_engine.backends.megatron.live_attention import latent_attention, rotary_of
 from hybrid_engine.models import table_for
+from hybrid_engine.probes import Attention
 from megatron_patches.review import FUNCTION_FIELDS
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, transformer_config
-from tests.zoo.families import YARN, served_config
-from tests.zoo.published_configs import LLAMA_3_8B
+from tests.zoo.families import served_config
+from tests.zoo.published_configs import DEEPSEEK_V2_LITE, DEEPSEEK_V3, LLAMA_3_8B
 
 
 def mismatches(
@@ -44,14 +46,32 @@ def of_model(hf: dict[str, Any], config: dict[str, Any] | None = None, args: dic
     return {violation.key for violation in found}
 
 
+@pytest.fixture(autouse=True)
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the patches for Megatron without a GPU have it: YaRN's angles are computed where the device is."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
 LLAMA3 = LLAMA_3_8B["rope_scaling"]
+FEW = {"num_hidden_layers": 4, "n_routed_experts": 16}
+FACTOR_40 = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_slow": 1}
+V2_LITE = {
+    **{**DEEPSEEK_V2_LITE, **FEW},
+    "rope_scaling": {**FACTOR_40, "beta_fast": 32, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
+V3 = {
+    **{**DEEPSEEK_V3, **FEW},
+    "rope_scaling": {**FACTOR_40, "beta_fast": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 MODELS = {
     "llama": LLAMA,
     "mixtral": served_config("mixtral"),
     "qwen3_moe": served_config("qwen3_moe"),
     "deepseek_v3": served_config("deepseek_v3"),
-    "deepseek_v3 with YaRN": served_config("deepseek_v3", rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "deepseek_v3 with YaRN": V3,
 }
+WITH_EFFECT = {"rotary_percent": 0.5, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 4}
+"""Values of settings that small changes leave without any effect."""
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -79,7 +99,10 @@ def test_every_field_that_changes_what_is_computed_is_compared(field: str) -> No
     Heterogeneous models are refused altogether.
     """
     having = [hf for hf in MODELS.values() if hasattr(transformer_config(hf), field)]
-    changed = [of_model(hf, {field: another(getattr(transformer_config(hf), field))}) for hf in having]
+    changed = [
+        of_model(hf, {field: WITH_EFFECT.get(field) or another(getattr(transformer_config(hf), field))})
+        for hf in having
+    ]
     assert any(FLAGS.setting(field) in found for found in changed)
 
 
@@ -113,25 +136,93 @@ def test_settings_that_compute_the_same_are_accepted(model: str, config: dict[st
 )
 def test_rotary_scaling_that_megatron_does_not_compute_is_refused(rope: dict[str, Any]) -> None:
     assert of_model({**LLAMA, "rope_scaling": rope}) == {"model"}
-    table, live = table_for({**LLAMA, "rope_scaling": rope}), Namespace(**ARGS, rotary_frequencies=frequencies())
+    table, live = table_for({**LLAMA, "rope_scaling": rope}), Namespace(**ARGS, attention=attention())
     assert {found.key for found in model_mismatches(table, live, transformer_config(), LIVE)} == {"model"}
+
+
+MOONLIGHT = {
+    **{**DEEPSEEK_V3, **FEW, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16},
+    **{"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_theta": 50000.0, "num_nextn_predict_layers": 0},
+}
+KIMI_K2 = {
+    **{**DEEPSEEK_V3, **FEW, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1},
+    **{"rope_theta": 50000.0, "num_nextn_predict_layers": 0},
+    "rope_scaling": {**FACTOR_40, "factor": 32, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+LATENT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # Megatron-Bridge, and with it verl and NeMo-RL: kv_channels is the head_dim that transformers' class has
+    "DeepSeek-V3, converted": (V3, {"kv_channels": 64}, {}),
+    "DeepSeek-V3, without --kv-channels": (V3, {"kv_channels": 56}, {}),
+    "DeepSeek-V3, without its MTP layer": (V3, {"kv_channels": 64, "mtp_num_layers": None}, {"mtp_num_layers": None}),
+    "DeepSeek-V2-Lite, --kv-channels 16": (V2_LITE, {"kv_channels": 16}, {}),
+    # Megatron's default is YaRN, which with factor 1 stretches nothing
+    "Moonlight": (
+        MOONLIGHT,
+        {"kv_channels": 128, "rope_type": "yarn", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {},
+    ),
+    "Moonlight, converted": (
+        MOONLIGHT,
+        {"kv_channels": 64, "rope_type": "yarn", "rotary_scaling_factor": 1.0, "mscale_all_dim": 1.0},
+        {},
+    ),
+    "Kimi-K2": (KIMI_K2, {"kv_channels": 64}, {}),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_is_what_it_computes(name: str) -> None:
+    """Flags as other projects' scripts have them; the last with the one that they leave at Megatron's default."""
+    hf, config, args = LATENT[name]
+    assert of_model(hf, config, args) == set()
+
+
+def test_latent_attention_that_computes_otherwise_is_found_by_its_fields() -> None:
+    for field, value in {"rotary_scaling_factor": 32, "mscale_all_dim": 0.5, "rotary_base": 5e4}.items():
+        assert of_model(V3, {"kv_channels": 64, field: value}) == {FLAGS.setting(field)}
+    assert of_model(MOONLIGHT, {"rope_type": "yarn", "rotary_scaling_factor": 4.0}) >= {"--rope-type"}
+    # none of these changes anything without the other
+    unscaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    assert of_model(V3, unscaled) >= {"--rope-type", "--rotary-scaling-factor"}
+    assert of_model(V3, {"v_head_dim": 64}) == {"--v-head-dim"}
+
+
+def test_a_remedy_names_flags_that_the_parser_has() -> None:
+    table, config = table_for(KIMI_K2), transformer_config(KIMI_K2, beta_fast=32, qk_layernorm=False)
+    args = Namespace(**{**ARGS, "rotary_base": 50000})
+    names = replace(FLAGS, flags=frozenset({"--qk-layernorm", "--rotary-scaling-factor"}))
+    by_key = {found.key: found.remedy for found in model_mismatches(table, args, config, names)}
+    assert by_key == {
+        "--qk-layernorm": "Make them agree",
+        "TransformerConfig.beta_fast": "No flag of this Megatron sets it: change config.json, or train through "
+        "ActorHybridWorker",
+    }
+
+
+def test_live_latent_attention_comes_before_its_settings() -> None:
+    """A module may be another than its configuration says, and a configuration than what was built."""
+    table, config = table_for(V3), transformer_config(V3, kv_channels=64)
+    built = latent_attention(config)
+    args = Namespace(**{**ARGS, "mtp_num_layers": 1, "attention": {0: built, 1: built}})
+    assert model_mismatches(table, args, config, LIVE) == []
+    args.attention[1] = replace(built, scale=2 * built.scale)
+    (found,) = model_mismatches(table, args, config, LIVE)
+    assert found.key == "MLASelfAttention, the scale of attention scores"
 
 
 def test_what_the_table_cannot_build_is_refused() -> None:
     assert of_model(served_config("deepseek_v3", norm_topk_prob=False)) == {"model"}
 
 
-def frequencies(**changes: Any) -> torch.Tensor:
-    """Of a live model whose heads are LLAMA's, as `model_arguments` reads them."""
+def attention(**changes: Any) -> dict[int, Attention]:
+    """Of a live model whose heads are LLAMA's, as `model_arguments` reads it."""
     settings = {"kv_channels": LLAMA["head_dim"], "rotary_percent": 1.0, "use_cpu_initialization": True, **changes}
-    found = rotary_frequencies(SimpleNamespace(rotary_pos_emb=RotaryEmbedding(**settings)))
-    assert found is not None
-    return found
+    return {0: Attention(LLAMA["head_dim"] ** -0.5, rotary=rotary_of(RotaryEmbedding(**settings)))}
 
 
 def live_mismatches(rope: dict[str, Any] | None, **changes: Any) -> list[str]:
     """Of a live Llama whose config.json asks for `rope`, and whose rotary embedding has `changes`."""
-    args = Namespace(**ARGS, rotary_frequencies=frequencies(**changes))
+    args = Namespace(**ARGS, attention=attention(**changes))
     found = model_mismatches(table_for({**LLAMA, "rope_scaling": rope}), args, transformer_config(), LIVE)
     return [str(violation) for violation in found]
 
@@ -151,12 +242,13 @@ def test_rotary_frequencies_are_those_of_the_live_model() -> None:
         live_mismatches(None, rotary_percent=0.5),
     ]
     assert all("GPTModel.rotary_pos_emb: " in found for (found,) in wrong)
-    assert "rotary frequency 15 of Megatron is 2.22285e-05 radians per token" in wrong[1][0]
-    assert "asks for 5.55712e-06 (rotary scaling: RotaryScaling(rope_type='llama3', factor=32.0" in wrong[1][0]
+    assert "rotary frequency 15 is 2.22285e-05 radians per token in Megatron" in wrong[1][0]
+    asked = "asks for 5.55712e-06 radians per token (rotary scaling: RotaryScaling(rope_type='llama3', factor=32.0"
+    assert asked in wrong[1][0]
 
 
 def test_rotary_frequencies_that_cannot_be_read_are_taken_on_trust_of_a_class_of_ones_own() -> None:
-    args = Namespace(**ARGS, rotary_frequencies=rotary_frequencies(SimpleNamespace()))
+    args = Namespace(**ARGS, attention={0: Attention(1.0, rotary=rotary_of(SimpleNamespace()))})
     (found,) = model_mismatches(table_for(LLAMA), args, transformer_config(), LIVE)
     assert found.key == BEYOND_MEGATRON
 

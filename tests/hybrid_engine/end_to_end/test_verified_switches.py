@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.errors import ComputationError, HybridEngineError
 from hybrid_engine.ranks.digests import box_digest
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models
@@ -93,7 +93,20 @@ def inject(directory: str) -> dict[str, Seen]:
             is_verified = report is not None and report.tensors_verified == len(planned)
             seen.goes_on = is_verified and len(engine.generate([[5, 6, 7]], GREEDY)[0][0].token_ids) == 4
     engine.shutdown()
+    found["layers"] = Seen(error=refused_layers(Path(directory)))
     return found
+
+
+def refused_layers(directory: Path) -> str:
+    """Of a model in which the scale of one layer is not what its config says, and nothing else looks."""
+    config = served_config("llama", torch_dtype="float32")
+    model = sharded_models.from_config(write_config(directory / str(dist.get_rank()), config))
+    model.model.layers[1].self_attn.scaling *= 2
+    settings = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "infer_tensor_parallel_size": 2}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ComputationError) as caught:
+        patch.setattr("hybrid_engine.backends.fsdp.model_checks.require_configured", lambda model: None)
+        HybridEngine(model=sharded_models.shard(model), rollout_config=settings)
+    return str(caught.value)
 
 
 def _training_digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -249,6 +262,12 @@ def test_another_setting_is_named_with_both_numbers(seen: list[dict[str, Seen]])
         assert found.error.startswith("ComputationError: vLLM does not compute what the trainer computes: log-prob")
         assert re.search(r"sequence \d, -\d+\.\d{4} by the trainer and -\d+\.\d{4} by vLLM", found.error)
         assert "rms_norm_eps is 10.0 for the trainer and 1e-06 for vLLM" in found.error
+
+
+def test_another_layer_is_named_before_the_first_switch(seen: list[dict[str, Seen]]) -> None:
+    for found in (each["layers"] for each in seen):
+        scale = "the scale of attention scores is 0.353553 for the trainer and 0.176777 for vLLM"
+        assert f"what the trainer computes: in layer 1, {scale}. Make the model" in found.error
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hybrid_engine.megatron_script import make_engine, rl_settings, script_engin
 from hybrid_engine.megatron_script.rl_engine import RolloutEngine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
+from hybrid_engine.probes import Attention, Rotary
 from megatron_patches.engines import ReshardingOptions
 from megatron_patches.errors import ScriptError
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
@@ -151,7 +152,8 @@ def test_the_model_that_was_built_is_compared_too(monkeypatch: pytest.MonkeyPatc
     """What arguments the script's builder passes on shows then only."""
     model = torch.nn.Module()
     model.config = transformer_config(glu_linear_offset=1.0)
-    values = {"rotary_frequencies": torch.ones(16), "padded_vocab_size": 10_000}
+    attention = {0: Attention(1.0, rotary=Rotary((1.0,) * 16))}
+    values = {"attention": attention, "padded_vocab_size": 10_000}
     monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.config_of", lambda chunk: chunk.config)
     monkeypatch.setattr(
         "hybrid_engine.backends.megatron.live_model.model_arguments", lambda chunk: Namespace(**{**ARGS, **values})

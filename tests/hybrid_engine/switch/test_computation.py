@@ -12,8 +12,8 @@ import torch
 
 from hybrid_engine.errors import ComputationError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
-from hybrid_engine.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.switch.computation import LENGTH, NUM_ROWS, TOLERANCES, Gap, tokens_within
+from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
+from hybrid_engine.switch.computation import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Gap, tokens_within
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
 
@@ -28,6 +28,7 @@ class ProbedTraining(FakeTraining):
     limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)
     offset = 0.0
     is_there = False
+    layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
 
     def probe_limits(self) -> ProbeLimits:
         return self.limits
@@ -42,11 +43,15 @@ class ProbedTraining(FakeTraining):
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
 
+    def attention(self) -> Mapping[int, Attention]:
+        return self.layers
+
 
 class ProbedInference(FakeInference):
     """An engine that can be asked."""
 
     limits = ProbeLimits(max_length=63, vocab_size=40)
+    layers = ProbedTraining.layers
 
     def probe_limits(self) -> ProbeLimits:
         return self.limits
@@ -59,6 +64,9 @@ class ProbedInference(FakeInference):
     def computed_settings(self) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
 
+    def attention(self) -> Mapping[int, Attention]:
+        return self.layers
+
 
 class ProbedRig(Rig):
     """A rank whose two sides can be asked."""
@@ -66,12 +74,19 @@ class ProbedRig(Rig):
     training: ProbedTraining
     inference: ProbedInference
 
-    def __init__(self, limits: ProbeLimits = ProbedTraining.limits, **settings: object) -> None:
+    def __init__(
+        self,
+        limits: ProbeLimits = ProbedTraining.limits,
+        layers: Mapping[int, Attention] = ProbedTraining.layers,
+        served: Mapping[int, Attention] = ProbedTraining.layers,
+        **settings: object,
+    ) -> None:
         super().__init__(build=False, **settings)
         rank, num_ranks = self.job.rank, self.job.world_size
         self.training = ProbedTraining(self.script, rank, num_ranks, elastic=False)
-        self.training.limits = limits
+        self.training.limits, self.training.layers = limits, layers
         self.inference = ProbedInference(self.script, rank)
+        self.inference.layers = served
         self.offloader = type(self.offloader)(self.script, self.training.offload_items)
         self.build()
 
@@ -141,6 +156,56 @@ def test_tokens_suit_all_sides_and_are_always_the_same(probed: ProbedRig) -> Non
     _, longest = tokens_within([ProbeLimits(), ProbeLimits()])
     assert longest is not None
     assert longest.shape == (NUM_ROWS, LENGTH)
+
+
+def test_layers_that_differ_are_refused_at_set_up(job: None) -> None:
+    layers = {0: Attention(0.5, window=20), 1: Attention(0.5, window=20, softcap=30.0)}
+    with pytest.raises(ComputationError) as caught:
+        ProbedRig(layers=layers)
+    text = str(caught.value)
+    assert "in layers 0 to 1, the sliding window is 20 tokens for the trainer and none for vLLM; " in text
+    assert "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM. Make the model" in text
+    ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # of at most 21 tokens it hides none
+    ProbedRig(layers=layers, check_compute="off")
+
+
+@pytest.mark.parametrize(
+    ("windows", "most", "length"),
+    [
+        ([100], None, LENGTH + 100),
+        ([100, 16], None, LENGTH + 100),
+        ([100, 4096], None, LENGTH + 100),
+        ([4096], None, LENGTH),
+        ([LONGEST], None, LENGTH),
+        ([100], 127, LENGTH),
+        ([50], 127, LENGTH + 50),
+    ],
+)
+def test_tokens_reach_beyond_windows_as_far_as_it_is_cheap(windows: list[int], most: int | None, length: int) -> None:
+    _, tokens = tokens_within([ProbeLimits(max_length=most)], windows)
+    assert tokens is not None
+    assert tokens.shape == (NUM_ROWS, length)
+
+
+def test_a_window_beyond_the_tokens_is_said(job: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hybrid_engine"):
+        for size in (20, 22):  # of at most 21 tokens the latter hides none
+            layers = {0: Attention(0.5, window=size), 1: Attention(0.5)}
+            ProbedRig(layers=layers, served=layers)
+    (line,) = [record.getMessage() for record in caplog.records if "a window of" in record.getMessage()]
+    assert "log-probabilities of 20 tokens are compared; beyond a window of 20 tokens" in line
+
+
+def test_what_only_the_end_of_long_sequences_shows_is_another_function() -> None:
+    gap = answers(0.0, torch.float32)
+    long = Gap(
+        torch.arange(3 * LENGTH)[None],
+        ProbeAnswer(gap.trained.log_probs.repeat(1, 5)[:, : 3 * LENGTH - 1], torch.float32),
+        ProbeAnswer(gap.trained.log_probs.repeat(1, 5)[:, : 3 * LENGTH - 1].clone(), torch.float32),
+    )
+    assert long.is_rounding
+    long.served.log_probs[0, -LENGTH:] += 1.0
+    assert not long.is_rounding
 
 
 def test_another_function_fails_the_switch_and_names_numbers_and_settings(probed: ProbedRig) -> None:

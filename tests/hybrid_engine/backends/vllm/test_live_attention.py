@@ -1,0 +1,243 @@
+"""The attention of live layers: of vLLM's model without memory, of transformers' and of Megatron's, of one config.json.
+
+Windows are longer than the sequences of `check_compute`, so that no log-probability would show them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+from hybrid_engine.backends.vllm import InferenceSettings, arguments, isolation
+from hybrid_engine.backends.vllm.live_attention import live_attention
+from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _model, _rotary_embeddings_kept
+from hybrid_engine.backends.vllm.process_state import process_settings_kept
+from hybrid_engine.config import ActorConfig, GenerateConfig
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.probes import (
+    Attention,
+    Rotary,
+    attention_differences,
+    differences,
+    rotary_of_table,
+    unread_layers,
+)
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import torch_defaults
+from tests.harness.launch import Ranks
+from tests.zoo import sharded_models
+from tests.zoo.families import FAMILIES, served_config, write_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, running
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 100}
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES if family != "qwen2_moe"},
+    "llama 3.1": (
+        "llama",
+        {
+            "rope_scaling": {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "deepseek_v3 with YaRN": (
+        "deepseek_v3",
+        {"rope_scaling": {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "qwen2 with windows": ("qwen2", {**WINDOW, "max_window_layers": 0}),
+    "qwen3_moe with windows": ("qwen3_moe", WINDOW),
+    "mixtral with windows": ("mixtral", {"sliding_window": 100}),
+}
+ONLY_VLLM = "the sliding window is none for the trainer and 100 tokens for vLLM"
+ONLY_TRAINER = "the sliding window is 100 tokens for the trainer and none for vLLM"
+OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama, a key of others": ("llama", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
+    "llama, keys of others": ("llama", {"sliding_window": 100, **MIXED}, f"in layer 1, {ONLY_VLLM}"),
+    "glm4, a key of others": ("glm4", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
+    "qwen3, one layer": ("qwen3", {**WINDOW, **MIXED, "max_window_layers": 2}, f"in layer 1, {ONLY_TRAINER}"),
+    "qwen3_moe, one layer": ("qwen3_moe", {**WINDOW, **MIXED}, f"in layers 0 to 1, {ONLY_TRAINER}"),
+}
+CONFIGS = {**SAME, **{name: (family, changes) for name, (family, changes, _) in OTHER.items()}}
+
+
+def of_vllm(directory: Path) -> dict[int, Attention]:
+    """Of a model on the one rank, without memory for weights."""
+    settings = InferenceSettings(
+        str(directory),
+        InferenceParallelism(1),
+        GenerateConfig(max_model_len=128, max_num_seqs=8, kv_cache_mb=16),
+        dtype="float32",
+    )
+    with contextlib.ExitStack() as undo:
+        for context in (torch_defaults(), process_settings_kept(), _rotary_embeddings_kept()):
+            undo.enter_context(context)
+        patch = undo.enter_context(pytest.MonkeyPatch.context())
+        # keys that vLLM alone reads are refused before there are layers
+        patch.setattr("hybrid_engine.backends.vllm.config_reads.ConfigReads.require_known", lambda self: None)
+        job = undo.enter_context(contextlib.closing(Job.join(60)))
+        device_type = arguments.check_settings(settings, job)
+        config = arguments.engine_config(settings, 0, device_type, load_format="dummy", enforce_eager=True)
+        undo.callback(gc.collect)
+        undo.callback(isolation.destroy_groups)
+        undo.enter_context(_at_position(job, settings, config))
+        model = _model(config)
+        undo.callback(_forget_layers, model)
+        return live_attention(model, config.compilation_config.static_forward_context)
+
+
+def of_transformers(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
+    from hybrid_engine.backends.fsdp.live_attention import live_attention as of_model
+
+    model = sharded_models.from_config(directory)
+    change(model)
+    return of_model(model)
+
+
+def of_megatron(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
+    with running(directory, ActorConfig(**DENSE_FLOAT32)) as run:
+        change(unwrap_model(run.actor.chunks[0]))
+        return dict(run.engine.attention())
+
+
+def scaled_in_transformers(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 2
+
+
+def slower_in_transformers(model: Any) -> None:
+    model.model.rotary_emb.sliding_attention_inv_freq /= 8
+
+
+def scaled_in_megatron(model: Any) -> None:
+    model.decoder.layers[1].self_attention.core_attention.softmax_scale *= 2
+
+
+def slower_in_megatron(model: Any) -> None:
+    model.decoder.layers[0].self_attention.rotary_pos_emb.inv_freq /= 8
+
+
+Sides = dict[str, dict[int, Attention]]
+Change = Callable[[Any], None]
+CHANGES = {
+    "transformers": (of_transformers, scaled_in_transformers, slower_in_transformers),
+    "Megatron": (of_megatron, scaled_in_megatron, slower_in_megatron),
+}
+"""Of one layer of Gemma 3 alone: its scale, and the rotary frequencies of the layer with a window."""
+
+
+def sides(root: str) -> dict[str, Sides]:
+    """By name of the config, of every side that can be built from it."""
+    dist.init_process_group("gloo")
+    directories = {
+        name: write_config(Path(root) / str(number), served_config(family, torch_dtype="float32", **changes))
+        for number, (name, (family, changes)) in enumerate(CONFIGS.items())
+    }
+    # vLLM last: it changes transformers' classes where it serves a model through them
+    readers = {"transformers": of_transformers, "Megatron": of_megatron, "vLLM": of_vllm}
+    found: dict[str, Sides] = {name: {} for name in CONFIGS}
+    for read_changed, *changes in CHANGES.values():
+        for change in changes:
+            found["gemma3"][change.__name__] = read_changed(directories["gemma3"], change)
+    for side, read in readers.items():
+        for name, directory in directories.items():
+            found[name][side] = read(directory)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sides]:
+    (sides_of_rank,) = engines.launch(sides, 1, str(tmp_path_factory.mktemp("configs")))
+    return sides_of_rank
+
+
+def compared(trainer: Mapping[int, Attention], inference: Mapping[int, Attention]) -> list[str]:
+    first, second = ({layer: [attention] for layer, attention in side.items()} for side in (trainer, inference))
+    assert unread_layers(first, second) == []
+    return attention_differences(first, second, 127)
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
+@pytest.mark.parametrize("name", SAME)
+def test_one_config_is_the_same_attention(found: dict[str, Sides], name: str, trainer: str) -> None:
+    assert compared(found[name][trainer], found[name]["vLLM"]) == []
+    assert len(found[name]["vLLM"]) == len(found[name][trainer]) >= 2
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "Megatron"])
+@pytest.mark.parametrize("name", OTHER)
+def test_a_window_that_one_side_alone_computes_is_found(found: dict[str, Sides], name: str, trainer: str) -> None:
+    *_, difference = OTHER[name]
+    assert compared(found[name][trainer], found[name]["vLLM"]) == [difference]
+
+
+@pytest.mark.parametrize("trainer", CHANGES)
+def test_one_layer_that_was_changed_is_found(found: dict[str, Sides], trainer: str) -> None:
+    _, *changes = CHANGES[trainer]
+    scaled, slower = (found["gemma3"][change.__name__] for change in changes)
+    (text,) = compared(scaled, found["gemma3"]["vLLM"])
+    values = "0.353553 for the trainer and 0.176777 for vLLM"
+    assert text == f"in layer 1, the scale of attention scores is {values}"
+    (text,) = compared(slower, found["gemma3"]["vLLM"])
+    assert text.startswith("in layer 0, rotary frequency 15 is ")
+
+
+def test_an_expert_models_windows_are_those_of_transformers(found: dict[str, Sides]) -> None:
+    sides_of = found["qwen3_moe with windows"]
+    assert [attention.window for attention in sides_of["transformers"].values()] == [100, 100]
+
+
+# -- tables of cosines and sines ---------------------------------------------------------------------------------------
+
+
+def table(frequencies: torch.Tensor, num_positions: int, dtype: torch.dtype, scale: float = 1.0) -> Rotary:
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
+    return rotary_of_table((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype))
+
+
+FREQUENCIES = 5e5 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frequencies_are_read_off_a_table(dtype: torch.dtype) -> None:
+    exact = Attention(1.0, rotary=Rotary(tuple(FREQUENCIES.tolist()), 1.25))
+
+    def found(frequencies: torch.Tensor, scale: float = 1.25) -> list[str]:
+        read = table(frequencies, 16_384, dtype, scale)
+        return [difference.name for difference in differences(exact, replace(exact, rotary=read))]
+
+    assert found(FREQUENCIES) == []
+    assert found(FREQUENCIES, 1.3) == ["the scale of rotated elements"]
+    assert found(FREQUENCIES[:32]) == ["the number of rotary frequencies"]
+    (name,) = found(FREQUENCIES * 1.01)
+    assert name.startswith("rotary frequency ")
+    later = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # which the first tokens hardly show
+    assert found(later) == ["rotary frequency 63"]
+
+
+def test_a_window_beyond_the_longest_sequence_is_none() -> None:
+    whole, windowed = {0: [Attention(1.0)]}, {0: [Attention(1.0, window=128)]}
+    assert attention_differences(whole, windowed, 127) == []
+    assert len(attention_differences(whole, windowed, 128)) == 1
+    assert len(attention_differences(whole, windowed, None)) == 1
+
+
+def test_layers_of_all_ranks_are_compared() -> None:
+    """Replicas that differ from each other too; what a side cannot read is named."""
+    plain, scaled, unread = Attention(1.0), Attention(2.0), Attention(1.0, rotary=None)
+    trainer = {0: [plain], 1: [plain, scaled], 2: [plain], 4: [scaled], 5: [unread]}
+    inference = {number: [plain] for number in (0, 1, 2, 3, 4, 5)}
+    scale = "the scale of attention scores is 2 for the trainer and 1 for vLLM"
+    assert attention_differences(trainer, inference, None) == [f"in layers 1, 4, {scale}"]
+    assert unread_layers(trainer, inference) == [3, 5]
