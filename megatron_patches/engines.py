@@ -148,10 +148,12 @@ class MegatronScript:
     Attributes:
         options: of our command line.
         args: Megatron's validated arguments. Not to be changed: checkpoints contain them.
+        flags: all that Megatron's parser has; None where nobody has seen it.
     """
 
     options: ReshardingOptions
     args: Namespace
+    flags: frozenset[str] | None = None
 
     def transformer_config(self) -> Any:
         """megatron-core's TransformerConfig, as Megatron derives it from the arguments."""

@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import sys
 import time
 from argparse import ArgumentParser
@@ -62,6 +63,7 @@ class _Run:
         num_steps: optimizer steps taken, not counting skipped ones; continues from a checkpoint.
         starts: no step has begun since the engine was attached.
         attached: training runs, and the engine is attached to it.
+        flags: all that Megatron's parser has.
     """
 
     options: ReshardingOptions = field(default_factory=ReshardingOptions)
@@ -69,6 +71,7 @@ class _Run:
     num_steps: int = 0
     starts: bool = False
     attached: bool = False
+    flags: frozenset[str] | None = None
 
 
 _run = _Run()
@@ -127,18 +130,20 @@ def with_arguments(parse_args: Function) -> Function:
     def parse(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         global _run
         given: dict[str, Any] = {}
+        flags: frozenset[str] | None = None
 
         def provide(parser: ArgumentParser) -> ArgumentParser:
-            nonlocal given
+            nonlocal given, flags
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
             given = add_arguments(parser)
+            flags = frozenset(re.findall(r"(?<![\w-])--[\w-]+", parser.format_usage()))
             return parser
 
         parsed = parse_args(provide, *args, **kwargs)
         with _refusing():
             options = ReshardingOptions.of(given)
         if _run.engine is None or _run.options != options:  # Megatron may parse again when the engine is there
-            _run = _Run(options)
+            _run = _Run(options, flags=flags)
         return parsed
 
     return parse
@@ -152,7 +157,7 @@ def with_validation(validate_args: Function) -> Function:
         validated = validate_args(args, *rest, **kwargs)
         if _run.options.enabled:
             with _refusing():
-                _run.engine = _make_engine(MegatronScript(_run.options, validated))
+                _run.engine = _make_engine(MegatronScript(_run.options, validated, _run.flags))
         return validated
 
     return validate

@@ -14,13 +14,13 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybrid_engine.attaching.matching import model_mismatches
+from hybrid_engine.attaching.matching import FLAGS, model_mismatches
 from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
@@ -108,7 +108,8 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     if config is not None and prompts:
         found += _cannot_generate(config, args.world_size)
     if table is not None:
-        found += collect(found, model_mismatches, table, args, transformer_config) or ()
+        names = replace(FLAGS, flags=script.flags)
+        found += collect(found, model_mismatches, table, args, transformer_config, names) or ()
     if found:
         raise ConfigError(found)
     assert config is not None, "whatever kept them from being read was reported"

@@ -155,7 +155,8 @@ FAILS = os.environ.get("FAILS")
 
 class Engine:
     def __init__(self, script):
-        self.note("made", script.options.interval, script.args.validated)
+        has_flags = {"--exit-at", "--exit"} & script.flags == {"--exit-at"}
+        self.note("made", script.options.interval, script.args.validated, has_flags)
     def note(self, *what):
         with open(os.environ["NOTES"], "a") as file:
             file.write(json.dumps(what) + "\\n")
@@ -297,7 +298,7 @@ def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Captur
     assert found["loss"] == {"loss": 4.0}
     assert not [name for name in found["args"] if "reshard" in name or "infer" in name or "offload" in name]
     assert notes(tree) == [
-        ["made", 2, True],
+        ["made", 2, True, True],
         ["building"],
         ["model built", 1],
         ["attached", "optimizer", 0],
@@ -427,7 +428,7 @@ def install(tree: Path, monkeypatch: pytest.MonkeyPatch, *references: str) -> No
 def test_the_only_installed_engine_is_taken(tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tree, monkeypatch, "engine_that_notes:Engine")
     run(capsys, tree, "--enable-resharding", "--train-iters", "1")
-    assert notes(tree)[0] == ["made", 1, True]
+    assert notes(tree)[0] == ["made", 1, True, True]
 
 
 @pytest.mark.parametrize(

@@ -66,4 +66,5 @@ def script_of(options: ReshardingOptions, config: TransformerConfig | None = Non
         options=options,
         args=Namespace(**{**ARGS, **changes}),
         transformer_config=lambda: config or transformer_config(),
+        flags=None,
     )
