@@ -122,6 +122,13 @@ class StridedView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @property
+    def stop(self) -> int:
+        """One past the last element; the offset where there is none."""
+        if not math.prod(self.shape):
+            return self.offset
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
+
 
 @dataclass(frozen=True, slots=True)
 class ViewCopy:
@@ -131,6 +138,12 @@ class ViewCopy:
     lengths: tuple[int, ...]
     dst_offset: int
     dst_strides: tuple[int, ...]
+
+    def view_of(self, part: Region) -> StridedView:
+        """Where a box inside this one goes."""
+        steps = zip(part.offsets, self.offsets, self.dst_strides, strict=True)
+        start = self.dst_offset + sum((offset - first) * stride for offset, first, stride in steps)
+        return StridedView(start, part.lengths, self.dst_strides)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +27,7 @@ from hybrid_engine.backends.vllm.weights.tracing import (
     take_inventory,
     trace_loader,
 )
-from hybrid_engine.errors import ParameterMismatchError
+from hybrid_engine.errors import ParameterMismatchError, first_of
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, StridedView, boxes_of_copy, contiguous_strides, subtract_all, union
 
@@ -76,15 +75,7 @@ class TracedModel:
     @cached_property
     def unwritten(self) -> Mapping[str, tuple[Extent, ...]]:
         """Buffer -> intervals that no transfer writes: padding, or all of it where the model's loader writes."""
-        num_written: Counter[str] = Counter()
-        for shard in self.layout.shards:
-            num_written[shard.place.buffer.name] += shard.region.numel
-        found = {}
-        for buffer_id, buffer in self.layout.buffers.items():
-            num_padding = sum(extent.stop - extent.start for extent in buffer.padding)
-            is_whole = num_written[buffer_id.name] + num_padding == buffer.numel
-            found[buffer_id.name] = buffer.padding if is_whole else (Extent(0, buffer.numel),)
-        return found
+        return {buffer_id.name: buffer.padding for buffer_id, buffer in self.layout.buffers.items()}
 
 
 def trace_model(
@@ -143,9 +134,47 @@ def _records_of(
     written = {copy.storage for copy in trace.copies} | {write.storage for write in trace.staged_writes}
     storages = {storage.name: storage for storage in take_inventory(model, written)}
     groups = find_groups(model, list(storages.values()), trace)
+    _require_separate_loads(model, tensors, dtypes, on_meta, trace, storages, groups)
     group_of = {buffer: name for name, group in groups.items() for buffer in group.buffers}
     layout = build_layout(rank, tensors, dtypes, list(storages.values()), trace, _vocabulary_padding(model), group_of)
     return _Records(trace, storages, groups, layout)
+
+
+def _require_separate_loads(
+    model: torch.nn.Module,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    on_meta: Sequence[torch.Tensor],
+    trace: Trace,
+    storages: Mapping[str, WeightStorage],
+    groups: Mapping[str, CommitGroup],
+) -> None:
+    """Raise ParameterMismatchError unless the loader, offered the staged tensors of one group, writes that group alone.
+
+    So it is called at each commit; another group may be committed by then, or hold nothing.
+    """
+    names, findings = {storage.key: storage.name for storage in storages.values()}, []
+    for group in (each for each in groups.values() if each.staged):
+        shapes = {name: tensors[name] for name in group.staged}
+        alone = trace_loader(cast(LoadWeights, model.load_weights), shapes, dtypes, on_meta)
+        missing = _staged_places(trace, names, group) - _staged_places(alone, names, group)
+        strays = sorted({names[key] for key in alone.written & names.keys()} - set(group.storages))
+        problems = [f"leaves some of {name} as it was" for name in sorted({name for name, _ in missing})]
+        if problems := problems + [f"writes {name} too" for name in strays]:
+            offered = first_of(group.staged, 4)
+            findings.append(
+                f"{offered}: only the model's own loader can write it, and offered it without the other tensors the "
+                f"loader {' and '.join(problems)}. Serve this model with a loader that treats tensors one by one"
+            )
+    if findings:
+        raise ParameterMismatchError(findings)
+
+
+def _staged_places(trace: Trace, names: Mapping[int, str], group: CommitGroup) -> set[tuple[str, StridedView]]:
+    """Where the loader writes in a group: views of storages, by name."""
+    writes = [(write.storage, write.dst) for write in trace.staged_writes]
+    writes += [(copy.storage, copy.dst) for copy in trace.copies]
+    return {(names[key], dst) for key, dst in writes if names.get(key) in group.storages}
 
 
 def _materialize(model: torch.nn.Module) -> None:
@@ -222,6 +251,7 @@ def build_layout(
     copies: dict[int, list[TracedCopy]] = {}
     for copy in trace.copies:
         copies.setdefault(copy.storage, []).append(copy)
+    by_loader = {write.storage for write in trace.staged_writes}
     buffers: dict[BufferId, Buffer] = {}
     shards: list[Shard] = []
     for storage in storages:
@@ -229,12 +259,9 @@ def build_layout(
         pads = padding.get(storage.name, ())
         findings += faults or _uncovered(storage, writes, trace, pads)
         buffer_id = BufferId(rank, storage.name)
-        buffers[buffer_id] = Buffer(
-            storage.numel,
-            _name_of(storage.dtype),
-            group_of[storage.name],
-            _all_padding(storage, pads),
-        )
+        # no transfer writes what the model's loader does: to the plan all of it is padding
+        unwritten = (Extent(0, storage.numel),) if storage.key in by_loader else _all_padding(storage, pads)
+        buffers[buffer_id] = Buffer(storage.numel, _name_of(storage.dtype), group_of[storage.name], unwritten)
         for write in writes:
             shards += _shards_of(write.copy, tensors[write.copy.tensor], buffer_id)
     for name in trace.staged:
@@ -281,8 +308,7 @@ def _boxes(storage: WeightStorage, dst: StridedView) -> tuple[Region, ...]:
 def _write_of(storage: WeightStorage, copy: TracedCopy) -> _Write | None:
     if not math.prod(copy.dst.shape):
         return None
-    span = sum((size - 1) * stride for size, stride in zip(copy.dst.shape, copy.dst.strides, strict=True))
-    return _Write(copy, _boxes(storage, copy.dst), copy.dst.offset, copy.dst.offset + span + 1)
+    return _Write(copy, _boxes(storage, copy.dst), copy.dst.offset, copy.dst.stop)
 
 
 def _last_writes(storage: WeightStorage, copies: Sequence[TracedCopy]) -> tuple[list[_Write], list[str]]:
@@ -318,9 +344,7 @@ def _uncovered(storage: WeightStorage, writes: Sequence[_Write], trace: Trace, p
     boxes = [box for write in writes for box in write.boxes]
     staged_writes = [write for write in trace.staged_writes if write.storage == storage.key]
     staged = [box for write in staged_writes for box in _boxes(storage, write.dst)]
-    covered = sum(box.numel for box in boxes)
-    if staged:
-        covered += sum(box.numel for box in subtract_all(union(staged), boxes))
+    covered = sum(box.numel for box in [*boxes, *union(staged)])
     num_padding = sum(extent.stop - extent.start for extent in padding)
     if covered + num_padding == storage.num_weights:
         return []

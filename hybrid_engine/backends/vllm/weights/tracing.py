@@ -5,9 +5,13 @@
                                              one TracedCopy: which view of which tensor, which view of which storage
 
 A view on the meta device keeps its storage's identity, offset, shape and strides, so a copy out of it is an exact
-record, and nothing is moved while tracing. A copy whose source was computed (a cast, a concatenation, an `.item()`)
-has lost that: the tensors that flowed into it are *staged*, that is, written by `load_weights` itself at every
-reshard. They are found by following which storages were computed from which tensors.
+record, and nothing is moved while tracing. A clone (`contiguous`, `reshape`) is a storage of its own, filled by such a
+copy; copies out of it are composed with that. A copy whose source was computed (a cast, a concatenation, an `.item()`)
+or written by the loader has lost all that: the tensors that flowed into it are *staged*, that is, written by
+`load_weights` itself at every reshard. They are found by following which storages were computed from which tensors.
+
+A storage is written either by records or by the loader: where it writes one staged tensor it may write the rest too,
+and what came from elsewhere before would be lost.
 
 `take_inventory` lists the storages behind the parameters as the loader sees them, before vLLM repacks anything: a tied
 head is one storage bound in two modules. Nothing here imports vLLM: any module with such a loader can be traced.
@@ -25,7 +29,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.ranks.torch_internals import storage_id
-from hybrid_engine.records.regions import StridedView, contiguous_strides
+from hybrid_engine.records.regions import Region, StridedView, boxes_of_copy, contiguous_strides
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
 tree_leaves = internals.TREE_LEAVES.load()
@@ -57,14 +61,16 @@ class Trace:
     """What a loader did, in its order.
 
     Attributes:
-        copies: the exact records, none of them from a staged tensor.
+        copies: the exact records, none of them from a staged tensor or into a storage that one reaches.
         staged_writes: everything that staged tensors reach.
-        staged: names of the tensors that only the loader itself can write, sorted.
+        staged: names of the tensors that only the loader itself can write, in the order in which they were offered.
+        written: keys of all storages with values that the loader wrote, be it with constants.
     """
 
     copies: tuple[TracedCopy, ...]
     staged_writes: tuple[StagedWrite, ...]
     staged: tuple[str, ...]
+    written: frozenset[int]
 
 
 def trace_loader(
@@ -115,29 +121,67 @@ _OVERWRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, torch.
 """In-place operations that do not read their target."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A storage of which every element is one of a canonical tensor: an offered tensor's, or a clone's.
+
+    Attributes:
+        shape: of its elements, row-major.
+        names: of the canonical tensors that it has elements of.
+        copies: that fill it; None for an offered tensor, which is the canonical tensor itself.
+    """
+
+    shape: tuple[int, ...]
+    names: frozenset[str]
+    copies: tuple[TracedCopy, ...] | None = None
+
+    def read(self, src: StridedView, storage: int, dst: StridedView) -> list[TracedCopy]:
+        """The copies from canonical tensors that make up a copy of view `src` of this storage to `dst` of another."""
+        if self.copies is None:
+            (name,) = self.names
+            return [TracedCopy(name, src, storage, dst)]
+        reads = [(read, Region("", read.offsets, read.lengths)) for read in boxes_of_copy(self.shape, src, dst)]
+        composed = []
+        for copy in self.copies:
+            for write in boxes_of_copy(self.shape, copy.dst, copy.src):
+                written = Region("", write.offsets, write.lengths)
+                for read, needed in reads:
+                    if (common := written.intersect(needed)) is not None:
+                        composed.append(TracedCopy(copy.tensor, write.view_of(common), storage, read.view_of(common)))
+        return composed
+
+
 class _Recorder(_DispatchMode):
     """Sees every operation of the loader; records copies and follows which storage was computed from what."""
 
     def __init__(self, on_meta: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._of_model = {storage_key(tensor) for tensor in on_meta}
-        self._names: dict[int, str] = {}  # pristine storages of declared tensors
+        self._sources: dict[int, _Source] = {}  # exact unless in `_origins` too
         self._origins: dict[int, frozenset[str]] = {}  # storages computed from declared tensors
+        self._written: set[int] = set()  # storages with values
         self._scalars: frozenset[str] = frozenset()  # tensors read by .item() so far
         self._copies: list[TracedCopy] = []
         self._staged_writes: list[StagedWrite] = []
+        self._offered: list[str] = []
         self._alive: list[torch.Tensor] = []  # a freed storage's key could come back as another storage
 
     def declare(self, name: str, tensor: torch.Tensor) -> None:
         self._alive.append(tensor)
-        self._names[storage_key(tensor)] = name
+        self._offered.append(name)
+        self._sources[storage_key(tensor)] = _Source(tuple(tensor.shape), frozenset((name,)))
 
     def trace(self) -> Trace:
-        """Everything recorded; copies out of staged tensors become staged writes."""
+        """Everything recorded; copies of staged tensors, or into storages that one reaches, become staged writes."""
         staged = {name for write in self._staged_writes for name in write.tensors}
+        reached = {write.storage for write in self._staged_writes}
+        while joining := [copy for copy in self._copies if (copy.tensor in staged) != (copy.storage in reached)]:
+            staged.update(copy.tensor for copy in joining)
+            reached.update(copy.storage for copy in joining)
         writes = [StagedWrite((copy.tensor,), copy.storage, copy.dst) for copy in self._copies if copy.tensor in staged]
         copies = tuple(copy for copy in self._copies if copy.tensor not in staged)
-        return Trace(copies, (*self._staged_writes, *writes), tuple(sorted(staged)))
+        names = tuple(name for name in self._offered if name in staged)
+        return Trace(copies, (*self._staged_writes, *writes), names, frozenset(self._written))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,9 +194,15 @@ class _Recorder(_DispatchMode):
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         result = func(*args, **kwargs)
-        if origins := self._origins_of((args, kwargs)):
+        if func is torch.ops.aten.clone.default and self._is_exact(args[0]):
+            self._record_clone(args[0], result)
+        elif origins := self._origins_of((args, kwargs)):
             self._mark_computed((args, kwargs), result, origins)
         return result
+
+    def _is_exact(self, tensor: torch.Tensor) -> bool:
+        key = storage_key(tensor)
+        return key in self._sources and key not in self._origins
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the loader's or the model's own, rather than an offered one or computed from these."""
@@ -164,15 +214,25 @@ class _Recorder(_DispatchMode):
         for leaf in tree_leaves(values):
             if isinstance(leaf, torch.Tensor):
                 key = storage_key(leaf)
-                name = self._names.get(key)
-                origins |= self._origins.get(key, frozenset() if name is None else frozenset((name,)))
+                source = self._sources.get(key)
+                origins |= self._origins.get(key, frozenset() if source is None else source.names)
         return origins
 
+    def _record_clone(self, src: torch.Tensor, clone: torch.Tensor) -> None:
+        """The clone of a view of a permuted tensor may have its strides: the source's dims go from the outermost in."""
+        view, key = view_of(clone), storage_key(clone)
+        order = dense_order(view)
+        assert order is not None, "torch allocates clones without gaps"
+        source = self._sources[storage_key(src)]
+        shape = tuple(view.shape[dim] for dim in order)
+        self._sources[key] = _Source(shape, source.names, tuple(source.read(view_of(src), key, view)))
+        self._alive.append(clone)
+
     def _record_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        key = storage_key(src)
-        if key in self._names and key not in self._origins:
-            expanded = src.expand(dst.shape)
-            self._copies.append(TracedCopy(self._names[key], view_of(expanded), storage_key(dst), view_of(dst)))
+        self._written.add(storage_key(dst))
+        if self._is_exact(src):
+            source = self._sources[storage_key(src)]
+            self._copies += source.read(view_of(src.expand(dst.shape)), storage_key(dst), view_of(dst))
         else:
             self._note_staged(dst, self._origins_of(src))
         # What was copied to may be a temporary that is computed with later.
@@ -183,24 +243,40 @@ class _Recorder(_DispatchMode):
         self._staged_writes.append(StagedWrite(tuple(sorted(origins)), storage_key(dst), view_of(dst)))
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An in-place operation: its target now depends on everything that went in, or on nothing if overwritten."""
+        """An in-place operation: its target now depends on everything that went in.
+
+        If it is overwritten, on nothing before. But then no record is exact any more of a tensor that was offered, or
+        computed from one, and of copies into what is overwritten.
+        """
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is None:
             return func(*args, **kwargs)
+        has_values = self._has_values(target)
+        if has_values:
+            self._written.add(storage_key(target))
         if func in _OVERWRITES:
-            origins = self._origins_of((args[1:], kwargs)) | self._scalars
+            read = (args[1:] if has_values else args, kwargs)
+            origins = self._origins_of(read) | self._scalars | self._overwritten(target)
             self._scalars = frozenset()
         else:
             origins = self._origins_of((args, kwargs))
         if origins:
             self._alive.append(target)
             self._origins[storage_key(target)] = self._origins_of(target) | origins
-            if self._has_values(target):
+            if has_values:
                 self._note_staged(target, origins)
         tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-        if self._has_values(target) and not all(map(self._has_values, tensors)):
+        if has_values and not all(map(self._has_values, tensors)):
             return target  # values that do not exist cannot be written
         return func(*args, **kwargs)
+
+    def _overwritten(self, target: torch.Tensor) -> frozenset[str]:
+        """Names of the tensors that were copied to where a tensor lies, or between its first element and its last."""
+        key, view = storage_key(target), view_of(target)
+        if key not in self._origins:  # of most constants, which are written before anything else
+            return frozenset()
+        into = (copy for copy in self._copies if copy.storage == key)
+        return frozenset(copy.tensor for copy in into if copy.dst.offset < view.stop and view.offset < copy.dst.stop)
 
     def _mark_computed(self, inputs: Any, result: Any, origins: frozenset[str]) -> None:
         """An operation's new storages depend on its inputs; a view has its input's storage and stays what it was."""

@@ -15,7 +15,7 @@ from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.groups import TRANSITIONS, Event, GroupState, GroupStates
 from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import ParameterMismatchError, StateError
 from tests.hybrid_engine.backends.vllm import support
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -323,6 +323,31 @@ def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
             assert torch.equal(ours, theirs)
         adaptor.release()
         assert adaptor.resident_nbytes() == 0
+
+
+class Resetting(Computing):
+    """Each call of its loader resets what another group holds."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.three.bias.data.zero_()
+        super().load_weights(weights)
+
+
+class AllAtOnce(Computing):
+    """Its loader waits for all tensors."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        named = dict(weights)
+        super().load_weights(named.items() if len(named) == 3 else ())
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [(Resetting, "writes three.bias too"), (AllAtOnce, "leaves some of one.weight as it was and leaves some of two")],
+)
+def test_a_loader_that_cannot_write_one_group_alone_is_refused(model: type[Computing], problem: str) -> None:
+    with pytest.raises(ParameterMismatchError, match=f"both: only the model's own loader can write it, .*{problem}"):
+        adaptor_of(model(), {"both": (8, 4), "weight": (4,), "bias": (4,)})
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Tracing loaders of small modules that need no vLLM: every way a weight can travel, and every way it can get lost."""
+"""Tracing loaders of small modules that need no vLLM: every way a weight can travel, and every way it can get lost.
+
+The oracle is the loader itself, run on real values.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,24 @@ from hybrid_engine.backends.vllm.weights.traced_model import build_layout
 from hybrid_engine.backends.vllm.weights.tracing import Trace, flat_view, take_inventory, trace_loader
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.records.layout import Extent, Layout
+from hybrid_engine.records.validation import layout_faults
 from tests.zoo.megatron_models import region_slices, view_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+Load = Callable[["Model", dict[str, torch.Tensor]], None]
 SHAPES = {"a": (4, 6), "b": (4, 6)}
 DTYPES = dict.fromkeys(SHAPES, torch.float32)
 
 
 class Model(torch.nn.Module):
-    """Two parameters: `w` [8, 6], and `v` [6], which stays empty unless asked for."""
+    """Two parameters: `w` [8, 6], and `v` [6], which stays empty unless asked for.
 
-    def __init__(self, load: Callable[[Model, dict[str, torch.Tensor]], None], with_v: bool = False) -> None:
+    `tp_rank`: as the ranks of tensor parallel layers, some loaders write less on a second rank.
+    """
+
+    def __init__(self, load: Load, with_v: bool = False, tp_rank: int = 0) -> None:
         super().__init__()
+        self.tp_rank = tp_rank
         self.w = torch.nn.Parameter(torch.zeros(8, 6))
         self.v = torch.nn.Parameter(torch.zeros(6)) if with_v else None
         self._load = load
@@ -44,10 +53,24 @@ def _stack(model: Model, weights: dict[str, torch.Tensor]) -> None:
     model.w.data[4:].copy_(weights["b"])
 
 
-def _fill(model: Model, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+def _reshard(model: Model, trace: Trace, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+    """By records, then by the loader: what a switch does."""
+    assert layout_faults(layout, exact=True) == []
     buffers = {name: flat_view(parameter.data) for name, parameter in model.named_parameters()}
+    staged = {name: torch.zeros(SHAPES[name]) for name in trace.staged}
+    buffers |= {STAGED + name: flat_view(tensor) for name, tensor in staged.items()}
     for shard in layout.shards:
         view_of(buffers, shard).copy_(weights[shard.region.tensor][region_slices(shard)])
+    if staged:
+        with torch.no_grad():
+            model.load_weights(staged.items())
+
+
+def _loaded(load: Load, weights: dict[str, torch.Tensor], tp_rank: int) -> torch.Tensor:
+    model = Model(load, tp_rank=tp_rank)
+    with torch.no_grad():
+        model.load_weights([(name, tensor.clone()) for name, tensor in weights.items()])
+    return model.w
 
 
 def _transposed_halves(model: Model, weights: dict[str, torch.Tensor]) -> None:
@@ -65,21 +88,51 @@ def _written_twice(model: Model, weights: dict[str, torch.Tensor]) -> None:
     model.w.data[:4].copy_(weights["b"])
 
 
-@pytest.mark.parametrize("load", [_stack, _transposed_halves, _broadcast, _written_twice])
-def test_records_do_what_the_loader_does(load: Callable[[Model, dict[str, torch.Tensor]], None]) -> None:
+def _contiguous(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """A clone of a part of a clone: of a transposed tensor, whose halves the ranks swap."""
+    model.w.data[:4].copy_(weights["a"].clone())
+    columns = weights["b"].t().contiguous()
+    for half in range(2):
+        part = columns[:, 2 * half : 2 * half + 2].contiguous()
+        model.w.data[4:].view(2, 2, 6)[(half + model.tp_rank) % 2].copy_(part.t())
+
+
+def _reshaped(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """As Llama 4 orders the rows of its heads: a reshape of a permuted view, which has to be a copy."""
+    rows = [weights[name].view(2, 2, 6).permute(1, 0, 2).reshape(4, 6) for name in SHAPES]
+    model.w.data.view(2, 2, 2, 6)[model.tp_rank].copy_(rows[0].view(2, 2, 6).transpose(0, 1).reshape(2, 2, 6))
+    model.w.data[4 * (1 - model.tp_rank) :][:4].copy_(rows[1][:, :1].expand(4, 6).clone().view(4, 6))
+
+
+def _clone_of_a_permuted_view(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """A clone keeps the strides of what it is of, so its storage is not row-major for its shape."""
+    clone = weights["a"].view(2, 2, 6).permute(2, 0, 1).clone()
+    model.w.data[:4].view(2, 2, 6).copy_(clone[:, :, :].permute(1, 2, 0))
+    model.w.data[4:].view(2, 2, 6).copy_(weights["b"].view(2, 2, 6).permute(1, 0, 2).clone())
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize(
+    "load",
+    [
+        *(_stack, _transposed_halves, _broadcast, _written_twice),
+        *(_contiguous, _reshaped, _clone_of_a_permuted_view),
+    ],
+)
+def test_records_do_what_the_loader_does(load: Load, tp_rank: int) -> None:
     weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    expected, model = Model(load), Model(load)
-    expected.load_weights(weights.items())
+    model = Model(load, tp_rank=tp_rank)
     trace, layout = _trace(model)
-    assert trace.staged == (), "tracing wrote"
+    assert trace.staged == ()
     assert not model.w.any(), "tracing wrote"
-    _fill(model, layout(), weights)
-    assert torch.equal(model.w, expected.w)
+    _reshard(model, trace, layout(), weights)
+    assert torch.equal(model.w, _loaded(load, weights, tp_rank))
 
 
 def _cast(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """The computed rows of one tensor go over records of the other."""
     _stack(model, weights)
-    model.w.data[:4].copy_((weights["a"] * 2).to(torch.bfloat16))
+    model.w.data[:5].copy_((weights["a"] * 2).to(torch.bfloat16).repeat(2, 1)[:5])
 
 
 def _joined(model: Model, weights: dict[str, torch.Tensor]) -> None:
@@ -108,25 +161,45 @@ def _scalar(model: Model, weights: dict[str, torch.Tensor]) -> None:
     model.w.data[4:].copy_(weights["b"])
 
 
+def _zeroed_on_a_second_rank(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """As the bias of a row parallel layer, which all ranks have and only the first adds."""
+    if model.tp_rank:
+        weights["a"].zero_()
+    _stack(model, weights)
+
+
+def _zeroed_afterwards(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    _stack(model, weights)
+    if model.tp_rank:
+        model.w.data[2:4].zero_()
+
+
+def _changed_clone(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    clone = weights["a"].clone()
+    clone[:2].fill_(1.0)
+    _stack(model, {**weights, "a": clone})
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize(
-    ("load", "staged"),
+    "load",
     [
-        (_cast, ("a",)),
-        (_joined, ("a", "b")),
-        (_changed_in_place, ("a",)),
-        (_through_a_real_temporary, ("a",)),
-        (_transformed_after, ("a", "b")),
-        (_scalar, ("a",)),
+        *(_cast, _joined, _changed_in_place, _through_a_real_temporary, _transformed_after, _scalar),
+        *(_zeroed_on_a_second_rank, _zeroed_afterwards, _changed_clone),
     ],
 )
-def test_computed_sources_are_staged_and_counted_as_covered(
-    load: Callable[[Model, dict[str, torch.Tensor]], None], staged: tuple[str, ...]
-) -> None:
-    trace, layout = _trace(Model(load))
-    assert trace.staged == staged
-    buffers = layout().buffers
-    assert {buffer_id.name for buffer_id in buffers} == {"w", *(STAGED + name for name in staged)}
-    assert all(shard.region.tensor not in staged or STAGED in shard.place.buffer.name for shard in layout().shards)
+def test_what_only_the_loader_can_write_it_writes_at_every_reshard(load: Load, tp_rank: int) -> None:
+    """All of the storage that a staged tensor reaches, so that it cannot overwrite what came from elsewhere."""
+    model = Model(load, tp_rank=tp_rank)
+    trace, layout = _trace(model)
+    is_exact = load in (_zeroed_on_a_second_rank, _zeroed_afterwards) and not tp_rank
+    assert trace.staged == (() if is_exact else ("a", "b"))
+    for seed in range(2):
+        weights = {
+            name: torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for name, shape in SHAPES.items()
+        }
+        _reshard(model, trace, layout(), weights)
+        assert torch.equal(model.w, _loaded(load, weights, tp_rank))
 
 
 def _half(model: Model, weights: dict[str, torch.Tensor]) -> None:
@@ -152,9 +225,7 @@ def test_every_uncovered_parameter_is_named_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(("load", "message"), [(_overlap, "same elements"), (_astray, "no parameter or buffer")])
-def test_ambiguous_and_stray_copies_are_refused(
-    load: Callable[[Model, dict[str, torch.Tensor]], None], message: str
-) -> None:
+def test_ambiguous_and_stray_copies_are_refused(load: Load, message: str) -> None:
     with pytest.raises(ParameterMismatchError, match=message):
         _trace(Model(load))[1]()
 
