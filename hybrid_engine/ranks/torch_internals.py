@@ -52,6 +52,10 @@ PRIVATE_NAMES = (
         "tells tensors that only wrap others, whose own storage is not where the data is",
     ),
     PrivateName(
+        "torch:Tensor._version",
+        "counts the writes to a tensor: one that writes the bytes that are there leaves no other trace",
+    ),
+    PrivateName(
         "torch:_foreach_copy_",
         "copies many boxes in one call: on the CPU without Python in between, on CUDA in one kernel where it can",
     ),
@@ -65,6 +69,11 @@ PRIVATE_NAMES = (
 def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether a process group exists and was not destroyed; False for None."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """Return how often torch has written a tensor, or a view of it; 0 for those of which it does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def groups_and_stores() -> dict[dist.ProcessGroup, Any]:

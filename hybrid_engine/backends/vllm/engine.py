@@ -372,7 +372,8 @@ class InferenceEngine:
             patience = SHORT_PATIENCE if barrier.is_collective else None  # the others may be inside vLLM's collective
             with self._agreement.phase("inspecting what vLLM computes with", patience):
                 keeps_addresses = self._device_type != "cpu"
-                return inspect_model(traced, context, act_dtype, keeps_addresses, barrier)
+                has_graphs = keeps_addresses and not arguments.is_eager(self.settings, self._device_type)
+                return inspect_model(traced, context, act_dtype, keeps_addresses, barrier, has_graphs)
 
         with (
             isolation.building_groups(self.settings, self.job),

@@ -53,8 +53,12 @@ def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
 
 
 def _inspect(traced: TracedModel, context: Context, dtype: torch.dtype, is_collective: bool) -> ProcessedModel:
+    from vllm.config import get_current_vllm_config
+
     keeps_addresses = next(iter(traced.storages.values())).device.type != "cpu"
-    return inspect_model(traced, context, dtype, keeps_addresses, _barrier(is_collective))
+    with context():
+        has_graphs = keeps_addresses and not get_current_vllm_config().model_config.enforce_eager
+    return inspect_model(traced, context, dtype, keeps_addresses, _barrier(is_collective), has_graphs)
 
 
 def _barrier(is_collective: bool) -> ProcessingBarrier:

@@ -9,6 +9,7 @@
     postload.py         which modules vLLM processes after loading, how to do so again, and all that modules hold
     derivation.py       a snapshot before the processing; what it derived from weights, derived again
     processed_model.py  ProcessedModel: what the processing made of the model; how a group is committed and dropped
+    forward_state.py    what layers made of weights in a forward: forgotten before others come
     processing_barrier.py  ranks whose processing has collectives wait for each other before each run of it
 
 No kernel or method of vLLM's is known by its name: what it does to weights is seen once they are loaded, and it is

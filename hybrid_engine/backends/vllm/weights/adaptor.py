@@ -22,7 +22,7 @@ from hybrid_engine.backends.vllm.weights.processed_model import Observer, Proces
 from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
-from hybrid_engine.errors import StateError, first_of
+from hybrid_engine.errors import ModelError, StateError, first_of
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Layout
 
@@ -63,6 +63,7 @@ class VllmAdaptor:
         self._memory, self._keeps_memory, self._settings = memory, keeps_memory, settings
         self._states = GroupStates(traced.groups)
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
+        self._may_have_computed = True  # since `forward_state.forget`: vLLM profiles the model before the first fill
         self._observers: list[Observer] = []
         self._verified: Collection[str] = ()  # canonical tensors
         self._tell_mismatch: Callable[[str], None]  # while there are any
@@ -80,9 +81,13 @@ class VllmAdaptor:
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         """Flat buffers of these groups by name: the live memory where vLLM computes with that, new memory elsewhere.
 
-        The weights that the groups held before are gone. Raises StateError for a group that this rank does not have.
+        The weights that the groups held before are gone. Raises StateError for a group that this rank does not have,
+        and ModelError where layers hold what they made of earlier weights and cannot make anew.
         """
         self._processed.barrier.begin()
+        if faults := self._forget_forwards():
+            lines = "\n".join(f"  - {fault}" for fault in faults)
+            raise ModelError(f"vLLM computes with state that cannot be renewed ({len(faults)}):\n{lines}")
         self._states.advance(Event.ALLOCATE, groups)
         with self._failing(groups):
             self._drop(groups)
@@ -116,6 +121,7 @@ class VllmAdaptor:
         Where vLLM's processing is collective, so is this.
         """
         self._processed.barrier.finish()
+        self._may_have_computed = True
         self._memory.complete()
         if self._memory.frees_all_at_once:
             with torch.no_grad():
@@ -133,6 +139,7 @@ class VllmAdaptor:
         Committed groups in `keep` stay, unless memory can only be given back as a whole (vLLM's sleep mode).
         """
         self._processed.barrier.reset()
+        self._forget_forwards()
         stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
             self.void([name for name in self._traced.groups if name not in stay])
@@ -258,6 +265,12 @@ class VllmAdaptor:
         for name in groups:
             self._filling.pop(name, None)
             self._live_digests.pop(name, None)
+
+    def _forget_forwards(self) -> list[str]:
+        """Have layers forget what they made of the present weights; returns why some cannot."""
+        faults = self._processed.forward_state.forget() if self._may_have_computed else []
+        self._may_have_computed = bool(faults)
+        return faults
 
     @contextlib.contextmanager
     def _failing(self, groups: Sequence[str]) -> Iterator[None]:

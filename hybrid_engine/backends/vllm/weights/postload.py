@@ -138,12 +138,19 @@ def module_tensors(modules: Mapping[str, torch.nn.Module], names: Iterable[str])
     """What these of a model's modules hold, each without its children."""
     found = ModuleTensors()
     for name in names:
-        _collect(found, modules[name], name)
+        _collect(found, vars(modules[name]), name)
     return found
 
 
-def _collect(found: ModuleTensors, module: torch.nn.Module, name: str) -> None:
-    pending: list[tuple[str, object]] = [(name, vars(module))]
+def reached_from(value: object, path: str) -> ModuleTensors:
+    """What a value in a module holds; `path`: of the value."""
+    found = ModuleTensors()
+    _collect(found, value, path)
+    return found
+
+
+def _collect(found: ModuleTensors, root: object, name: str) -> None:
+    pending: list[tuple[str, object]] = [(name, root)]
     seen: set[int] = set()
     skipped = tuple(each.load() for each in internals.NOT_ENTERED)
     while pending:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
@@ -21,6 +21,7 @@ import torch
 
 from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.derivation import Change, Constant, Derivation, Sentinels, same_bytes
+from hybrid_engine.backends.vllm.weights.forward_state import ForwardState
 from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup
 from hybrid_engine.backends.vllm.weights.postload import display, module_tensors
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
@@ -50,6 +51,7 @@ class ProcessedModel:
         context: see `Context`.
         act_dtype: of the model's activations.
         barrier: which ranks pass together before each run of the processing, where that is collective.
+        forward_state: what modules hold as long as there was no forward.
     """
 
     traced: TracedModel
@@ -62,6 +64,7 @@ class ProcessedModel:
     context: Context
     act_dtype: torch.dtype
     barrier: ProcessingBarrier
+    forward_state: ForwardState = field(default_factory=ForwardState)
 
     @cached_property
     def resident(self) -> Mapping[str, torch.Tensor]:
@@ -114,11 +117,15 @@ class ProcessedModel:
         """Forget what vLLM derived from a group's weights, and those that are not live: their memory is free then."""
         if self.keeps_addresses:
             return
-        storages = self.traced.storages_of(name)
-        tensors = {each.name: self.live.get(each.name, each.placeholder()) for each in storages}
         if name in self.derivations:
+            tensors = self.dropped(name)
             self.derivations[name].load(tensors)
             self.bind(name, tensors)
+
+    def dropped(self, name: str) -> dict[str, torch.Tensor]:
+        """What a group's modules hold of its weights once these are dropped, by storage."""
+        storages = self.traced.storages_of(name)
+        return {each.name: self.live.get(each.name, each.placeholder()) for each in storages}
 
     def process(self, derivation: Derivation) -> None:
         """Run vLLM's own post-load processing of the weights that are bound.
@@ -194,6 +201,7 @@ def inspect_model(
     act_dtype: torch.dtype,
     keeps_addresses: bool,
     barrier: ProcessingBarrier | None = None,
+    has_graphs: bool = False,
 ) -> ProcessedModel:
     """Find out what vLLM's post-load processing, which is over, made of a model.
 
@@ -203,6 +211,7 @@ def inspect_model(
         act_dtype: of the model's activations, which attention's processing is told.
         keeps_addresses: whether what vLLM computes with must stay where it is.
         barrier: of the ranks that process these weights together; default: each by itself.
+        has_graphs: whether vLLM captures graphs.
 
     Raises ModelError with everything that cannot be renewed, and as `ProcessingBarrier.wait` where another rank fails;
     the model cannot be used then.
@@ -213,7 +222,21 @@ def inspect_model(
     barrier.reset()
     for name in traced.snapshot.with_sentinels & model.live.keys():
         flat_view(model.live[name].detach()).zero_()
-    return model
+    return replace(model, forward_state=_forward_state(model, has_graphs))
+
+
+def _forward_state(model: ProcessedModel, has_graphs: bool) -> ForwardState:
+    """Of a model that no forward has touched."""
+    written = model.constants_of(model.constants)
+    weights = {storage_key(tensor) for tensor in (*model.live.values(), *(each.tensor for each in written))}
+    if model.keeps_addresses:
+        results = (tensor for each in model.derivations.values() for tensor in each.results.values())
+        return ForwardState.of(model.modules, (), weights | set(map(storage_key, results)), has_graphs)
+    with contextlib.ExitStack() as undo:
+        for name in model.derivations:
+            undo.enter_context(model.as_loaded(name, model.dropped(name)))
+        renewed = [change for each in model.derivations.values() for change in each.changes]
+        return ForwardState.of(model.modules, renewed, weights, has_graphs)
 
 
 def _inspected(

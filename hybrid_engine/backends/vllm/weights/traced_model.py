@@ -149,32 +149,31 @@ def _require_separate_loads(
     storages: Mapping[str, WeightStorage],
     groups: Mapping[str, CommitGroup],
 ) -> None:
-    """Raise ParameterMismatchError unless the loader, offered the staged tensors of one group, writes that group alone.
+    """Raise ParameterMismatchError unless the loader writes the staged tensors of a group, and no others, by itself.
 
-    So it is called at each commit; another group may be committed by then, or hold nothing.
+    It is called with these alone at each commit, when the rest of the group is filled and other
+    groups may be committed.
     """
     names, findings = {storage.key: storage.name for storage in storages.values()}, []
+    expected = {(names[write.storage], write.dst) for write in trace.staged_writes if write.storage in names}
     for group in (each for each in groups.values() if each.staged):
         shapes = {name: tensors[name] for name in group.staged}
         alone = trace_loader(cast(LoadWeights, model.load_weights), shapes, dtypes, on_meta)
-        missing = _staged_places(trace, names, group) - _staged_places(alone, names, group)
-        strays = sorted({names[key] for key in alone.written & names.keys()} - set(group.storages))
-        problems = [f"leaves some of {name} as it was" for name in sorted({name for name, _ in missing})]
-        if problems := problems + [f"writes {name} too" for name in strays]:
-            offered = first_of(group.staged, 4)
+        writes = [(write.storage, write.dst) for write in alone.staged_writes]
+        writes += [(copy.storage, copy.dst) for copy in alone.copies]
+        found = {(names.get(key), dst) for key, dst in writes}
+        due = {(name, dst) for name, dst in expected if name in group.storages}
+        written = {names[key] for key in alone.written & names.keys()}
+        problems = [f"leaves some of {name} as it was" for name in sorted({name for name, _ in due - found})]
+        problems += [f"writes {name} too" for name in sorted(written - {name for name, _ in due})]
+        if problems:
             findings.append(
-                f"{offered}: only the model's own loader can write it, and offered it without the other tensors the "
-                f"loader {' and '.join(problems)}. Serve this model with a loader that treats tensors one by one"
+                f"{first_of(group.staged, 4)}: only the model's own loader can write it, and offered it without the "
+                f"other tensors the loader {' and '.join(problems)}. Serve this model with a loader that treats "
+                "tensors one by one"
             )
     if findings:
         raise ParameterMismatchError(findings)
-
-
-def _staged_places(trace: Trace, names: Mapping[int, str], group: CommitGroup) -> set[tuple[str, StridedView]]:
-    """Where the loader writes in a group: views of storages, by name."""
-    writes = [(write.storage, write.dst) for write in trace.staged_writes]
-    writes += [(copy.storage, copy.dst) for copy in trace.copies]
-    return {(names[key], dst) for key, dst in writes if names.get(key) in group.storages}
 
 
 def _materialize(model: torch.nn.Module) -> None:

@@ -71,12 +71,18 @@ def job() -> Job:
     return Job.join(600)
 
 
-def build(directory: str, config: Mapping[str, Any], **settings: Any) -> InferenceEngine:
-    """An engine for the model in `directory`, with keys of `generate_config` or other settings. Collective."""
+def build(
+    directory: str, config: Mapping[str, Any], more: Mapping[str, tuple[int, ...]] | None = None, **settings: Any
+) -> InferenceEngine:
+    """An engine for the model in `directory`, with keys of `generate_config` or other settings. Collective.
+
+    `more`: shapes of tensors that models with this config do not have.
+    """
     keys = {name: settings.pop(name) for name in GenerateConfig.model_fields.keys() & settings.keys() - {"dtype"}}
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, **keys)
     chosen = InferenceSettings(directory, generate=generate, **settings)
-    return InferenceEngine(chosen, checkpoint_shapes(config), job(), dtypes=checkpoint_dtypes(config))
+    shapes = checkpoint_shapes(config) | dict(more or {})
+    return InferenceEngine(chosen, shapes, job(), dtypes=checkpoint_dtypes(config))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ what all of them must have alike they bring back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def run(directory: str, num_tp: int) -> Cycles:
     base, config = Path(directory), support.QWEN3
     weights = [support.random_weights(config, seed) for seed in range(3)]
     checkpoints = [support.write_checkpoint(base / f"weights{i}", config, each) for i, each in enumerate(weights)]
-    native = _native_answers(checkpoints[2], num_tp)
+    native = native_answers(checkpoints[2], num_tp)
     torch.manual_seed(7)
     random_state = torch.get_rng_state()
     before = shared_mappings()  # of the native engine: vLLM keeps them as long as the process lives
@@ -167,16 +167,16 @@ def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
     return found
 
 
-def _native_answers(checkpoint: str, num_tp: int) -> Answers:
-    """Of a vLLM in this process that loads the checkpoint itself, and then ends."""
-    engine = _native_engine(checkpoint, num_tp)
+def native_answers(checkpoint: str, num_tp: int, more: Mapping[str, tuple[int, ...]] | None = None) -> Answers:
+    """Of a vLLM in this process that loads the checkpoint itself, and then ends; `more`: see `build`."""
+    engine = _native_engine(checkpoint, num_tp, more)
     engine.adaptor.require_ready = lambda: None  # type: ignore[method-assign]
     answers = answers_of(engine)
     engine.shutdown()
     return answers
 
 
-def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
+def _native_engine(checkpoint: str, num_tp: int, more: Mapping[str, tuple[int, ...]] | None = None) -> InferenceEngine:
     """An InferenceEngine around vLLM's own loader: its weights come from the checkpoint."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
@@ -197,7 +197,7 @@ def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "loader_class", native_loader)
-        return build(checkpoint, support.QWEN3, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
+        return build(checkpoint, support.QWEN3, more, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
 
 
 PLACES: dict[str, tuple[Callable[[InferenceEngine], Any], str, type[BaseException]]] = {

@@ -1,0 +1,274 @@
+"""State that layers make of weights in their first forward and keep: made of the new ones after a switch.
+
+A model of vLLM's with such a layer, and with a parameter that only its own loader can write, is switched
+three times on a real engine; the oracle is a vLLM that loads each of the three checkpoints itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
+from hybrid_engine.backends.vllm.weights.traced_model import trace_model
+from hybrid_engine.errors import ModelError
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm import support
+from tests.hybrid_engine.backends.vllm.asking import SMALL_BLOCKS, Answers, answers_of, build, job
+from tests.hybrid_engine.backends.vllm.test_switches import native_answers
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+SIZE = 6
+
+
+class Kernel:
+    """An object of a layer's, with state of its own."""
+
+    transposed: torch.Tensor | None = None
+    sinks: torch.Tensor
+
+
+class Layer(torch.nn.Module):
+    """Computes x * weight; `first` is what it does in its first forward, `factor` what it multiplies with."""
+
+    def __init__(self, first: Callable[[Any], None], factor: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.factor = first, factor
+        self.weight = torch.nn.Parameter(torch.empty(SIZE), requires_grad=False)
+        self.register_buffer("table", torch.zeros(SIZE))
+        self.merged: torch.Tensor | None = None
+        self.cache: dict[str, torch.Tensor] = {}
+        self.parts: list[torch.Tensor] = []
+        self.is_filled, self.kernel, self.number = False, Kernel(), None
+        self.kernel.sinks = self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first(self)
+        return x * self.factor(self)
+
+
+def merged(layer: Any) -> None:
+    if layer.merged is None:
+        layer.merged = layer.weight * 1.0
+
+
+def added(layer: Any) -> None:
+    if not hasattr(layer, "late"):
+        layer.late = layer.weight.clone()
+
+
+def cached(layer: Any) -> None:
+    layer.cache.setdefault("weight", layer.weight.clone())
+
+
+def listed(layer: Any) -> None:
+    layer.parts[:] = layer.parts or list(layer.weight.clone().chunk(2))
+
+
+def in_a_kernel(layer: Any) -> None:
+    if layer.kernel.transposed is None:
+        layer.kernel.transposed = layer.weight.clone()
+
+
+def written_in_place(layer: Any) -> None:
+    if not layer.is_filled:
+        layer.table.copy_(layer.weight)
+        layer.is_filled = True
+
+
+def written_in_place_with_a_late_flag(layer: Any) -> None:
+    if not hasattr(layer, "is_ready"):
+        layer.table.copy_(layer.weight)
+        layer.is_ready = True
+
+
+def cast(layer: Any) -> None:
+    """As vLLM's attention on a CPU casts its sinks."""
+    layer.kernel.sinks = layer.kernel.sinks.to(torch.float64)
+
+
+def read_as_a_number(layer: Any) -> None:
+    if layer.number is None:
+        layer.number = float(layer.weight[0])
+
+
+Factor = Callable[[Any], torch.Tensor]
+LAZY: dict[Callable[[Any], None], Factor] = {
+    merged: lambda layer: layer.merged,
+    added: lambda layer: layer.late,
+    cached: lambda layer: layer.cache["weight"],
+    listed: lambda layer: torch.cat(layer.parts),
+    in_a_kernel: lambda layer: layer.kernel.transposed,
+    written_in_place: lambda layer: layer.table,
+    written_in_place_with_a_late_flag: lambda layer: layer.table,
+    cast: lambda layer: layer.kernel.sinks.to(torch.float32),
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, first: Callable[[Any], None], factor: Factor) -> None:
+        super().__init__()
+        self.layer = Layer(first, factor)
+        self.layer.is_used = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self.layer, name).data.copy_(tensor)
+
+
+def built(model: Model, has_graphs: bool = False) -> VllmAdaptor:
+    traced = trace_model(model, {"weight": (SIZE,)}, {"weight": torch.float32}, rank=0)
+    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, has_graphs, has_graphs=has_graphs)
+    return VllmAdaptor(processed, CpuWeightMemory())
+
+
+def fill(adaptor: VllmAdaptor, weight: torch.Tensor) -> None:
+    adaptor.allocate(["layer"])["layer.weight"].copy_(weight)
+    adaptor.commit(["layer"])
+    adaptor.finish_fill()
+
+
+@pytest.mark.parametrize("releases", [True, False])
+@pytest.mark.parametrize("first", LAZY, ids=lambda first: first.__name__)
+def test_after_a_switch_a_layer_makes_it_of_the_new_weights(first: Callable[[Any], None], releases: bool) -> None:
+    model = Model(first, LAZY[first])
+    adaptor, x = built(model), torch.ones(SIZE)
+    model.layer(x)  # as vLLM profiles it
+    for seed in range(3):
+        weight = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+        if releases:
+            adaptor.release()
+        fill(adaptor, weight)
+        for _ in range(2):
+            assert torch.equal(model.layer(x), weight)
+
+
+def test_what_forwards_leave_beside_weights_stays() -> None:
+    def count(layer: Any) -> None:
+        layer.num_calls = getattr(layer, "num_calls", 0) + 1
+        layer.is_used = True
+
+    model = Model(count, lambda layer: layer.weight)
+    adaptor = built(model)
+    model.layer.kv_cache = torch.ones(4)  # as vLLM binds it
+    for seed in range(2):
+        model.layer.kv_cache += 1
+        model.layer(torch.ones(SIZE))
+        fill(adaptor, torch.full((SIZE,), float(seed)))
+    assert (model.layer.num_calls, model.layer.is_used, model.layer.kv_cache[0]) == (2, True, 3)
+
+
+def test_a_number_goes_too() -> None:
+    model = Model(read_as_a_number, lambda layer: torch.tensor(layer.number))
+    adaptor = built(model)
+    for value in (1.0, 2.0):
+        fill(adaptor, torch.full((SIZE,), value))
+        assert model.layer(torch.ones(1)) == value
+
+
+GRAPHED = [merged, added, cached, listed, in_a_kernel, written_in_place, cast]
+
+
+@pytest.mark.parametrize("first", GRAPHED, ids=lambda first: first.__name__)
+def test_where_graphs_hold_it_it_is_refused(first: Callable[[Any], None]) -> None:
+    model = Model(first, LAZY[first])
+    adaptor = built(model, has_graphs=True)
+    model.layer(torch.ones(SIZE))
+    adaptor.release()
+    with pytest.raises(ModelError, match=r"layer\..* \(Layer\) was made in a forward.*enforce_eager"):
+        adaptor.allocate(["layer"])
+
+
+def test_where_graphs_are_captured_views_of_weights_and_scratch_memory_are_not_refused() -> None:
+    def use(layer: Any) -> None:
+        layer.merged = layer.weight.view(2, 3)
+        layer.table.normal_()
+
+    model = Model(use, lambda layer: layer.weight)
+    adaptor = built(model, has_graphs=True)
+    model.layer(torch.ones(SIZE))
+    fill(adaptor, torch.ones(SIZE))
+
+
+# -- a real engine -----------------------------------------------------------------------------------------------------
+
+GAINS = {"gains.left": (32,), "gains.right": (32,), "gains.decay": (64,)}
+
+
+def gaining_qwen3() -> type:
+    """A model class of vLLM's that multiplies the last hidden states by what it merges in its first forward, and by a
+    parameter that its loader computes."""
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    class Gains(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, shape in GAINS.items():
+                parameter = torch.nn.Parameter(torch.empty(shape), requires_grad=False)
+                self.register_parameter(name.removeprefix("gains."), parameter)
+            self.merged: torch.Tensor | None = None
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            if self.merged is None:
+                self.merged = torch.cat([self.left, self.right])
+            return hidden * self.merged * self.decay
+
+    class GainingQwen3(Qwen3ForCausalLM):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.gains = Gains()
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.gains(super().forward(*args, **kwargs))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            own, others = [], []
+            for name, tensor in weights:
+                (own if name in GAINS else others).append((name, tensor))
+            for name, tensor in own:
+                values = -torch.exp(tensor.float()) if name == "gains.decay" else tensor
+                self.get_parameter(name).data.copy_(values)
+            return super().load_weights(others) | {name for name, _ in own}
+
+    return GainingQwen3
+
+
+def switched(directory: str) -> tuple[list[Answers], list[Answers]]:
+    """Answers after each of three switches, and those of vLLMs that load the same weights."""
+    from vllm import ModelRegistry
+
+    job()
+    ModelRegistry.register_model("GainingQwen3", gaining_qwen3())
+    config = {**support.QWEN3, "architectures": ["GainingQwen3"]}
+    weights, native = [], []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        gains = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in GAINS.items()}
+        weights.append(support.random_weights(support.QWEN3, seed) | gains)
+        checkpoint = support.write_checkpoint(Path(directory) / str(seed), config, weights[-1])
+        native.append(native_answers(checkpoint, 1, GAINS))
+    engine, found = build(checkpoint, support.QWEN3, GAINS, **SMALL_BLOCKS), []
+    assert engine.adaptor.staged == ("gains.decay",)
+    for values in weights:
+        support.write_by_records(engine.adaptor, values)
+        engine.reset_caches()
+        found.append(answers_of(engine))
+    engine.shutdown()
+    return found, native
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_merges_weights_in_its_first_forward_answers_as_one_that_was_loaded(
+    engines: Ranks, tmp_path: Path
+) -> None:
+    ((found, native),) = engines.launch(switched, 1, str(tmp_path))
+    assert found == native
+    assert len({str(each) for each in native}) == 3
