@@ -20,7 +20,7 @@ from benchmarks.timings import (
     timing,
 )
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import Action, Kind, OffloadItem
+from hybrid_engine.memory.offload_items import Action, Items, Kind, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.transports.copies import BatchedCopies, copy_straight
 
@@ -68,7 +68,7 @@ def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing 
     use.observe()
     step = max(1, numel // 1000)
     before = [item.tensor[::step].clone() for item in items if item.action == "copy"]
-    offloader = Offloader(lambda: items, device)
+    offloader = Offloader(Items(lambda: items), device)
     seconds: dict[str, list[float]] = {OFFLOAD: [], ONLOAD: []}
     left = residual = 0
     for _ in range(repeat + 1):

@@ -89,7 +89,7 @@ def put_beside(
         gives_back: at the end, and if anything fails on any rank, training state is back on the device.
     """
     with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
-        offloader = Offloader(train.offload_items)
+        offloader = Offloader(train)
         if gives_back:
             owner.callback(offloader.onload)
         trainer: object = train

@@ -127,7 +127,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             elif settings:
                 raise TypeError(f"only with a model: {', '.join(settings)}")
             else:
-                offloader = offloader or Offloader(train.offload_items)
+                offloader = offloader or Offloader(train)
                 weights = weights or inference.adaptor
                 self._take(EngineParts(train, inference, config, offloader, training_side, weights))
             self.take_over(undo)
@@ -186,10 +186,8 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         )
         self.adapter = parts.adapter
         self._sharding = _switch_of(parts)
-        # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
-        require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
-        train.guard = lambda kinds: (require := require_kinds()) and require(kinds)
         if config.generate_config.prefetch == "auto":
+            # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
             near_end = weakref.WeakMethod(self.sharding.near_end)
             inference.near_end = NearEnd(
                 # on the CPU a copy would take a core from decoding

@@ -41,7 +41,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Extent, Layout
 
@@ -113,12 +113,12 @@ class Trainer(Protocol):
 
     Attributes:
         guard: called with the kinds of state that the trainer is about to use; raises StateError where they may be off
-            the device. `HybridEngine` sets it; until then the state stays where it is, and the guard lets all pass.
+            the device. An `Offloader` and a `Switch` of this trainer add themselves.
         before_step: called before each optimizer step; raises StateError where servers would fall too far behind. A
             `WeightPublisher` sets it.
     """
 
-    guard: Callable[[Iterable[str]], None]
+    guard: Guards
     before_step: Callable[[], object]
 
     @property

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid_engine.errors import ReshardError, WeightError
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem
+from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 
@@ -36,16 +36,15 @@ class GuardedState:
     """Base of trainers (port `Trainer`), whose state may leave the device.
 
     Attributes:
-        guard: called with the kinds of state that a call is about to use. Set by `HybridEngine`, which moves them;
-            until then nothing leaves the device.
+        guard: called with the kinds of state that a call is about to use; whoever moves them is asked.
         before_step: called once before each optimizer step, however many optimizers take part in it.
     """
 
-    guard: Guard
+    guard: Guards
     before_step: Callable[[], object]
 
     def __init__(self) -> None:
-        self.guard, self.before_step = lambda kinds: None, lambda: None
+        self.guard, self.before_step = Guards(), lambda: None
         self._num_begun: dict[torch.optim.Optimizer, int] = {}  # steps
         self._ends = ExitStack()
         weakref.finalize(self, self._ends.close)
@@ -53,7 +52,7 @@ class GuardedState:
     def close(self) -> None:
         """Let models and optimizers be their owner's alone, or another engine's; idempotent."""
         self._ends.close()
-        self.guard, self.before_step = lambda kinds: None, lambda: None
+        self.guard, self.before_step = Guards(), lambda: None
 
     @property
     def unserved(self) -> Collection[str]:

@@ -7,11 +7,12 @@ items (views, with owner, kind and action)  ->  survey()  ->  storages, each onc
 from __future__ import annotations
 
 import time
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -101,6 +102,46 @@ class OffloadItem:
             )
         if (self.action == "rebuild") != (self.forget is not None):
             raise ValueError(f"{self.owner}: action {self.action!r} and forget={self.forget}; rebuild needs forget")
+
+
+class Guards:
+    """Whoever may take a trainer's state off the device; a call asks all of them, the last one added first.
+
+    A call with the kinds of state that are about to be used raises StateError where one of them has moved these, or
+    has another reason to refuse. Each guard is a bound method, held weakly: it refers to the model, and the hooks that
+    call it would keep both alive.
+    """
+
+    def __init__(self) -> None:
+        self._guards: list[weakref.WeakMethod[Callable[[Collection[str]], None]]] = []
+
+    def add(self, guard: Callable[[Collection[str]], None]) -> None:
+        """Ask `guard`, too, for as long as its object lives."""
+        living = [each for each in self._guards if each() is not None]
+        self._guards = [weakref.WeakMethod(guard), *living]
+
+    def __call__(self, kinds: Iterable[str]) -> None:
+        wanted = frozenset(kinds)
+        for reference in self._guards:
+            if (guard := reference()) is not None:
+                guard(wanted)
+
+
+class Offloadable(Protocol):
+    """Owner of state that can leave the device: a trainer, or a model beside one."""
+
+    guard: Guards
+
+    def offload_items(self) -> Iterable[OffloadItem]:
+        """Everything that can leave the device, as it is now."""
+
+
+@dataclass(eq=False)
+class Items:
+    """State that no trainer owns, as a benchmark offloads it."""
+
+    offload_items: Callable[[], Iterable[OffloadItem]]
+    guard: Guards = field(default_factory=Guards)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

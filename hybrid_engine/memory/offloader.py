@@ -1,6 +1,6 @@
 """Moves training state off the device and back, under unchanged tensor objects.
 
-    inventory() -> items -> storages (views of one storage count once)                         memory/offload_items.py
+    owner.offload_items() -> storages (views of one storage count once)                        memory/offload_items.py
     offload:  copy -> host arena | drop -> nothing;  then the storage's device memory is freed
     onload:   memory comes back under the same storage object: contents from the arena | zeros
 
@@ -21,17 +21,17 @@ device; after, 0 on the device and C in the arena, which is allocated at the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 import torch
 
-from hybrid_engine.errors import HybridEngineError, OffloadError
+from hybrid_engine.errors import HybridEngineError, OffloadError, StateError
 from hybrid_engine.memory.arena import Arena, Copier
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
-    OffloadItem,
+    Offloadable,
     OffloadReport,
     Part,
     Saved,
@@ -48,24 +48,22 @@ from hybrid_engine.memory.offload_items import (
 
 
 class Offloader:
-    """Offloads what an inventory lists, kind by kind.
+    """Offloads the state of an owner, kind by kind, and guards it: what is not there cannot be used.
 
-    The inventory is queried at every offload, since optimizers create state at their first step. A storage that
+    The owner is asked for it at every offload, since optimizers create state at their first step. A storage that
     several items view is moved once, with the first kind that lists it in the order param, grad, optimizer; it is
     dropped only if items with action "drop" cover it and none has action "copy". An onload restores exactly what the
     offload before it took. Caches ("rebuild") are forgotten at every offload of their kind and not restored.
 
     Args:
-        inventory: lists the items.
+        owner: lists the items; its `guard` asks this object from now on.
         device: only tensors of this device type are moved, the others are on the host already (Adam's CPU step
             counters on a GPU job); default: cuda where there is one, else cpu.
     """
 
-    def __init__(
-        self, inventory: Callable[[], Iterable[OffloadItem]], device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, owner: Offloadable, device: torch.device | str | None = None) -> None:
         self._device_type = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-        self._inventory = inventory
+        self._owner = owner
         self._arenas: dict[Kind, Arena] = {kind: Arena() for kind in KINDS}
         self._copier = Copier()
         self._departed: dict[Kind, list[Storage]] = {}  # from their first part on, until all of the kind is back
@@ -73,6 +71,16 @@ class Offloader:
         self._unchanged: dict[Kind, dict[int, Saved]] = {}  # by storage: what the arena has of it
         self._hidden_seconds = 0.0
         self._saves_ahead = self._device_type == "cuda"  # elsewhere a copy is done when the call returns
+        owner.guard.add(self.require_present)
+
+    def require_present(self, kinds: Collection[str]) -> None:
+        """Raise StateError where anything of these kinds is off the device, leaving it, or not back yet."""
+        if away := [kind for kind in KINDS if kind in kinds and kind in self._departed]:
+            contexts = "train_context or forward_context" if set(kinds) == {"param"} else "train_context"
+            raise StateError(
+                f"training state is off the device, or moving ({', '.join(away)}): call this once it is back, in "
+                f"{contexts}"
+            )
 
     def is_offloaded(self, kind: Kind) -> bool:
         """Return True from a successful offload until an onload of all has begun; False while only parts are gone."""
@@ -98,7 +106,7 @@ class Offloader:
         moved = OffloadReport(to_move)
         self._call_off(to_move, moved)
         self._synchronize()
-        found = survey(self._inventory(), self._device_type)
+        found = survey(self._owner.offload_items(), self._device_type)
         self._begin(to_move, found.storages)
         try:
             self._reserve_arenas(to_move)
@@ -122,7 +130,7 @@ class Offloader:
         begun = self._on_device(set(map(checked, kinds)))
         self._call_off(begun)
         self._synchronize()
-        self._begin(begun, survey(self._inventory(), self._device_type).storages)
+        self._begin(begun, survey(self._owner.offload_items(), self._device_type).storages)
         try:
             self._reserve_arenas(begun)
             for storage in self._storages(begun):
@@ -219,7 +227,7 @@ class Offloader:
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
-        return survey(self._inventory(), self._device_type).resident_nbytes()
+        return survey(self._owner.offload_items(), self._device_type).resident_nbytes()
 
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""
@@ -278,7 +286,7 @@ class Offloader:
         """Return the byte ranges of these parts by elastic storage; from here on the kind is leaving."""
         self._call_off({kind})
         if kind not in self._departed:
-            self._begin({kind}, survey(self._inventory(), self._device_type).storages)
+            self._begin({kind}, survey(self._owner.offload_items(), self._device_type).storages)
             self._reserve_arenas({kind})
         return elastic_ranges(self._departed[kind], parts)
 

@@ -27,7 +27,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -113,9 +113,9 @@ class WeightPublisher(Switch):
         address: str | None = None,
         allow_public: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(trainer)
         self.trainer, self.config, self.job = trainer, config, job
-        self.offloader = offloader or Offloader(trainer.offload_items)
+        self.offloader = offloader or Offloader(trainer)
         self.inference = self._side = NoInference()
         self._pause: PauseMode = pause
         self._address = address
@@ -174,8 +174,8 @@ class WeightPublisher(Switch):
                 self.offloader.onload(KINDS)
             self.state, self._is_started = State.TRAIN, True
 
-    def require_kinds(self, kinds: Iterable[str]) -> None:
-        if self._is_started or any(self.offloader.away_nbytes().values()):
+    def require_kinds(self, kinds: Collection[str]) -> None:
+        if self._is_started:
             require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
 
     def require_step(self) -> None:
@@ -426,6 +426,7 @@ class WeightPublisher(Switch):
                 offloader=self.offloader,
                 config=self.config.model_copy(update={"check_compute": "off"}),
                 job=job,
+                within=self,
             )
             undo.callback(self._manager.close)
             undo.callback(setattr, self, "_manager", None)  # where a server fails once all have joined

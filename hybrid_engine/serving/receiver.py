@@ -96,7 +96,7 @@ class WeightReceiver:
                 trainer,
                 self._weights,
                 caches=self._caches,
-                offloader=Offloader(trainer.offload_items),
+                offloader=Offloader(trainer),
                 config=config,
                 job=job,
             )

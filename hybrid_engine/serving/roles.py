@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.records.layout import Extent, Layout
 
 
@@ -19,7 +19,7 @@ class NoTraining:
     version = 0
 
     def __init__(self) -> None:
-        self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
+        self.guard = Guards()
         self.before_step: Callable[[], object] = lambda: None
 
     @property

@@ -77,6 +77,7 @@ class ShardingManager(Switch):
         config: which kinds to offload, transport, bucket size.
         job: of all ranks; outlives this object.
         training_side: what all ranks hold for training, where that is known (`rendezvous.gather_side`).
+        within: see `Switch`.
 
     The plan is made once, here; a later switch that finds the training weights elsewhere raises. Until `start` both
     sides have what they had before: the state is INTERRUPTED, since nobody has told where things are.
@@ -99,8 +100,9 @@ class ShardingManager(Switch):
         config: GenerateConfig,
         job: Job,
         training_side: Side | None = None,
+        within: Switch | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(trainer, within)
         self.trainer, self.training, self.inference, self.caches = trainer, trainer.weights, inference, caches
         self.offloader, self.config, self.job = offloader, config, job
         self.state, self._is_started, self.has_written = State.INTERRUPTED, False, False
@@ -212,8 +214,8 @@ class ShardingManager(Switch):
         if self._connection is not None and self.state is State.INFER:
             self._prefetcher.begin()
 
-    def require_kinds(self, kinds: Iterable[str]) -> None:
-        if not self._is_started and not any(self.offloader.away_nbytes().values()):
+    def require_kinds(self, kinds: Collection[str]) -> None:
+        if not self._is_started or self._connection is None:
             return
         if self._computation.is_asking and {*kinds} == {"param"}:  # before anything leaves
             return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
-from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.ports import InferenceWeights, Trainer
 
 if TYPE_CHECKING:
     from hybrid_engine.switch.report import ReshardReport
@@ -150,9 +150,16 @@ class Switch(SwitchHooks, ABC):
     last_report: ReshardReport | None = None
     inference: InferenceWeights
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer, within: Switch | None = None) -> None:
+        """
+        Args:
+            trainer: its `guard` asks this switch from now on.
+            within: the switch that this one is a part of, whose state is the one that counts for the trainer.
+        """
         super().__init__()
         self._contexts: Contexts = []
+        if within is None:
+            trainer.guard.add(self.require_kinds)
 
     @abstractmethod
     def start(self) -> None:
@@ -175,10 +182,11 @@ class Switch(SwitchHooks, ABC):
         """A rollout is nearly drawn: in INFER, bring what fits of training state. No collective; logs what fails."""
 
     @abstractmethod
-    def require_kinds(self, kinds: Iterable[str]) -> None:
+    def require_kinds(self, kinds: Collection[str]) -> None:
         """Raise StateError unless the present state needs these kinds of training state on the device.
 
-        No collective. Before the start, all of it may be used until something is offloaded.
+        No collective. There is no state before the start, and none once it is closed. That nothing has left, the
+        offloader sees to, in any state.
         """
 
     def require_drawing(self) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offload_items import Offloadable
 from hybrid_engine.ports import Batch, Data, LossFunction, Trainer
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, agreed_share
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 
 
-class Scorer(Protocol):
+class Scorer(Offloadable, Protocol):
     """One rank's share of a model; every data parallel rank scores its part of a batch."""
 
     @property
@@ -24,9 +23,6 @@ class Scorer(Protocol):
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-
-    def offload_items(self) -> Iterable[OffloadItem]:
-        """Everything that can leave the device."""
 
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
         """`log_probs` [B, S] fp32 of every label of this rank's part, and what `outputs` asks for. Collective."""

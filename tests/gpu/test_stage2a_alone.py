@@ -91,7 +91,7 @@ def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_
         ranks = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
         torch.manual_seed(0)
         train: ActorTrainer = build_actor(config, table, ranks, ends)
-        offloader = Offloader(train.offload_items)
+        offloader = Offloader(train)
         for number in range(NUM_STEPS):
             batch = tokens_and_labels(number, table.dims.vocab_size, 4)
             share = agreed_share(batch, train.limits, ranks.agreement, "training step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import overload
@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained
 from hybrid_engine.errors import ConfigError, StateError, Violation
-from hybrid_engine.memory.offload_items import KINDS, Kind, OffloadItem, held_nbytes
+from hybrid_engine.memory.offload_items import KINDS, Kind, Offloadable, held_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -38,7 +38,7 @@ class Companion:
     Args:
         name: in messages, and in the memory plan.
         worker: of the actor.
-        items: of this model, which is on the device now; as for `Offloader`.
+        engine: of this model, which is on the device now.
         offloads: it leaves the device outside its contexts.
         gathers_late: reading it completes parameters that its optimizer left to be gathered, and so writes them.
     """
@@ -47,7 +47,7 @@ class Companion:
         self,
         name: str,
         worker: ActorHybridWorker,
-        items: Callable[[], Iterable[OffloadItem]],
+        engine: Offloadable,
         *,
         offloads: bool = True,
         gathers_late: bool = False,
@@ -55,8 +55,9 @@ class Companion:
         self.name = name
         self._worker = worker
         self._agreement = worker.job.agreement
-        self._items = items
-        self._offloader = Offloader(items)
+        self._state = engine
+        self._offloader = Offloader(engine)
+        engine.guard.add(self.require)
         self._offloads, self._gathers_late = offloads, gathers_late
         self._present: frozenset[Kind] = ALL
         if offloads:
@@ -70,9 +71,9 @@ class Companion:
 
     def resident_nbytes(self) -> int:
         """Bytes of this model's state on this rank's device."""
-        return held_nbytes(self._items(), self._worker.job.device.type)
+        return held_nbytes(self._state.offload_items(), self._worker.job.device.type)
 
-    def require(self, kinds: Iterable[str]) -> None:
+    def require(self, kinds: Collection[str]) -> None:
         """Raise StateError unless these kinds of state are on the device."""
         wanted = set(kinds)
         if not wanted <= self._present:
@@ -138,11 +139,11 @@ class ReferenceModel(Companion):
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        worker.sharding.require_kinds(["param"])
+        worker.train.guard(["param"])
         parameters = (item for item in worker.train.offload_items() if item.kind == "param")
         require_room(worker, "reference", held_nbytes(parameters, worker.job.device.type))
         self.engine = worker.train.frozen_copy()
-        super().__init__("reference", worker, self.engine.offload_items)
+        super().__init__("reference", worker, self.engine)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Score inside, without the actor and vLLM's weights on the device."""
@@ -200,10 +201,8 @@ class ValueModel(Companion):
         with worker.sharding.entered(State.IDLE):
             with job.agreement.building():
                 self._build(worker, model if loads else None, key)
-            items = self.engine.offload_items
             late = worker.config.actor_config.overlap_param_gather
-            super().__init__("critic", worker, items, offloads=critic.offload, gathers_late=late)
-        self.engine.guard = self.require
+            super().__init__("critic", worker, self.engine, offloads=critic.offload, gathers_late=late)
 
     def _build(self, worker: ActorHybridWorker, model: Path | None, key: str) -> None:
         """The engine, with the weights of `model` if there is one."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from hybrid_engine.errors import OffloadError
+from hybrid_engine.errors import OffloadError, StateError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Storage
+from hybrid_engine.memory.offload_items import KINDS, Items, OffloadItem, Part, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
 from tests.hybrid_engine.memory.failing import fail
 
@@ -69,7 +70,7 @@ class Model:
 @pytest.mark.parametrize("kinds", [KINDS, ("optimizer",), ("param", "grad")], ids=str)
 def test_training_with_offloading_is_bitwise_training_without(elastic: bool, optimizer: type, kinds: tuple):
     plain, moved = Model(elastic=False, optimizer=optimizer), Model(elastic=elastic, optimizer=optimizer)
-    offloader = MegatronOffloader(moved.inventory, "cpu")
+    offloader = MegatronOffloader(Items(moved.inventory), "cpu")
     for number in range(4):
         plain.step(number)
         moved.step(number)
@@ -91,7 +92,7 @@ def test_training_with_offloading_is_bitwise_training_without(elastic: bool, opt
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
 def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
     model = Model(elastic=elastic)
-    offloader = MegatronOffloader(model.inventory, "cpu")
+    offloader = MegatronOffloader(Items(model.inventory), "cpu")
     model.step(0)
     flat = model.param_data.untyped_storage().nbytes()
     report = offloader.offload()
@@ -105,7 +106,7 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
 
 def test_dropped_gradients_come_back_as_zeros_even_if_written_meanwhile():
     grad = allocate_elastic(5000, torch.float32, "cpu", "grad").fill_(1)
-    offloader = MegatronOffloader(lambda: [OffloadItem("grad", "grad", grad, "drop")], "cpu")
+    offloader = MegatronOffloader(Items(lambda: [OffloadItem("grad", "grad", grad, "drop")]), "cpu")
     offloader.offload()
     grad[17] = 5
     offloader.onload()
@@ -114,7 +115,7 @@ def test_dropped_gradients_come_back_as_zeros_even_if_written_meanwhile():
 
 def test_arena_is_reused_and_grows_when_state_appears():
     model = Model(elastic=False)
-    offloader = MegatronOffloader(model.inventory, "cpu")
+    offloader = MegatronOffloader(Items(model.inventory), "cpu")
     assert offloader.offload(["optimizer"]).nbytes == {"optimizer": 0}
     offloader.onload()
     addresses = set()
@@ -132,7 +133,7 @@ def test_storage_named_under_two_kinds_goes_with_the_first_and_copy_wins():
         OffloadItem("master weight", "optimizer", flat[:4]),
         OffloadItem("gradient", "grad", flat, "drop"),
     ]
-    offloader = MegatronOffloader(lambda: items, "cpu")
+    offloader = MegatronOffloader(Items(lambda: items), "cpu")
     assert offloader.offload().copied_nbytes == {"param": 0, "grad": 40, "optimizer": 0}
     offloader.onload()
     assert torch.equal(flat, torch.arange(10.0))
@@ -140,7 +141,7 @@ def test_storage_named_under_two_kinds_goes_with_the_first_and_copy_wins():
 
 def test_dropping_a_part_of_a_storage_keeps_the_rest():
     flat = torch.arange(10.0)
-    offloader = MegatronOffloader(lambda: [OffloadItem("part", "grad", flat[:4], "drop")], "cpu")
+    offloader = MegatronOffloader(Items(lambda: [OffloadItem("part", "grad", flat[:4], "drop")]), "cpu")
     offloader.offload()
     offloader.onload()
     assert torch.equal(flat[4:], torch.arange(4.0, 10.0))
@@ -148,7 +149,7 @@ def test_dropping_a_part_of_a_storage_keeps_the_rest():
 
 def test_tensors_of_other_devices_are_left_alone():
     tensor = torch.ones(4)
-    offloader = MegatronOffloader(lambda: [OffloadItem("step", "optimizer", tensor)], "meta")
+    offloader = MegatronOffloader(Items(lambda: [OffloadItem("step", "optimizer", tensor)]), "meta")
     assert offloader.offload().nbytes == {"param": 0, "grad": 0, "optimizer": 0}
     assert bool((tensor == 1).all())
 
@@ -164,7 +165,7 @@ def test_tensors_of_other_devices_are_left_alone():
 def test_storage_that_cannot_be_freed_names_its_owner_before_anything_moves(tensor: torch.Tensor, reason: str):
     good = torch.ones(100)
     items = [OffloadItem("good one", "param", good), OffloadItem("module.bad", "param", tensor)]
-    offloader = MegatronOffloader(lambda: items, "cpu")
+    offloader = MegatronOffloader(Items(lambda: items), "cpu")
     with pytest.raises(OffloadError, match=rf"(?s)nothing was moved.*module\.bad \(param, \d+ bytes\): .*{reason}"):
         offloader.offload()
     assert good.untyped_storage().nbytes() == 400
@@ -176,7 +177,7 @@ def test_offload_that_fails_puts_everything_back(monkeypatch: pytest.MonkeyPatch
     model = Model(elastic=elastic)
     model.step(0)
     before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
-    offloader = MegatronOffloader(model.inventory, "cpu")
+    offloader = MegatronOffloader(Items(model.inventory), "cpu")
     fail(monkeypatch, Storage, "bytes_view", owner="exp_avg 2")
     with pytest.raises(OffloadError, match="offload failed, everything was put back: out of memory"):
         offloader.offload()
@@ -191,7 +192,7 @@ def test_onload_that_fails_says_what_is_where_and_can_be_continued(monkeypatch: 
     model = Model(elastic=False)
     model.step(0)
     before = [tensor.clone() for tensor in model.tensors()]
-    offloader = MegatronOffloader(model.inventory, "cpu")
+    offloader = MegatronOffloader(Items(model.inventory), "cpu")
     offloader.offload()
     fail(monkeypatch, Storage, "take_back", owner="exp_avg 1")
     with pytest.raises(OffloadError) as failure:
@@ -213,7 +214,7 @@ def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
     model = Model(elastic=False)
     model.step(0)
     before = [tensor.clone() for tensor in model.tensors()]
-    offloader = MegatronOffloader(model.inventory, "cpu")
+    offloader = MegatronOffloader(Items(model.inventory), "cpu")
     fail(monkeypatch, Storage, "free", owner="exp_avg 2")
     fail(monkeypatch, Storage, "take_back", owner="flat params")
     with pytest.raises(OffloadError, match=r"putting back failed: onload of flat params"):
@@ -237,7 +238,7 @@ class Holder:
         return [OffloadItem("weight", "param", self.weight), *caches]
 
     def offloader(self) -> MegatronOffloader:
-        return MegatronOffloader(self.items)
+        return MegatronOffloader(Items(self.items))
 
 
 def test_caches_are_forgotten_with_their_kind_even_when_that_is_away():
@@ -262,3 +263,30 @@ def test_a_tensor_that_somebody_keeps_is_no_cache():
     offloader = holder.offloader()
     assert offloader.offload().nbytes["param"] == 4 * PAGE
     assert holder.caches
+
+
+def test_from_the_first_byte_that_leaves_to_the_last_that_is_back_nothing_may_be_used():
+    flat = allocate_elastic(5000, torch.float32, "cpu", "param").fill_(1)
+    owner = Items(lambda: [OffloadItem("flat", "param", flat)])
+    offloader = MegatronOffloader(owner, "cpu")
+    another = MegatronOffloader(owner, "cpu")  # neither takes the place of the other
+    leaving: list[Callable[[], object]] = [
+        lambda: offloader.offload({"param"}),
+        lambda: offloader.begin_offload({"param"}),
+        lambda: offloader.offload_parts("param", [Part(flat, 0, 10)]),
+    ]
+    for leave in leaving:
+        owner.guard(KINDS)
+        leave()
+        with pytest.raises(StateError, match=r"off the device, or moving \(param\)"):
+            owner.guard(["param"])
+        owner.guard(["optimizer"])
+        offloader.onload(wait=False)
+        with pytest.raises(StateError):
+            owner.guard(KINDS)
+        offloader.onload()
+    another.offload({"grad"})
+    with pytest.raises(StateError):
+        owner.guard(KINDS)
+    del another
+    owner.guard(KINDS)

@@ -13,7 +13,7 @@ from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import arena
 from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offload_items import Items, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from tests.hybrid_engine.memory.failing import fail
 
@@ -29,7 +29,7 @@ class Rig:
             (lambda: allocate_elastic(NUMEL, torch.float32, "cpu", "param")) if elastic else lambda: torch.zeros(NUMEL)
         )
         self.tensors = {kind: [make() for _ in range(4)] for kind in ("param", "optimizer")}
-        self.offloader = Offloader(self.inventory, "cpu")
+        self.offloader = Offloader(Items(self.inventory), "cpu")
         self.write(0)
 
     def inventory(self) -> list[OffloadItem]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import OffloadItem, Part
+from hybrid_engine.memory.offload_items import Items, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
 from tests.harness.signals_at_lines import Interrupter, Stop
 
@@ -27,7 +27,7 @@ class Rig:
             allocate_elastic(NUMEL, torch.float32, "cpu", kind) if elastic else torch.zeros(NUMEL)
             for kind in ("param", "grad", "optimizer")
         )
-        self.offloader = Offloader(self.inventory, "cpu")
+        self.offloader = Offloader(Items(self.inventory), "cpu")
         self.step()
 
     def inventory(self) -> list[OffloadItem]:

@@ -14,7 +14,7 @@ from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import HostMemory
-from hybrid_engine.memory.offload_items import OffloadItem, Part, Spans, Storage
+from hybrid_engine.memory.offload_items import Items, OffloadItem, Part, Spans, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
 from tests.hybrid_engine.memory.failing import fail
 
@@ -41,7 +41,9 @@ def on_device(flat: torch.Tensor) -> int:
 
 
 def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param") -> MegatronOffloader:
-    return MegatronOffloader(lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)])
+    return MegatronOffloader(
+        Items(lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)])
+    )
 
 
 # Sizes in elements of 2 to 4 bytes: below a page, whole pages, and neither.
@@ -193,7 +195,9 @@ def test_parts_of_other_storages_wait_for_the_offload():
 def test_state_that_appears_after_the_first_part_leaves_too():
     flats = [filled(PAGE, seed=1)]
     expected = [flats[0].clone()]
-    offloader = MegatronOffloader(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    offloader = MegatronOffloader(
+        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    )
     offloader.offload_parts("param", [Part(flats[0], 0, PAGE // 2)])
     flats.append(filled(3 * PAGE, seed=2))  # the arena grows under what is in it
     expected.append(flats[1].clone())
@@ -222,7 +226,9 @@ def test_a_promise_not_to_write_saves_the_copy(as_parts: bool):
 
 def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
     flats = [filled(PAGE)]
-    offloader = MegatronOffloader(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    offloader = MegatronOffloader(
+        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    )
     offloader.offload()
     offloader.onload({"param"}, read_only=True)
     offloader.onload({"param"})  # it is there already, and may be written from now on

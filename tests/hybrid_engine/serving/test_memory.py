@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.memory.descriptors import fetch
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
-from hybrid_engine.memory.offload_items import Kind, OffloadItem, Part
+from hybrid_engine.memory.offload_items import Kind, Offloadable, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
@@ -96,8 +96,8 @@ class HalfOfAll(NoTraining):
 class SlowOffloader(Offloader):
     """Parameters go late, and ranks say late that they have read a bucket."""
 
-    def __init__(self, inventory: Callable[[], Iterable[OffloadItem]], delays: Delays) -> None:
-        super().__init__(inventory)
+    def __init__(self, owner: Offloadable, delays: Delays) -> None:
+        super().__init__(owner)
         self._delays = delays
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
@@ -180,7 +180,7 @@ def switch_again_and_again(store: dist.Store, rank: int, num_switches: int) -> N
             training,
             inference,
             caches=inference,
-            offloader=SlowOffloader(training.offload_items, delays),
+            offloader=SlowOffloader(training, delays),
             config=config,
             job=job,
         )

@@ -162,7 +162,7 @@ class Trainers:
         self.path = path
         self.caller, self.job, self.script = caller, job, Script()
         self.training = FakeTraining(self.script, job.rank, NUM_TRAINERS, elastic=True)
-        self.offloader = PartsOffloader(self.script, self.training.offload_items)
+        self.offloader = PartsOffloader(self.script, self.training)
 
     def publisher(self, **settings: Any) -> WeightPublisher:
         config = GenerateConfig(bucket_mb=1, timeout_seconds=60, **{"release_weights": False, **settings})

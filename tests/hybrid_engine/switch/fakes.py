@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import KINDS, OffloadItem, OffloadReport
+from hybrid_engine.memory.offload_items import KINDS, Guards, Offloadable, OffloadItem, OffloadReport
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -67,7 +67,7 @@ class FakeTraining:
     def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
         self.script, self.rank, self.num_ranks = script, rank, num_ranks
         self.version = 0
-        self.guard: Callable[[Iterable[str]], object] = lambda kinds: None
+        self.guard = Guards()
         self.tensors = dict(SHAPES)
         numel = NUMEL // num_ranks
         self.param, self.grad = (
@@ -220,8 +220,8 @@ class FakeInference:
 class ScriptedOffloader(MegatronOffloader):
     """The real one, which records what it really moves and fails where the script says so."""
 
-    def __init__(self, script: Script, inventory: Callable[[], Iterable[OffloadItem]]) -> None:
-        super().__init__(inventory)
+    def __init__(self, script: Script, owner: Offloadable) -> None:
+        super().__init__(owner)
         self.script = script
         self.copied_nbytes = 0  # to the host, by offload
 
@@ -265,7 +265,7 @@ class Rig:
         self.script = Script()
         self.training = FakeTraining(self.script, self.job.rank, self.job.world_size, elastic=elastic)
         self.inference = FakeInference(self.script, self.job.rank)
-        self.offloader = ScriptedOffloader(self.script, self.training.offload_items)
+        self.offloader = ScriptedOffloader(self.script, self.training)
         if build:
             self.build()
 

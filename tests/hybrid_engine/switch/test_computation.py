@@ -87,7 +87,7 @@ class ProbedRig(Rig):
         self.training.limits, self.training.layers = limits, layers
         self.inference = ProbedInference(self.script, rank)
         self.inference.layers = served
-        self.offloader = type(self.offloader)(self.script, self.training.offload_items)
+        self.offloader = type(self.offloader)(self.script, self.training)
         self.build()
 
     def asked(self) -> int:
@@ -131,10 +131,10 @@ def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is
         rig.manager.enter(INFER)
     rig.manager._computation.is_asking = is_left
     with pytest.raises(StateError):
-        rig.manager.require_kinds(KINDS)
+        rig.training.guard(KINDS)
     rig.manager.enter(IDLE)
     with pytest.raises(StateError):
-        rig.manager.require_kinds(["param"])
+        rig.training.guard(["param"])
     rig.manager.enter(INFER)
     assert rig.training.is_there
 

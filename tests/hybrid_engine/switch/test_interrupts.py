@@ -9,6 +9,7 @@ import itertools
 import pytest
 
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.states import State
 from tests.harness.signals_at_lines import Interrupter, Stop
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
@@ -58,12 +59,13 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
         if rig.manager.state is State.INTERRUPTED:
             for kinds in (["param"], ["optimizer"]):
                 with pytest.raises(StateError):
-                    rig.manager.require_kinds(kinds)
+                    rig.training.guard(kinds)
         else:  # what the state promises is there
             rig.training.assert_unchanged(rig.resident())
         for state in (next(nexts), TRAIN):
             rig.manager.enter(state)
             assert rig.manager.state is state
+        rig.training.guard(KINDS)
         rig.training.assert_unchanged()
         rig.training.step()
         rig.manager.enter(INFER)

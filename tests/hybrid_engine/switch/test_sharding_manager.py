@@ -37,7 +37,7 @@ def test_building_moves_nothing_and_starting_does_once(unstarted: Rig):
     assert moves(unstarted) == []
     assert unstarted.resident() == set()
     with pytest.raises(StateError):
-        unstarted.manager.require_kinds(["param"])
+        unstarted.training.guard(["param"])
     unstarted.manager.start()
     unstarted.assert_is(TRAIN)
     assert unstarted.manager.last_report is None
@@ -71,10 +71,10 @@ def test_a_start_that_fails_can_be_made_again_or_the_manager_closed(unstarted: R
 def test_before_the_start_training_state_may_be_used_as_long_as_all_is_there(job: None):
     rig = Rig(build=False)
     rig.build(start=False)
-    rig.manager.require_kinds(KINDS)
+    rig.training.guard(KINDS)
     rig.offloader.offload(["grad"])
     with pytest.raises(StateError):
-        rig.manager.require_kinds(KINDS)
+        rig.training.guard(KINDS)
 
 
 ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWARD, IDLE, INFER, IDLE, TRAIN]

@@ -51,7 +51,7 @@ class Member:
         world = World(dist.PrefixStore("both", store), self.rank, size, may_end=self.rank != SERVER)
         where = {"host": hosts[self.rank], "device_name": devices[self.rank], "device": torch.device("cpu")}
         self.job = Job.join(60, world=world, **where)
-        self.offloader = ScriptedOffloader(self.script, self.training.offload_items)
+        self.offloader = ScriptedOffloader(self.script, self.training)
         config = GenerateConfig(bucket_mb=1, timeout_seconds=60, check_compute="off", **settings)
         self.manager = ShardingManager(
             self.training, self.inference, caches=self.inference, offloader=self.offloader, config=config, job=self.job

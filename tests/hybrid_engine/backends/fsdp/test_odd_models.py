@@ -1,4 +1,5 @@
-"""What users do to models and optimizers: records find every element, and training is bitwise as without switches."""
+"""What users do to models and optimizers: records find every element, training is bitwise as without switches, and
+while a publisher has the state off the device nothing reads or writes it."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
+from tests.hybrid_engine.serving.publishing import let_through
 from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard, shard_over_tensor_parallel
 
@@ -163,7 +165,7 @@ def _wrong(odd: Odd, path: Path, job: Job) -> Iterator[str]:
     model = odd.make(path)
     optimizers = odd.optimizers(model)
     driven = ShardedModel(model, table_for(read_config(path)), job.rank, optimizers)
-    offloader = Offloader(driven.offload_items)
+    offloader = Offloader(driven)
     for step in range(NUM_STEPS):
         _train(odd, model, optimizers, 10 * step + job.rank)
         away = offloader.offload()
@@ -172,6 +174,17 @@ def _wrong(odd: Odd, path: Path, job: Job) -> Iterator[str]:
         offloader.onload()
         driven.weights.prepare()
         yield from _misplaced(driven)
+    held, moments = model.state_dict(), optimizers[0].state_dict()
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: model(torch.zeros(1, 4, dtype=torch.int64)),
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(held),
+        "step": optimizers[0].step,
+        "state_dict of an optimizer": optimizers[0].state_dict,
+        "load_state_dict of an optimizer": lambda: optimizers[0].load_state_dict(moments),
+    }
+    passed = let_through(driven, driven.table.shapes, job, calls)
+    yield from (f"{call} goes on while the weights are published" for call in passed)
     other = odd.make(path)
     others = odd.optimizers(other)
     for step in range(NUM_STEPS):

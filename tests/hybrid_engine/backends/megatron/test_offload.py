@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Part
 from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.harness.reachable import UNACCOUNTED, reachable, residual
 from tests.hybrid_engine.end_to_end.digests import digest
+from tests.hybrid_engine.serving.publishing import let_through
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
@@ -35,7 +39,7 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings})) as run:
         load_canonical(run, path)
         run.engine.set_learning_rate(1e-2)
-        offloader = MegatronOffloader(run.engine.offload_items)
+        offloader = MegatronOffloader(run.engine)
         found: dict[str, Any] = {"losses": [], "alone": [], "left": []}
         for number in range(NUM_STEPS):
             batch = share_of(run.engine, token_batch(number, 4, 12))
@@ -45,6 +49,12 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
                 found["left"].append(offload_in_parts(run.engine, offloader))
         if offloads:
             found["buffers"] = state_storages(run.engine)
+            calls: dict[str, Callable[[], object]] = {
+                "train_step": lambda: run.engine.train_step(batch, negative_log_likelihood),
+                "log_probs": lambda: run.engine.log_probs(batch),
+            }
+            with closing(Job.join(60)) as job:
+                found["let through"] = let_through(run.engine, run.table.shapes, job, calls)
         found["digest"] = digests(run.engine)
         return found
 
@@ -129,6 +139,12 @@ def test_99_percent_of_the_bytes_leave_and_the_rest_is_accounted_for(outcomes: l
             for share, unaccounted in rank[name][1]["left"]:
                 assert share <= 0.01, name
                 assert unaccounted == [], name
+
+
+def test_nothing_uses_what_a_publisher_has_taken_off_the_device(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        for name in CASES:
+            assert rank[name][1]["let through"] == [], name
 
 
 def test_each_kind_leaves_by_itself(outcomes: list[dict[str, Any]]) -> None:

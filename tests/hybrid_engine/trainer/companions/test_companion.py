@@ -11,7 +11,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offload_items import Items, OffloadItem
 from hybrid_engine.trainer.companions.companion import PARAMETERS, Companion
 
 
@@ -35,7 +35,7 @@ def test_it_leaves_with_all_ranks_and_alone_after_an_error() -> None:
         companions=WeakSet(),
         note_memory=lambda phase: None,
     )
-    companion = Companion("critic", worker, lambda: [OffloadItem("weight", "param", parameter)])
+    companion = Companion("critic", worker, Items(lambda: [OffloadItem("weight", "param", parameter)]))
     assert agreement.ended == ["offload of the critic"]
     contexts = (
         lambda: companion.entered(PARAMETERS, "critic forward"),

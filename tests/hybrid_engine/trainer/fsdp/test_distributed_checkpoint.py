@@ -42,7 +42,7 @@ def save(path: Path, root: Path) -> dict[str, Any]:
         found["continued"] = state_of(engine)
     with actor(path, seed=99) as engine:
         engine.load_checkpoint(root / "trained")
-        offloader = Offloader(engine.offload_items)
+        offloader = Offloader(engine)
         offloader.offload(KINDS)
         offloader.onload(KINDS)
         found["loaded"] = state_of(engine)

@@ -169,7 +169,7 @@ def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
 
 def offload_and_back(run: Any) -> None:
     """A loaded state must be able to leave the device like any other."""
-    offloader = MegatronOffloader(run.engine.offload_items)
+    offloader = MegatronOffloader(run.engine)
     offloader.offload({"param", "grad", "optimizer"})
     offloader.onload({"param", "grad", "optimizer"})
 
