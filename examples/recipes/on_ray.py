@@ -30,6 +30,7 @@ from hybrid_engine.serving.invitation import TOKEN
 
 SERVER = "vllm"
 RESTARTS = 3
+SECONDS_TO_START = 600.0
 
 
 class TrainerRank:
@@ -101,13 +102,19 @@ def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path
                 ray.kill(actor)
 
 
-def wait_for(server: Any) -> None:
-    """Wait until the server is up, which Ray may be starting anew."""
+def wait_for(server: Any, seconds: float = SECONDS_TO_START) -> None:
+    """Wait until the server is up, which Ray may be starting anew.
+
+    Raises RayActorError, with the cause, where its constructor fails or it is not up in time.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            ray.get(server.num_workers.remote())
+            ray.get(server.num_workers.remote(), timeout=max(deadline - time.monotonic(), 0))
             return
-        except RayActorError:
+        except RayActorError as error:
+            if error.actor_init_failed or time.monotonic() > deadline:
+                raise
             time.sleep(1)
 
 

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayActorError
 
 from examples.gpt_rl.train import run_files
 from examples.recipes import on_ray
@@ -38,6 +40,29 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.init(num_cpus=3, include_dashboard=False)
     yield
     ray.shutdown()
+
+
+def test_a_server_that_cannot_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error comes at once where its constructor failed, and in time where Ray starts it anew without end."""
+    failed, lost = RayActorError(error_msg="no such model", actor_init_failed=True), RayActorError(error_msg="lost")
+    answers: list[object] = []
+
+    def get(call: object, timeout: float) -> object:
+        answer = answers.pop(0) if answers else lost
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(on_ray.ray, "get", get)
+    monkeypatch.setattr(on_ray.time, "sleep", lambda seconds: None)
+    server = SimpleNamespace(num_workers=SimpleNamespace(remote=lambda: None))
+    answers += [lost, lost, 1]
+    on_ray.wait_for(server)
+    answers += [lost, failed]
+    with pytest.raises(RayActorError, match="no such model"):
+        on_ray.wait_for(server)
+    with pytest.raises(RayActorError, match="lost"):
+        on_ray.wait_for(server, 0.05)
 
 
 @pytest.mark.long
