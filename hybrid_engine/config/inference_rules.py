@@ -50,9 +50,6 @@ def _servers(context: JobContext) -> Iterator[Finding]:
         return
     if context.generate.lora_delivery == "adapter":
         yield "named, but lora_delivery is adapter", "Set lora_delivery to merge: adapters are added on their way"
-    if context.generate.check_compute == "always":
-        remedy = "Leave check_compute out, and compare log-probabilities of completions with the trainer's yourself"
-        yield "named, but check_compute is always: a server answers nothing within a switch", remedy
 
 
 @constraint(INFERENCE, "generate_config.prefetch_mb", "prefetch_mb needs prefetch: auto.")

@@ -395,6 +395,9 @@ class GenerateConfig(Section):
     """FIRST-LAST, the ports that a firewall between trainers and servers opens. The kernel chooses those at which both
     listen, so net.ipv4.ip_local_port_range of every host (or pod) must be within; elsewhere the job is refused before
     anything listens. Default: any port."""
+    server_take_over: bool = False
+    """Take servers from other trainers that live. Without it a server refuses whoever is not its own trainers until
+    these have ended."""
     server_allow_public: bool = False
     """Take servers, and a server_address, at addresses that are neither of this host nor private: vLLM's routes for
     weights, and the store where ranks meet, authenticate nobody."""

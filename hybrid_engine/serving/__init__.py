@@ -9,6 +9,8 @@
             +------------ ShardingManager of one job -------------+      layouts, plan, buckets, fences, verification
 
     invitation.py   what a server is told: where to meet, who it is, and the keys that a switch needs
+    comparison.py   whether servers compute what the trainers do, before they draw a token
+    answers.py      completions of a server, checked against what was asked for
     addresses.py    which addresses are open to anybody
     roles.py        the sides that a process does not have
 

@@ -1,5 +1,7 @@
 """How a publisher calls a server: vLLM's own requests, over HTTP or of a Ray actor.
 
+A request over HTTP has the key of VLLM_API_KEY, where this process has one, and the proof that it has the token.
+
 vLLM's calls for weights have the names of its `VLLMWeightSyncClient`; those that a publisher needs beside them have the
 names of its HTTP routes. Whoever has another way to reach a server writes a class of this shape.
 """
@@ -8,17 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 from urllib.parse import urlsplit
+
+import msgspec
 
 from hybrid_engine.errors import ConfigError, DependencyError, ServerError, Violation, clipped, shortened
 from hybrid_engine.serving.addresses import addresses_of, public_ones
+from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_request
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests in flight: they end with the tokens so far, are finished first, or go on after it."""
+
+
+API_KEY = "VLLM_API_KEY"
+"""Environment variable with the key of servers that were started with --api-key, or with this variable."""
+
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -96,6 +109,14 @@ class Server(ABC):
         answer: Mapping[str, Any] = self._call("complete", ends=False, body=body)
         return answer
 
+    def describe(self) -> str:
+        """What the server can compute, as the JSON of a `comparison.Description`."""
+        return str(self._call("describe"))
+
+    def probe(self, tokens: list[list[int]]) -> str:
+        """Log-probabilities of `tokens` [B, L], of a server that is paused: JSON of a `comparison.ServerAnswer`."""
+        return str(self._call("probe", tokens=tokens))
+
     @abstractmethod
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
         """Make the call of this name; `ends`: within the timeout. Raises ServerError."""
@@ -139,7 +160,18 @@ class HttpServer(Server):
             raise ConfigError([Violation("servers", problem, remedy)])
 
     def num_workers(self) -> int:
-        return int(self.get("get_world_size")["world_size"])
+        return _read(_WorldSize, self.get("get_world_size"), f"{self.url}/get_world_size").world_size
+
+    def describe(self) -> str:
+        return self._of_core("hybrid_engine_describe")
+
+    def probe(self, tokens: list[list[int]]) -> str:
+        return self._of_core("hybrid_engine_probe", tokens)
+
+    def _of_core(self, method: str, *args: object) -> str:
+        answer = self._call("collective_rpc", method=method, args=args)
+        (text,) = _read(_Results, answer, f"{self.url}/collective_rpc, {method}").results
+        return text
 
     def get(self, route: str) -> Any:
         """The answer of another route."""
@@ -176,17 +208,44 @@ class HttpServer(Server):
             # server closes, perhaps while the next call is on its way.
             with requests.Session() as session:
                 session.trust_env = False  # a proxy is not to see this
-                adapter = _kept_alive()()
+                adapter, session.auth = _kept_alive()(), _authenticated
                 for prefix in ("http://", "https://"):
                     session.mount(prefix, adapter)
                 response = session.request(method, where, **said)
                 if response.status_code == requests.codes.not_found:
                     raise _NoRouteError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
-                if not response.ok or response.is_redirect:
+                if response.status_code // 100 != 2:  # a redirect is no answer
                     raise ServerError(f"{where}: {response.status_code}: {clipped(response.text, 2000)}")
-                return response.json() if response.content else None
-        except requests.RequestException as error:
-            raise ServerError(f"{where}: {error}") from error
+                return json.loads(response.content) if response.content else None
+        except (requests.RequestException, ValueError, RecursionError) as error:  # the last two of JSON
+            raise ServerError(f"{where}: {clipped(str(error), 2000)}") from error
+
+
+class _WorldSize(msgspec.Struct, frozen=True):
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Results(msgspec.Struct, frozen=True):
+    results: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)]
+
+
+def _read(kind: type[_T], answer: object, where: str) -> _T:
+    """Return an answer of this type. Raises ServerError for another."""
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise ServerError(f"{where}: {error}") from None
+
+
+def _authenticated(request: Any) -> Any:
+    """A prepared request, with what this process has to show."""
+    if key := os.environ.get(API_KEY, ""):
+        request.headers["Authorization"] = f"Bearer {key}"
+    if TOKEN in os.environ:
+        body = request.body or b""
+        body = body.encode() if isinstance(body, str) else body
+        request.headers[PROOF_HEADER] = proof_of_request(request.method, request.path_url, body)
+    return request
 
 
 @functools.cache

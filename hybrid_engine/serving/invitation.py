@@ -6,6 +6,7 @@ user names, by a token that both sides have in their environment: torch's store 
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import logging
 import os
@@ -16,10 +17,11 @@ import socket
 import stat
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.world import World, store_at
 from hybrid_engine.serving.addresses import addresses_of, public_ones
 
@@ -39,6 +42,9 @@ LOOPBACK = "127.0.0.1"
 
 NO_VERSION = "none"
 """What a server says of its weights while it has none."""
+
+JOB, VERSION = "hybrid_engine_job", "hybrid_engine_version"
+"""Keys of a request's `vllm_xargs`: a server answers it with weights of this job and version, or refuses it."""
 
 T = TypeVar("T", bound="Told")
 
@@ -81,6 +87,8 @@ class Invitation(Told, frozen=True, kw_only=True):
         size: of the job.
         settings: see `SWITCH_KEYS`.
         address: of the interface on which the job's groups listen; None: each rank's own towards the store.
+        job: of the trainers, in whichever invitation of theirs; empty: a job of its own.
+        takes_over: the server is to leave the job of other trainers though they live.
     """
 
     place: str
@@ -91,6 +99,8 @@ class Invitation(Told, frozen=True, kw_only=True):
     settings: dict[str, Any]
     address: str | None = None
     proof: str = ""
+    job: str = ""
+    takes_over: bool = False
 
     def signed(self) -> Invitation:
         """With the proof, where this process has the token. Raises ConfigError where it needs one and has none."""
@@ -127,6 +137,29 @@ class Invitation(Told, frozen=True, kw_only=True):
         seconds = timedelta(seconds=self.config().timeout_seconds)
         return dist.PrefixStore(self.name, dist.TCPStore(host, int(port), is_master=False, timeout=seconds))
 
+    def has_ended(self) -> bool:
+        """Whether the trainers that made the place are gone, or have closed it.
+
+        On one host their first process holds a lock; across hosts the store in it answers. One that does not counts as
+        gone, for its trainers cannot fill a server either. That somebody listens there is not enough: children of a
+        process that ended may have inherited the socket.
+        """
+        kind, _, where = self.place.partition(":")
+        if kind == "file":
+            return _is_unlocked(Path(where).with_name(_ALIVE))
+        host, _, port = where.rpartition(":")
+        seconds = _SECONDS_FOR_AN_ANSWER.total_seconds()
+
+        def is_answered() -> bool:
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=_SECONDS_FOR_AN_ANSWER)
+            return store.check([f"{self.name}/{_ALIVE}"])  # others may have taken the port of trainers that ended
+
+        try:
+            socket.create_connection((host, int(port)), seconds).close()  # which a store would try until its timeout
+            return not in_background(is_answered, "looking for trainers").result(seconds)
+        except (OSError, RuntimeError, NotDone):
+            return True
+
     def world(self, rank: int, *, may_end: bool = True) -> World:
         """The job's, for one of its ranks; raises as `store`."""
         store = self.store()
@@ -135,7 +168,9 @@ class Invitation(Told, frozen=True, kw_only=True):
 
 
 _NAME = re.compile(r"hybrid_engine/[0-9a-f]{32}")
-_DIRECTORY, _FILE = "hybrid-engine-", "store"
+_DIRECTORY, _FILE, _ALIVE = "hybrid-engine-", "store", "alive"
+_SECONDS_FOR_AN_ANSWER = timedelta(seconds=10)
+"""Of a store that is asked whether its trainers live."""
 _SECONDS_FOR_A_FILE = timedelta(seconds=10)
 """To open the store's file: one that is gone, with those who invited, does not come back."""
 
@@ -155,6 +190,35 @@ def _address_towards(place: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
+PROOF_HEADER = "X-Hybrid-Engine-Proof"
+"""Of a request to a route that is not open to all, where the server has the token."""
+
+
+def proof_of_request(method: str, target: str, body: bytes) -> str:
+    """HMAC-SHA256, by the token, of a request to a server; `target`: its path, and its query after a `?`."""
+    said = b"\n".join([method.encode(), target.encode(), body])
+    return hmac.new(require_token().encode(), said, "sha256").hexdigest()
+
+
+class DrawnWith(Told, frozen=True, kw_only=True):
+    """Weights that a request asks for.
+
+    Attributes:
+        job: see `Invitation`.
+        version: see `Update`.
+    """
+
+    job: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"version {self.version} of job {self.job}"
+
+    def arguments(self) -> dict[str, str]:
+        """Return the `vllm_xargs` of such a request."""
+        return {JOB: self.job, VERSION: str(self.version)}
+
+
 class Update(Told, frozen=True, kw_only=True):
     """A switch in which a server takes part.
 
@@ -162,11 +226,13 @@ class Update(Told, frozen=True, kw_only=True):
         name: of the job that the server was invited to.
         to: the state of the devices after it.
         version: of the weights that are filled: optimizer steps that the trainer has taken.
+        is_compared: no token is drawn before trainers finish the update, once they have compared what is computed.
     """
 
     name: str
     to: Literal["train", "forward", "infer", "idle"]
     version: int
+    is_compared: bool = False
 
 
 class MeetingPlace:
@@ -179,22 +245,28 @@ class MeetingPlace:
     def __init__(self, address: str | None) -> None:
         self.name = f"hybrid_engine/{secrets.token_hex(16)}"
         self._directory = ""
+        self._lock: TextIO | None = None
         if address is None:
             self._directory = tempfile.mkdtemp(prefix=_DIRECTORY, dir=_users_directory())
             path = Path(self._directory, _FILE)
             path.touch(0o600)  # servers open what is there alone
             _require_own(path)
+            self._lock = _locked(path.with_name(_ALIVE))
             self.place = f"file:{path}"
             self._store: dist.Store | None = dist.FileStore(str(path), -1)
             return
         require_token()
         found = addresses_of(address)[0]
         store = self._store = store_at(str(found), socket.AF_INET6 if found.version == 6 else socket.AF_INET)
+        store.set(f"{self.name}/{_ALIVE}", "")
         self.place = f"tcp:{found}:{store.port}"
 
     def close(self) -> None:
         """Remove what was made. Those who have the file open keep it; an address is closed. Idempotent."""
         self._store = None
+        if self._lock is not None:
+            self._lock.close()
+            _locked_by.pop(Path(self._lock.name), None)
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -223,6 +295,35 @@ def _users_directory() -> Path:
 def _is_own_directory(status: os.stat_result) -> bool:
     """Whether it is a directory of this user that is closed to others."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
+def _locked(path: Path) -> TextIO:
+    """Return a new file with a lock that ends with this process, or when the file is closed.
+
+    The lock is a process's, not an open file's: children that are forked from it do not inherit it.
+    """
+    file = path.open("x")
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    _locked_by[path] = os.getpid()
+    return file
+
+
+_locked_by: dict[Path, int] = {}
+"""Process that has locked a file: it would not find its own lock, and lose it."""
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Whether no process holds the lock of a file, or the file is gone."""
+    if _locked_by.get(path) == os.getpid():
+        return False
+    try:
+        with path.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _require_own(path: Path) -> None:

@@ -9,7 +9,11 @@
 next one invites those that are there, so a server that was restarted needs no restart of trainers.
 
     pause -> start_weight_update -> update_weights ...... ShardingManager.enter on all ranks of both sides
+                                    -> probe, in the first one: comparison.py
                                     -> finish_weight_update(version) -> resume
+
+A server belongs to one job of trainers. It refuses the invitation of others while these live, and a request that asks
+for weights of another job or version than it has (`drawn_with`).
 
 Training state is lost by no failure of a server: what left the device comes back from host memory.
 
@@ -25,6 +29,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import secrets
+import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -56,10 +63,12 @@ from hybrid_engine.ranks.process import Ends
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.addresses import require_ports
 from hybrid_engine.serving.clients import PauseMode, VllmServer, server_of
+from hybrid_engine.serving.comparison import ServerAnswer, ServerComparison, described, read_json
 from hybrid_engine.serving.invitation import (
     LOOPBACK,
     NO_VERSION,
     SWITCH_KEYS,
+    DrawnWith,
     Invitation,
     MeetingPlace,
     Told,
@@ -92,14 +101,18 @@ class WeightPublisher(Switch):
         pause: what becomes of requests in flight when weights leave or change.
         address: of the interface at which servers on other hosts reach these trainers; None: all are on this host.
         allow_public: see `clients.server_of`.
+        take_over: take servers from other trainers that live.
 
     Attributes:
         state: of the devices.
+        drawn_with: job and version of the weights that servers draw tokens with for these trainers; None while they
+            draw none. `drawn_with.arguments()` are the `vllm_xargs` of a request that no others are to answer.
         last_report: of the last switch.
         served: with `release_weights: false`, the version that was published last: servers draw with none older.
     """
 
     served: int | None = None
+    drawn_with: DrawnWith | None = None
 
     def __init__(
         self,
@@ -112,14 +125,16 @@ class WeightPublisher(Switch):
         pause: PauseMode = "keep",
         address: str | None = None,
         allow_public: bool = False,
+        take_over: bool = False,
     ) -> None:
         super().__init__(trainer)
         self.trainer, self.config, self.job = trainer, config, job
         self.offloader = offloader or Offloader(trainer)
         self.inference = self._side = NoInference()
         self._pause: PauseMode = pause
-        self._address = address
-        self.state, self._is_started, self._all_draw = State.INTERRUPTED, False, False
+        self._address, self._takes_over = address, take_over
+        self._comparison = ServerComparison(trainer, job, config.check_compute)
+        self.state, self._is_started = State.INTERRUPTED, False
         self._may_hold = False  # servers, where they are to have weights only while trainers have no training state
         self._manager: ShardingManager | None = None
         self._name, self._is_new = "", False
@@ -139,6 +154,8 @@ class WeightPublisher(Switch):
                 require_address(address, allow_public=allow_public)
             if job.rank == 0:
                 self._servers = [server_of(each, config.timeout_seconds, allow_public=allow_public) for each in servers]
+        own_name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"  # by which a user finds the process
+        self._job_name = job.agreement.gather(own_name, str, "naming the job of the servers")[0]
         require_step = weakref.WeakMethod(self.require_step)
         trainer.before_step = lambda: (require := require_step()) and require()
 
@@ -175,6 +192,8 @@ class WeightPublisher(Switch):
             self.state, self._is_started = State.TRAIN, True
 
     def require_kinds(self, kinds: Collection[str]) -> None:
+        if self._comparison.is_asking and {*kinds} == {"param"}:
+            return
         if self._is_started:
             require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
 
@@ -189,7 +208,7 @@ class WeightPublisher(Switch):
             )
 
     def require_drawing(self) -> None:
-        if not self._all_draw:
+        if self.drawn_with is None:
             super().require_drawing()
 
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
@@ -205,7 +224,7 @@ class WeightPublisher(Switch):
 
         Servers with weights keep them, unless training state finds no room beside them.
         """
-        self.served, self._all_draw = None, False
+        self.served, self.drawn_with = None, None
         may_hold, self._may_hold = self._may_hold, False
         try:
             try:
@@ -261,7 +280,7 @@ class WeightPublisher(Switch):
         told = self.job.agreement.gather((self.served, self._may_hold), tuple[int | None, bool], phase)
         # the oldest that a server may draw with
         self.served = min((served for served, _ in told if served is not None), default=None)
-        self._may_hold, self._all_draw = any(may_hold for _, may_hold in told), False
+        self._may_hold, self.drawn_with = any(may_hold for _, may_hold in told), None
         self._leave_servers()
 
     def _switch_alone(self, before: State, target: State, tally: SwitchTally) -> None:
@@ -277,11 +296,20 @@ class WeightPublisher(Switch):
 
     def _switch(self, manager: ShardingManager, before: State, target: State) -> ReshardReport | None:
         """Both sides of one switch."""
-        # mypy knows the value of a State as a str, not as one of the four that an Update takes
-        update = Update(name=self._name, to=target.value, version=self.trainer.version)  # type: ignore[arg-type]
+        is_compared = target is State.INFER and self._comparison.is_due
+        update = Update(
+            name=self._name,
+            to=target.value,  # type: ignore[arg-type]  # mypy knows it as a str, not as one of four
+            version=self.trainer.version,
+            is_compared=is_compared,
+        )
         within: Exception | None = None
-        calls, self._all_draw = list[_Call](), False
+        calls, self.drawn_with = list[_Call](), None
         try:
+            if is_compared:
+                with self.job.agreement.phase("onload"):
+                    self.offloader.onload({"param"}, read_only=True)
+                self._comparison.ask_trainer()
             calls = self._ask_servers(before, update, manager.job.world)
             held, fills = self._may_hold, target is State.INFER and self.config.release_weights
             self._may_hold = held or fills  # an interrupt may come once the servers are filled
@@ -295,8 +323,11 @@ class WeightPublisher(Switch):
             # all raise, or none: where a server ends at the end of a switch, some trainers have left it by then
             self.job.agreement.conclude("the switch with the servers", within)
             self._end_update(calls, target, update)
-            if not self.config.release_weights:
-                self.served, self._all_draw = self.trainer.version, True
+            if target is State.INFER:
+                self._comparison.conclude()
+                self.drawn_with = DrawnWith(job=self._job_name, version=update.version)
+                if not self.config.release_weights:
+                    self.served = update.version
         except Exception as error:
             if within is None and isinstance(error, DifferentCallsError):
                 raise  # after Ctrl-C a rank is in its next call, where all find each other
@@ -339,6 +370,8 @@ class WeightPublisher(Switch):
 
         def end() -> None:
             self._await(calls)
+            if update.is_compared:
+                self._compare_servers(manager)
             for server in self._while_joined(manager):
                 server.finish_weight_update(str(update.version) if target is State.INFER else NO_VERSION)
             if target is State.INFER:
@@ -346,6 +379,12 @@ class WeightPublisher(Switch):
                     server.resume()
 
         self._ask("ending the switch of the servers", end)
+
+    def _compare_servers(self, manager: ShardingManager | None) -> None:
+        """Raise ComputationError unless servers, which are paused, compute what the trainers do. On the first rank."""
+        tokens = self._comparison.tokens()
+        answers = [server.probe(tokens) for server in self._while_joined(manager)]  # type: ignore[attr-defined]  # it has described itself
+        self._comparison.require_same([read_json(ServerAnswer, answer) for answer in answers])
 
     def _while_joined(self, manager: ShardingManager | None) -> Iterator[VllmServer]:
         """The servers, as long as they are in this job: after Ctrl-C the thread that calls them is still there, and is
@@ -379,6 +418,8 @@ class WeightPublisher(Switch):
                 size=size,
                 settings=values,
                 address=LOOPBACK if self._address is None else None,
+                job=self._job_name,
+                takes_over=self._takes_over,
             )
             with self.job.agreement.phase("inviting the servers"):  # a rank that has no token, or finds no store
                 world = invitation.signed().world(self.job.rank)
@@ -401,10 +442,17 @@ class WeightPublisher(Switch):
                 why = "".join(f"\n{each}" for call in calls if (each := call.failure()))
                 raise ServerError(f"a server did not join; {_WHAT_FOLLOWS}. {error}{why}") from error
             self._ask("joining the servers", lambda: self._await(calls))
+            self._agree_on_comparison()
             self._name, self._is_new, self._ends = name, True, undo.pop_all()
         self._close_places(but=1)
         assert self._manager is not None
         return self._manager
+
+    def _agree_on_comparison(self) -> None:
+        """Hear from servers that have joined what they can compute, where the trainers can be compared with them."""
+        if self._comparison.has_trainers():
+            phase = "looking at what the servers compute"
+            self._comparison.agree(self._ask(phase, lambda: [described(server) for server in self._servers]))
 
     def _close_places(self, but: int) -> None:
         """But for the last ones."""

@@ -2,14 +2,16 @@
 
     NOTHING_YET --join, first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
                                           ^------------------ withdrawn, or failed -------|
+    where trainers compare              PARTIAL --committed by all--> UNCOMPARED --finished--> FILLED(version)
 
     with release_weights: false         FILLED(version) --fill--> PARTIAL --committed by all--> FILLED(next version)
                                                ^--failed before ---|---failed in it, or after it---> EMPTY
 
     in no job, or in another   when a trainer is gone, or others invite: weights that were FILLED stay, others are void
 
-Whoever draws tokens asks `obstacle` before: "" only in FILLED, also in no job with the weights of a last fill. A lost
-trainer ends a wait, never this process.
+A server belongs to the trainers that it joined last, also while it is in no job, until they have ended. Whoever draws
+tokens asks `obstacle` before: "" only in FILLED, also in no job with the weights of a last fill. A lost trainer ends a
+wait, never this process.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Holds(StrEnum):
     NOTHING_YET = "no weights yet"
     EMPTY = "no weights: trainers have taken them, or could not bring them"
     PARTIAL = "weights that were being filled"
+    UNCOMPARED = "weights whose computation trainers have not compared with theirs"
     FILLED = "weights"
 
 
@@ -63,12 +66,15 @@ class WeightReceiver:
     Attributes:
         holds: what the weights are now.
         version: of the weights, in FILLED.
+        job: of the trainers that filled them.
     """
 
     def __init__(self, weights: ServedWeights, caches: InferenceCaches, index: int, device: torch.device) -> None:
         self._weights, self._caches = weights, caches
         self._index, self._device = index, device
         self.holds, self.version = Holds.NOTHING_YET, -1
+        self.job = ""
+        self._owner: Invitation | None = None
         self._name = ""
         self._manager: ShardingManager | None = None
         self._ends = Ends()
@@ -77,7 +83,8 @@ class WeightReceiver:
         """Take part in a job, in place of an earlier one. Collective, of all its trainers and servers.
 
         Weights stay as they are until the job's first switch. Raises what keeps the plan from being made; then this
-        worker is in no job. Of an invitation that it refuses nothing follows.
+        worker is in no job. Of an invitation that it refuses nothing follows; it refuses one of other trainers, unless
+        they take over or those that it belongs to have ended.
         """
         if self._index >= invitation.num_workers:
             raise StateError(
@@ -86,7 +93,14 @@ class WeightReceiver:
         config, rank = invitation.config(), invitation.first_rank + self._index
         require_ports(config.server_ports)
         world = invitation.world(rank, may_end=False)
+        owner = self._owner
+        if owner is not None and owner.job != invitation.job and not invitation.takes_over and not owner.has_ended():
+            raise StateError(
+                f"this server belongs to job {owner.job}, whose trainers live, and job {invitation.job} invites it. "
+                "End these trainers, name another server, or take this one: generate_config.server_take_over"
+            )
         self.leave()
+        self._owner = invitation
         with Ends() as undo:
             job = Job.join(config.timeout_seconds, world=world, device=self._device)
             undo.callback(job.close)
@@ -123,9 +137,17 @@ class WeightReceiver:
             self._note_failure(before, error)
             raise
         if target is State.INFER:
-            self.holds, self.version = Holds.FILLED, update.version
+            assert self._owner is not None, "a worker in a job has joined it"
+            self.holds = Holds.UNCOMPARED if update.is_compared else Holds.FILLED
+            self.version = update.version
+            self.job = self._owner.job
         elif not manager.has_written:
             self.holds = before
+
+    def finish(self) -> None:
+        """The trainers end an update: they compute what this worker does, if they had to compare."""
+        if self.holds is Holds.UNCOMPARED:
+            self.holds = Holds.FILLED
 
     def obstacle(self) -> str:
         """Why no token is to be drawn now; "" where the weights are whole."""

@@ -108,11 +108,6 @@ class Pairs:
             self._pair = Pair(self._servers, trainers)
         return self._pair
 
-    def spoil(self) -> None:
-        """Others are about to take the server."""
-        if self._pair is not None:
-            self._pair.is_well = False
-
     def close(self) -> None:
         pids: list[int] = [] if self._pair is None else self._pair.trainers.pids
         self._pair = None
@@ -344,7 +339,7 @@ def test_a_trainer_is_lost(
     what: str,
 ) -> None:
     """The other one ends, the server lives on, and takes the weights of new trainers."""
-    pairs.spoil()
+    pairs.close()  # whose trainers have the server
     if not servers.is_up():
         servers.renew()
     server, pid = servers.now, servers.now.processes()
@@ -382,7 +377,7 @@ def test_trainers_of_a_server_that_draws_tokens_fail(
     model: str, servers: Servers, pairs: Pairs, tmp_path: Path, record: Callable[..., None]
 ) -> None:
     """It went on with the weights of trainers that are gone; then new ones took them away, and could give it none."""
-    pairs.spoil()
+    pairs.close()  # whose trainers have the server
     if not servers.is_up():
         servers.renew()
     server, row = servers.now, dict[str, Any](fault="rollout, all trainers, kill; within, new trainer 1, raise")

@@ -215,14 +215,9 @@ class InferenceEngine:
     # -- probes (port `Probed`, switch/computation.py) -----------------------------------------------------------------
 
     def probe_limits(self) -> ProbeLimits:
-        """See the port. Quantized weights or caches are not compared: vLLM alone computes with them."""
-        config, cache = self.llm.llm_engine.model_config, self.llm.llm_engine.vllm_config.cache_config
+        """See the port."""
         refusal = arguments.generation_problem(self.settings.sizes, self._device_type) or ""
-        if config.quantization is not None:
-            refusal = f"vLLM computes with weights in {config.quantization}, the trainer does not"
-        elif cache.cache_dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
-            refusal = f"vLLM keeps keys and values in {cache.cache_dtype}"
-        return ProbeLimits(refusal, config.max_model_len - 1, vocab_size=config.get_vocab_size())
+        return requests.probe_limits(self.llm.llm_engine.vllm_config, refusal)
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """See the port. Uses the trained LoRA, draws nothing, and prefetches nothing at its end."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import importlib
+import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,6 +73,11 @@ class Replacement(Internal):
 
     remove_when: str = ""
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The target, and the one that serves in its place in other versions."""
+        return (self.target, self.otherwise) if self.otherwise else (self.target,)
+
     @contextlib.contextmanager
     def replaced(self, build: Callable[[Any], Any], owner: Any = None) -> Iterator[None]:
         """Within this context the target is `build(original)`; with an `owner`, in this object alone.
@@ -80,6 +86,8 @@ class Replacement(Internal):
         its place meanwhile stays there: StateError, unless the block ends by an error of its own.
         """
         module, _, path = self.target.partition(":")
+        if self.otherwise and importlib.util.find_spec(module) is None:
+            module, _, path = self.otherwise.partition(":")
         *owners, name = path.split(".")
         try:
             owner = _find(module, owners) if owner is None else owner
@@ -108,6 +116,10 @@ _LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.mode
 ASYNC_LLM = Internal(f"{_V1}.engine.async_llm:AsyncLLM", "is the engine of a server that is an actor")
 OUTPUT_KIND = Internal("vllm.sampling_params:RequestOutputKind", "asks such a server for whole completions alone")
 ENGINE_CORE = Internal(f"{_V1}.engine.core:EngineCore", "is where a server's requests are held until it has weights")
+ENGINE_MESSAGES = Internal(f"{_V1}.engine", "has the messages between a server's core and its clients")
+UNPAUSED = Internal(
+    f"{_V1}.core.sched.interface:PauseState.UNPAUSED", "lets a paused server compute what its trainers compare"
+)
 # the first that is looked up: its module replaces names that others import
 CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
 ROPES = Internal(
@@ -296,9 +308,13 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         TRANSFER_ENGINE.target: ("start_weight_update", "finish_weight_update", "update_weights"),
         f"{_V1}.engine.core:EngineCore": (
             *("collective_rpc", "resume_scheduler", "sleep", "add_lora", "is_scheduler_paused"),
-            *("model_executor", "_initialize_kv_caches", "batch_queue", "_reset_caches"),
+            *("model_executor", "_initialize_kv_caches", "batch_queue", "_reset_caches", "add_request"),
+            *("abort_requests", "preprocess_add_request", "step_fn", "scheduler", "vllm_config"),
         ),
-        f"{_V1}.core.sched.scheduler:Scheduler": ("running", "set_pause_state"),
+        f"{_V1}.engine.core:EngineCoreProc": ("output_queue",),
+        f"{_V1}.core.sched.scheduler:Scheduler": (
+            *("running", "waiting", "requests", "set_pause_state", "pause_state", "add_request", "has_requests"),
+        ),
         "vllm.config:SchedulerConfig": ("get_scheduler_cls",),
     },
     "lead from a server's worker to its receiver": {
@@ -369,6 +385,22 @@ ASKED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
 
 # -- names that are replaced -------------------------------------------------------------------------------------------
 
+BUILD_APP = Replacement(
+    "vllm.entrypoints.launchers.api_server.entry:build_app",
+    "makes a server's HTTP routes, some of which are for whoever has the token alone",
+    otherwise="vllm.entrypoints.openai.api_server:build_app",
+    remove_when="vLLM's routes for weights authenticate who calls",
+)
+COMPLETION_ANSWER = Replacement(
+    "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+    "makes the answer of /v1/completions, which is to say of which weights it is",
+    remove_when="the answer has weight_versions, as that of /inference/v1/generate",
+)
+AWAIT_READERS = Replacement(
+    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.wait_until_ready",
+    "is where all have mapped a queue in shared memory, whose name can go so that nothing stays of a killed server",
+    remove_when="vLLM unlinks it itself",
+)
 MAKE_GROUP = Replacement(
     "vllm.distributed.parallel_state:init_model_parallel_group",
     "makes groups of the ranks that take the listed positions, and without a queue in shared memory",

@@ -23,6 +23,7 @@ from hybrid_engine.backends.vllm.prompts import STREAMING, ModelTokenizer
 from hybrid_engine.errors import ArgumentError, GenerationError, StateError, Violation, first_of, shortened
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data, NearEnd
+from hybrid_engine.probes import ProbeLimits
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -32,6 +33,19 @@ if TYPE_CHECKING:
 
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for those of the distribution that tokens are drawn from: after temperature, penalties, top-p, top-k."""
+
+
+def probe_limits(vllm_config: Any, refusal: str = "") -> ProbeLimits:
+    """What an engine of this configuration can be asked for, see `probes.Probed`; `refusal`: what else is known.
+
+    Quantized weights or caches are not compared: vLLM alone computes with them.
+    """
+    config, cache = vllm_config.model_config, vllm_config.cache_config
+    if config.quantization is not None:
+        refusal = f"vLLM computes with weights in {config.quantization}, the trainer does not"
+    elif cache.cache_dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
+        refusal = f"vLLM keeps keys and values in {cache.cache_dtype}"
+    return ProbeLimits(refusal, config.max_model_len - 1, vocab_size=config.get_vocab_size())
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------

@@ -195,7 +195,12 @@ GENERATE_BREAKS = (
     Break("dtype is the one in which weights are sent", generate={"dtype": "float32"}),
     Break("compression_dtype is narrower", generate={"compress_reshard": True}),
     Break("prefetch_mb needs prefetch", generate={"prefetch_mb": 64}),
-    Break("Servers get whole weights", generate={"servers": ["http://127.0.0.1:1"], "check_compute": "always"}),
+    Break(
+        "Servers get whole weights",
+        actor={"lora": {"rank": 4}},
+        generate={"servers": ["http://127.0.0.1:1"], **ADAPTER},
+        key="generate_config.servers",
+    ),
     Break("The method quantises while loading", generate={"quantization": "awq"}),
     Break("adapter needs actor_config.lora", generate=ADAPTER),
     Break("adapter needs actor_config.lora", actor={"lora": {"rank": 1000}}, generate=ADAPTER),

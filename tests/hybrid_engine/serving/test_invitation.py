@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +12,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from hybrid_engine.errors import ConfigError, MessageError, ServerError
+from hybrid_engine.errors import ConfigError, MessageError, ServerError, StateError
 from hybrid_engine.serving import addresses
+from hybrid_engine.serving import invitation as invitation_module
 from hybrid_engine.serving.clients import HttpServer
-from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace, require_address
+from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace, Update, require_address
 from hybrid_engine.serving.receiver import WeightReceiver
+from tests.hybrid_engine.serving.test_sides import NoWeights
 
 
 @pytest.fixture
@@ -127,6 +132,75 @@ def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: py
     monkeypatch.setenv(TOKEN, "another")
     with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
         signed.store()
+
+
+def make_place(address: str | None, orphans: Any, told: Any) -> None:
+    """Make a meeting place, and have a child that outlives this process."""
+    os.environ[TOKEN] = "secret"
+    place = MeetingPlace(address)
+    if os.fork() == 0:
+        orphans.recv()
+        os._exit(0)
+    told.send(invitation_to(place))
+    signal.pause()
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_trainers_live_until_their_process_ends_or_closes_the_place(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """Not as long as a child of theirs does, which has inherited the open files."""
+    monkeypatch.setattr(invitation_module, "_SECONDS_FOR_AN_ANSWER", timedelta(seconds=2))
+    (hears, tells), (waits, ends) = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
+    trainers = multiprocessing.get_context("fork").Process(target=make_place, args=(address, waits, tells))
+    trainers.start()
+    try:
+        invitation = hears.recv()
+        assert [invitation.has_ended() for _ in range(2)] == [False, False]
+        assert replace(invitation, name="hybrid_engine/" + "0" * 32).has_ended() is (address is not None)
+        trainers.kill()
+        trainers.join()
+        assert invitation.has_ended()
+    finally:
+        trainers.kill()
+        ends.send("end")
+
+
+def test_a_place_that_was_closed_is_no_longer_lived_in(place: MeetingPlace) -> None:
+    invitation = invitation_to(place)
+    place.close()
+    assert invitation.has_ended()
+
+
+def test_a_server_takes_the_invitation_of_others_once_its_trainers_have_ended(place: MeetingPlace) -> None:
+    """Before, only where these take it over; its own trainers may invite it whenever they like."""
+    receiver = WeightReceiver(NoWeights(), NoWeights(), 0, torch.device("cpu"))
+    with closing(MeetingPlace(None)) as other, closing(MeetingPlace(None)) as third:
+        settings = {"timeout_seconds": 60, "release_weights": False}
+        own, others, taking = (
+            invitation_to(each, first_rank=0, size=1, settings=settings, job=job, takes_over=takes_over)
+            for each, job, takes_over in ((place, "a", False), (other, "b", False), (third, "c", True))
+        )
+        receiver.join(own)
+        receiver.switch(Update(name=own.name, to="infer", version=3))
+        with pytest.raises(StateError, match="belongs to job a, whose trainers live, and job b invites it"):
+            receiver.join(others)
+        receiver.switch(Update(name=own.name, to="infer", version=4))
+        receiver.leave()
+        with pytest.raises(StateError, match="belongs to job a"):  # though it is in no job
+            receiver.join(others)
+        receiver.join(taking)
+        assert (receiver.job, receiver.version, receiver.obstacle()) == ("a", 4, "")
+        place.close()
+        with pytest.raises(StateError, match="belongs to job c"):
+            receiver.join(others)
+        third.close()
+        receiver.join(others)
+        receiver.switch(Update(name=others.name, to="infer", version=1, is_compared=True))
+        assert "not compared" in receiver.obstacle()
+        receiver.finish()
+        assert (receiver.job, receiver.version, receiver.obstacle()) == ("b", 1, "")
+        receiver.leave()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"])

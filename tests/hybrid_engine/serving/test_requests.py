@@ -7,13 +7,18 @@ transformers from the checkpoint of its version.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import random
 import re
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,24 +30,39 @@ import requests
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling
-from hybrid_engine.errors import ReshardError, ServerError, StateError
+from hybrid_engine.errors import ComputationError, GenerationError, ReshardError, ServerError, StateError
 from hybrid_engine.serving.clients import HttpServer, PauseMode
-from hybrid_engine.serving.invitation import NO_VERSION
+from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
+from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.states import State
 from tests.harness.launch import Call, Outcomes, Ranks
-from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
 from tests.hybrid_engine.serving.test_servers import config_of, train_step
 from tests.zoo.families import served_config
 
 MODES = ("keep", "wait", "abort")
 LENGTH = 256
+SECRET = "a secret of this server and its trainers"
 SECONDS = 120.0
 """Longest wait for anything."""
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, of two implementations."""
 TELLING = 6
 """Tokens of a span that fit no other version than theirs."""
+
+
+OTHERWISE = {"rms_norm_eps": 0.5, "rope_theta": 3.0}
+"""Settings of config.json that move no weight."""
+STRANGERS = (
+    *(("POST", "pause"), ("POST", "resume"), ("POST", "sleep?level=0"), ("POST", "abort_requests")),
+    *(("POST", "start_weight_update"), ("POST", "update_weights"), ("POST", "finish_weight_update")),
+    *(("POST", "reset_prefix_cache"), ("POST", "reset_mm_cache"), ("POST", "collective_rpc")),
+    *(("POST", "v1/load_lora_adapter"), ("GET", "server_info"), ("DELETE", "health"), ("POST", "no/such/route")),
+)
+"""Requests of somebody who has no token."""
+REFUSED = ("save_sharded_state", "update_environment_variables", "reload_weights", "execute_dummy_batch")
+"""Methods of vLLM's workers that a server lets nobody call."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +234,7 @@ class Run:
 
 def publish_under_load(model: str, url: str, mode: str, load: Load, out: str) -> Run:
     """One trainer publishes while its clients ask; everything is asked of the server, nothing is timed."""
+    os.environ[TOKEN] = SECRET
     said, drawn_without = list[tuple[str, str]](), list[int]()
     server, new, half = HttpServer(url, 60), streams_of(load.num_tokens), load.requests // 2
     server.pause("wait", clear_cache=True)  # earlier trainers may have left it drawing tokens
@@ -255,6 +276,7 @@ def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
     """
     said, is_over, server = list[tuple[str, str]](), threading.Event(), HttpServer(url, 60)
     drawn_before = num_drawn(url)
+    os.environ[TOKEN] = SECRET
     config = config_of(model, [url], {}, release_weights=False, incremental="auto")
     with ActorHybridWorker(config) as worker, Clients(url) as clients, ThreadPoolExecutor(1) as pool:
         # twice as many as the server draws for at once: it is never idle while this process is slow to ask again
@@ -285,7 +307,54 @@ def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
         sending.result()
         clients.wait_for_all_but(0)
         assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+        meet_others(worker, url)
     return Run(clients.streams, [replay(f"{out}/v{at}", clients.streams) for at in range(publishes)], said, [])
+
+
+def meet_others(worker: ActorHybridWorker, url: str) -> None:
+    """Others are refused while these trainers live, unless they take the server; then these get no token of theirs."""
+    others = functools.partial(
+        WeightPublisher, worker.train, [url], config=worker.config.generate_config, job=worker.job
+    )
+    with closing(others()) as publisher, pytest.raises(ServerError, match=r"belongs to job .* whose trainers live"):
+        publisher.publish()
+    assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+    mark = worker.sharding.drawn_with.arguments()
+    body = {"prompt": [5, 6], "max_tokens": LENGTH - 16, "ignore_eos": True, "vllm_xargs": mark}
+    server, drawn_before = HttpServer(url, 60), num_drawn(url)
+    with closing(others(take_over=True)) as publisher, ThreadPoolExecutor(1) as pool:
+        in_flight = pool.submit(server.post, "v1/completions", body)
+        while num_drawn(url) == drawn_before:
+            time.sleep(0.01)
+        publisher.publish()
+        (ended,) = in_flight.result()["choices"]
+        assert ended["finish_reason"] == "abort"
+        assert "the server belongs to job" in ended["stop_reason"]
+        with pytest.raises(GenerationError, match="the server belongs to job"):
+            worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+        with pytest.raises(ServerError, match="was lost in a switch"):
+            worker.sharding.enter(State.INFER)
+        with pytest.raises(ServerError, match=r"belongs to job .* whose trainers live"):
+            worker.sharding.enter(State.INFER)
+        publisher.withdraw()
+    with worker.rollout_context():
+        assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
+
+
+def compute_otherwise(model: str, url: str, out: str, changed: dict[str, Any]) -> str:
+    """Trainers of a model that has the server's shapes and computes something else; what they hear."""
+    os.environ[TOKEN] = SECRET
+    other = Path(out, "model")
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **changed}))
+    with ActorHybridWorker(config_of(str(other), [url], {}, release_weights=False)) as worker:
+        with pytest.raises(ComputationError) as caught:
+            worker.sharding.enter(State.INFER)
+        assert worker.sharding.state is State.TRAIN
+        with pytest.raises(ServerError, match="requests wait: worker 0 has weights whose computation"):
+            HttpServer(url, 60).post("resume")
+    return str(caught.value)
 
 
 def fail_to_publish(worker: ActorHybridWorker, owner: object, call: str) -> None:
@@ -298,6 +367,7 @@ def fail_to_publish(worker: ActorHybridWorker, owner: object, call: str) -> None
 
 def take_over(model: str, url: str, out: str) -> Run:
     """Trainers end while the server has their weights; others publish to it while it draws tokens with them."""
+    os.environ[TOKEN] = SECRET
     config, drawn_before, pause = config_of(model, [url], {}), num_drawn(url), HttpServer.pause
 
     def pause_while_drawing(server: HttpServer, mode: PauseMode, clear_cache: bool) -> None:
@@ -376,11 +446,41 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     model = write_checkpoint(directory / "model", config, random_weights(config, 7, torch.float32))
     arguments = ("--enable-scale-out", "--max-model-len", str(LENGTH))
     # as `vllm serve` does by itself; and without a compiler, which takes a minute at the first request
-    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCH_COMPILE_DISABLE": "1"}
+    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCH_COMPILE_DISABLE": "1", TOKEN: SECRET}
     with serving(model, directory / "server", *FILLED, *PLAIN, *arguments, environment=spawning) as served:
         assert requests.get(f"{served.url}/weight_info", timeout=60).json() == {"weight_version": NO_VERSION}
         assert requests.get(f"{served.url}/is_paused", timeout=60).json() == {"is_paused": True}
+        check_queues(served)
         yield model, served.url
+        check_strangers(served)
+
+
+def check_queues(served: Server) -> None:
+    """The server's queues in shared memory have no name, so that nothing stays when it is killed."""
+    pids = [pid for pids in served.processes().values() for pid in pids]
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    queues = [line for line in lines if "/dev/shm/psm_" in line]
+    assert queues
+    assert all(line.endswith("(deleted)") for line in queues)
+
+
+def check_strangers(served: Server) -> None:
+    """Whoever has no token neither holds up a server nor looks into it; a refusal is a line of its log."""
+    for method, route in STRANGERS:
+        answer = requests.request(method, f"{served.url}/{route}", json={"method": "reset_weights"}, timeout=60)
+        assert answer.status_code == 403, route
+    assert requests.get(f"{served.url}/health", timeout=60).ok
+    before = len(served.log.read_text().splitlines())
+    with mock.patch.dict(os.environ, {TOKEN: SECRET}):
+        for method in REFUSED:
+            with pytest.raises(ServerError, match="is refused"):
+                HttpServer(served.url, 60).post("collective_rpc", {"method": method})
+        with pytest.raises(ServerError, match="not what a server is told"):
+            HttpServer(served.url, 60).init_weight_transfer_engine({"place": "nowhere"})
+    lines = served.log.read_text().splitlines()[before:]
+    refused = [line for line in lines if "refused" in line]
+    assert len(refused) == len(REFUSED) + 1
+    assert len(lines) <= 2 * len(refused), lines  # vLLM's API server says that there was an error
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +490,9 @@ def outcomes(engines: Ranks, server: tuple[str, str], tmp_path_factory: pytest.T
         mode: (publish_under_load, (*server, mode, SMALL, str(tmp_path_factory.mktemp(mode)))) for mode in MODES
     }
     calls["take over"] = (take_over, (*server, str(tmp_path_factory.mktemp("others"))))
+    for key, value in OTHERWISE.items():
+        directory = str(tmp_path_factory.mktemp("otherwise"))
+        calls[key] = (compute_otherwise, (*server, directory, {key: value}))
     calls["off policy"] = (train_meanwhile, (*server, 5, str(tmp_path_factory.mktemp("off-policy"))))
     return engines.launch_in_turn(1, calls, timeout=400)
 
@@ -407,6 +510,13 @@ def test_other_trainers_publish_to_a_server_that_draws_tokens(outcomes: Outcomes
     assert run.in_flight
     check_kept(run)
     assert all(set(stream.labels) == {0, 1} and stream.labels == sorted(stream.labels) for stream in run.in_flight)
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_a_server_that_computes_something_else_draws_no_token(outcomes: Outcomes, key: str) -> None:
+    said = outcomes[key][0]
+    assert "server 0 does not compute what the trainer computes" in said
+    assert "Settings that differ: " in said
 
 
 def test_requests_go_on_while_trainers_train(outcomes: Outcomes) -> None:

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving import publisher as publisher_module
 from hybrid_engine.serving.clients import Server
+from hybrid_engine.serving.comparison import Description
 from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace, Update
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
@@ -46,6 +48,11 @@ class NoWorkers(Server):
 
     def num_workers(self) -> int:
         return 0
+
+    def describe(self) -> str:
+        refusal = "a server without workers computes nothing"
+        description = Description(refusal=refusal, max_length=1, vocab_size=1, settings={})
+        return msgspec.json.encode(description).decode()
 
     def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
         self.calls.append(name)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.server.plugin import NAME
+from hybrid_engine.backends.vllm.server.routes import drawn_with
 from hybrid_engine.errors import ServerError, clipped
 from hybrid_engine.serving.clients import Server
 
@@ -19,7 +20,7 @@ _REQUESTS = {
 }
 """Call -> vLLM's class of what is said in it."""
 
-_OF_THE_ROUTE = ("prompt", "return_token_ids", "return_tokens_as_token_ids")
+_OF_THE_ROUTE = ("prompt", "return_token_ids", "return_tokens_as_token_ids", "vllm_xargs")
 """Keys of a body that sampling parameters do not have."""
 
 
@@ -44,14 +45,24 @@ class AsyncServer(Server):
         said = {name: value for name, value in body.items() if name not in _OF_THE_ROUTE}
         said |= {name: list(value) for name, value in said.items() if isinstance(value, tuple)}  # JSON has no tuples
         kind = internals.OUTPUT_KIND.load().FINAL_ONLY
-        sampling = SamplingParams(**said, output_kind=kind, detokenize=bool(said.get("stop")))
+        asked = body.get("vllm_xargs")
+        sampling = SamplingParams(
+            **said, output_kind=kind, detokenize=bool(said.get("stop")), extra_args=asked and dict(asked)
+        )
         answers = await asyncio.gather(*(self._answer(list(prompt), sampling) for prompt in body["prompt"]))
         return {"choices": [{**choice, "index": at} for at, choice in enumerate(itertools.chain(*answers))]}
 
     async def _answer(self, prompt: list[int], sampling: Any) -> list[dict[str, Any]]:
         async for output in self.engine.generate({"prompt_token_ids": prompt}, sampling, next(self._request_ids)):
             last = output
-        return [_choice(each) for each in sorted(last.outputs, key=lambda each: each.index)]
+        outputs = sorted(last.outputs, key=lambda each: each.index)
+        return [{**_choice(each), **drawn_with(each, sampling.extra_args)} for each in outputs]
+
+    def describe(self) -> str:
+        return str(self._call("collective_rpc", method="hybrid_engine_describe")[0])
+
+    def probe(self, tokens: list[list[int]]) -> str:
+        return str(self._call("collective_rpc", method="hybrid_engine_probe", args=(tokens,))[0])
 
     def num_workers(self) -> int:
         return int(self.engine.vllm_config.parallel_config.world_size_across_dp)

@@ -6,19 +6,21 @@ all workers have the weights of one version. vLLM's scheduler is the one place t
 `resume_scheduler` the one way to open it: `wake_up` calls it too. A pause that waits for running requests does not
 close it before they have ended, so weights change only under a scheduler that runs none.
 
-What vLLM's routes have workers do goes through `collective_rpc`. While weights are away only what brings them goes
-through it; what would change them behind the trainers' back never does. A worker's error is an answer like any other
-there: vLLM would stop reading at the first, and take what other workers answered for that of the next call.
+What vLLM's routes have workers do goes through `collective_rpc`, by name. What brings weights goes through it always,
+and of the rest what is known to leave them as they are, once they are whole; functions of a program that has the engine
+in its own process go through then, too. A worker's error is an answer like any other there: vLLM would stop reading at
+the first, and take what other workers answered for that of the next call.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.errors import StateError, clipped, first_of
+from hybrid_engine.errors import HybridEngineError, StateError, clipped, first_of
 
 _BRING_WEIGHTS = frozenset(
     {
@@ -26,9 +28,7 @@ _BRING_WEIGHTS = frozenset(
         "shutdown_weight_transfer_engine",
     }
 )
-_THE_TRAINERS = frozenset(
-    {"sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model", "start_draft_weight_update"}
-)
+_READ_WEIGHTS = frozenset({"compute_weight_checksums"})
 _WHY_THE_TRAINERS = (
     "weights of this server, and their memory, go and come with its trainers' switches: pause the server, or sleep at "
     "level 0"
@@ -54,10 +54,12 @@ def close_gate(load_format: str) -> None:
         "sleep": _sleep,
         "release_kv_cache_memory": _refuse,
         "add_lora": _with_weights,
+        "add_request": _add_request,
     }
     for name, wrapper in wrappers.items():
         if (original := getattr(core, name, None)) is not None:  # see internals.ASKED_FOR
             setattr(core, name, _wrapped(original, wrapper, load_format))
+    logging.getLogger(core.__module__).addFilter(_in_one_line)
 
 
 def refuse_servers(load_format: str, lacking: Sequence[str]) -> None:
@@ -90,9 +92,12 @@ def _configured(create: Callable[..., Any], load_format: str) -> Callable[..., A
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
+        from hybrid_engine.backends.vllm.server import queues, routes
 
         config = create(self, *args, **kwargs)
         if config.load_config.load_format == load_format:
+            routes.guard_routes()
+            queues.unname_queues()
             config.model_config.logprobs_mode = LOGPROBS_MODE  # as vLLM in the trainers' processes has it
         return config
 
@@ -100,11 +105,12 @@ def _configured(create: Callable[..., Any], load_format: str) -> Callable[..., A
 
 
 def _begin(go_on: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any:
-    from hybrid_engine.backends.vllm.server import receiver
+    from hybrid_engine.backends.vllm.server import ownership, receiver
     from hybrid_engine.serving.invitation import NO_VERSION
 
     found = go_on(vllm_config)
     core._weight_version = NO_VERSION
+    ownership.begin(core)
     core.model_executor.collective_rpc(receiver.begin)
     core._begins_without_weights = True
     scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
@@ -126,26 +132,54 @@ def _call_workers(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
+    from hybrid_engine.backends.vllm.server import ownership, probing
     from hybrid_engine.backends.vllm.server.receiver import answer
 
     if not hasattr(core, "_begins_without_weights"):  # vLLM's own, while the core begins
         return call(method, timeout, args, kwargs)
-    if method in _THE_TRAINERS:
-        raise StateError(f"{method}: {_WHY_THE_TRAINERS}")
+    if method == "hybrid_engine_describe":
+        return [probing.describe(core)]
+    if method == "hybrid_engine_probe":
+        _require_rest(core)
+        return [probing.probe(core, *args)]
     if method == "update_weights":
         _require_rest(core)
         core._reset_caches()  # of whatever ran since the trainers paused it
     if method not in _BRING_WEIGHTS:
+        if not callable(method) and method not in _READ_WEIGHTS:
+            raise StateError(f"{clipped(str(method))} is refused: {_WHY_THE_TRAINERS}")
         _require_weights(core, f"{method} is refused")
     answers = call(answer, timeout, (method, args, kwargs or {}))
     if failures := [f"worker {number}: {why}" for number, (why, _) in enumerate(answers) if why]:
         raise StateError(clipped("\n".join(failures), 4000))
+    if method == "init_weight_transfer_engine":
+        ownership.joined(core, (kwargs or {})["init_info"].get("job", ""))
     return [found for _, found in answers]
 
 
 def _resume(resume: Callable[[], None], core: Any) -> None:
-    core._weight_version = _require_weights(core, "the server stays paused, and requests wait")
+    from hybrid_engine.backends.vllm.server import ownership
+
+    job, version = _require_weights(core, "the server stays paused, and requests wait")
+    ownership.resumes(core, job, version)
     resume()
+
+
+def _add_request(add: Callable[..., None], core: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    from hybrid_engine.backends.vllm.server import ownership
+
+    ownership.add_request(add, core, request, *args, **kwargs)
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Log a refusal of this package without vLLM's traceback to where it was raised."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HybridEngineError):
+        text = " ".join(str(error).split())
+        record.msg, record.args = "%s: refused: %s", (record.getMessage(), clipped(text, 500))
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
 
 
 def _label(label: Callable[[str], None], core: Any, version: str) -> None:
@@ -154,7 +188,7 @@ def _label(label: Callable[[str], None], core: Any, version: str) -> None:
 
     if version == NO_VERSION:
         _require_rest(core)
-    elif version != (own := _require_weights(core, f"version {version!r} is refused")):
+    elif version != (own := _require_weights(core, f"version {version!r} is refused")[1]):
         raise StateError(f"version {version!r} is refused: the weights are of version {own}")
     label(version)
 
@@ -180,16 +214,17 @@ def _with_weights(original: Callable[..., Any], core: Any, *args: Any, **kwargs:
     return original(*args, **kwargs)
 
 
-def _require_weights(core: Any, what: str) -> str:
-    """Their version, the same in all workers; raises StateError, which begins with `what`, where they are not whole."""
+def _require_weights(core: Any, what: str) -> tuple[str, str]:
+    """Their job and version, the same in all workers; raises StateError, which begins with `what`, where they are not
+    whole."""
     from hybrid_engine.backends.vllm.server.receiver import weights_of
 
     answers = core.model_executor.collective_rpc(weights_of)
-    why = [obstacle for obstacle, _ in answers if obstacle]
-    versions = {version for _, version in answers}
+    why = [obstacle for obstacle, _, _ in answers if obstacle]
+    versions = {(job, version) for _, job, version in answers}
     if not why and len(versions) > 1:
-        why = [f"workers have weights of versions {sorted(versions)}"]
+        why = [f"workers have weights of versions {sorted(version for _, version in versions)}"]
     if why:
         raise StateError(f"{what}: {first_of(why, 4)}")
-    (version,) = versions
-    return str(version)
+    ((job, version),) = versions
+    return job, str(version)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +16,13 @@ from hybrid_engine.backends.vllm.prompts import ChatArguments, ModelTokenizer, P
 from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
 from hybrid_engine.backends.vllm.requests import asked_for
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ArgumentError, GenerationError, ServerError, Violation
+from hybrid_engine.errors import ArgumentError, GenerationError, StateError, Violation
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import LIMIT
 from hybrid_engine.ports import Data, NearEnd, Trainer
+from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.serving.answers import Choice, Expected, checked_choices
 from hybrid_engine.serving.clients import named_server
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.roles import NoInference
@@ -54,6 +57,7 @@ class ServedInference:
         self._generate, self._limits = generate, config.hf_config()
         self._longest = generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
         self._turns = itertools.count()
+        self._publisher: WeightPublisher | None = None
         with job.agreement.phase("looking at the servers"):
             self._servers = [
                 named_server(each, generate.timeout_seconds, allow_public=generate.server_allow_public)
@@ -63,7 +67,7 @@ class ServedInference:
     def switch(self, trainer: Trainer, offloader: Offloader) -> WeightPublisher:
         """What takes the place of a `ShardingManager`. Collective."""
         generate = self._generate
-        return WeightPublisher(
+        self._publisher = WeightPublisher(
             trainer,
             self._servers,
             config=generate,
@@ -72,7 +76,9 @@ class ServedInference:
             pause=generate.server_pause,
             address=generate.server_address,
             allow_public=generate.server_allow_public,
+            take_over=generate.server_take_over,
         )
+        return self._publisher
 
     def generate_over_replicas(
         self,
@@ -129,20 +135,27 @@ class ServedInference:
         prompts with their own are asked apart."""
         is_alike = len(set(each)) == 1 and each[0].max_tokens is not None
         size = _PROMPTS_OF_A_REQUEST if is_alike else 1
-        starts = range(0, len(prompts), size)
-        if not starts:
-            return []
-        with ThreadPoolExecutor(min(len(starts), _MOST_REQUESTS)) as pool:
-            asked = [
-                pool.submit(
-                    self._ask,
-                    (self.job.rank + number) % len(self._servers),
-                    prompts[start : start + size],
-                    each[start],
-                )
-                for number, start in enumerate(starts)
-            ]
-            return [of_prompt for each in asked for of_prompt in each.result()]
+        waiting = deque(enumerate(range(0, len(prompts), size)))
+        completed: dict[int, list[list[Completion]]] = {}
+
+        def ask() -> None:
+            while waiting:
+                try:
+                    number, start = waiting.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                server = (self.job.rank + number) % len(self._servers)
+                completed[number] = self._ask(server, prompts[start : start + size], each[start])
+
+        # An executor would be joined when the wait is interrupted, and a silent server would hold that up without end.
+        asking = [in_background(ask, "completions") for _ in range(min(len(waiting), _MOST_REQUESTS))]
+        try:
+            wait(asking)
+        finally:
+            waiting.clear()
+        for answer in asking:
+            answer.result()
+        return [of_prompt for _, of_request in sorted(completed.items()) for of_prompt in of_request]
 
     def _ask(self, number: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         values = {name: value for name, value in asdict(sampling).items() if value is not None}
@@ -151,26 +164,26 @@ class ServedInference:
         values |= {"max_tokens": sampling.max_tokens or self._longest - len(prompts[0])}  # without any, 16 for vLLM
         body = {**values, "prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
         body["return_tokens_as_token_ids"] = True  # a server without a tokenizer makes no text
-        answer = self._servers[number].complete(body)
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != len(prompts) * sampling.n:
-            raise ServerError(f"{len(choices)} completions of {len(prompts)} prompts, {sampling.n} each")
-        unfinished = {choice["finish_reason"] for choice in choices} - {"stop", "length"}
-        if unfinished:
-            raise GenerationError(f"completions ended by {', '.join(map(str, sorted(unfinished, key=str)))}")
+        weights = None if self._publisher is None else self._publisher.drawn_with
+        if weights is None:
+            raise StateError("the servers have no weights of these trainers: generate in a rollout context")
+        body["vllm_xargs"] = weights.arguments()
+        vocab_size = int(self._limits.get("vocab_size") or 2**31)
+        expected = Expected(len(prompts) * sampling.n, values["max_tokens"], vocab_size, sampling.logprobs, weights)
+        choices = checked_choices(self._servers[number].complete(body), expected)
         return [
             [self._completion(choice, prompt, sampling) for choice in choices[at * sampling.n : (at + 1) * sampling.n]]
             for at, prompt in enumerate(prompts)
         ]
 
-    def _completion(self, choice: Mapping[str, Any], prompt: Sequence[int], sampling: Sampling) -> Completion:
+    def _completion(self, choice: Choice, prompt: Sequence[int], sampling: Sampling) -> Completion:
         return Completion(
-            tuple(choice["token_ids"]),
-            tuple(choice["logprobs"]["token_logprobs"]) if sampling.logprobs else (),
-            choice["finish_reason"],
-            choice.get("stop_reason"),
+            tuple(choice.token_ids),
+            tuple(choice.log_probs) if sampling.logprobs else (),
+            choice.finish_reason,
+            choice.stop_reason,
             tuple(prompt),
-            drawn_text=choice["text"] if sampling.stop else None,
+            drawn_text=choice.text if sampling.stop else None,
             tokenizer=self.tokenizer,
             temperature=sampling.temperature or 1.0,
         )

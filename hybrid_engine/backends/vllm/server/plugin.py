@@ -34,3 +34,4 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(NAME, f"{_HERE}.receiver", "HybridEngineReceiver")
     importlib.import_module(f"{_HERE}.capture").register_loader(NAME)
     gate.close_gate(NAME)
+    importlib.import_module(f"{_HERE}.queues").unname_in_children()

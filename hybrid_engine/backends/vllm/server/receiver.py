@@ -19,7 +19,7 @@ from hybrid_engine.backends.vllm.requests import zero_caches
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.weight_memory import SleepingWorker, SleepMode, WeightMemory
-from hybrid_engine.errors import MessageError, StateError
+from hybrid_engine.errors import HybridEngineError, MessageError, StateError
 from hybrid_engine.serving.invitation import Invitation, Update
 from hybrid_engine.serving.receiver import WeightReceiver
 
@@ -89,7 +89,8 @@ class HybridEngineReceiver(_TransferEngine):
         self.receiver.switch(update_info)
 
     def finish_weight_update(self) -> None:
-        """All of an update is in `receive_weights`."""
+        """All of an update but its end is in `receive_weights`."""
+        self.receiver.finish()
 
     def shutdown(self) -> None:
         self.receiver.leave()
@@ -123,11 +124,15 @@ class WorkerCaches:
         zero_caches(self.sleeper.worker.model_runner)
 
 
+class UnreadableCallError(MessageError, ValueError):
+    """What vLLM expects of such a call, as a refusal of this package."""
+
+
 def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
     try:
         return kind.read(values)
     except MessageError as error:
-        raise ValueError(str(error)) from None  # what vLLM expects
+        raise UnreadableCallError(str(error)) from None
 
 
 def begin(worker: Any) -> None:
@@ -136,13 +141,14 @@ def begin(worker: Any) -> None:
         engine.take_worker(getattr(worker, "worker", worker))  # not the wrapper, which only reads through
 
 
-def weights_of(worker: Any) -> tuple[str, int]:
-    """Why this worker of vLLM's can draw no token, "" where it can; and the version of its weights. Called by the gate,
+def weights_of(worker: Any) -> tuple[str, str, int]:
+    """Why this worker of vLLM's can draw no token, "" where it can; job and version of its weights. Called by the gate,
     in each worker; raises nothing."""
     engine = worker.weight_transfer_engine
     if isinstance(engine, HybridEngineReceiver):
-        return engine.receiver.obstacle(), engine.receiver.version
-    return "the load format is hybrid_engine and there is no weight transfer backend of that name: no weights come", -1
+        return engine.receiver.obstacle(), engine.receiver.job, engine.receiver.version
+    why = "the load format is hybrid_engine and there is no weight transfer backend of that name: no weights come"
+    return why, "", -1
 
 
 def answer(worker: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -150,6 +156,8 @@ def answer(worker: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, A
     try:
         call = functools.partial(method, worker) if callable(method) else getattr(worker, method)
         return "", call(*args, **kwargs)
+    except HybridEngineError as error:  # a refusal, which the engine core logs
+        return f"{type(error).__name__}: {error}", None
     except Exception as error:
         logger.exception("%s failed in this worker", method)
         return f"{type(error).__name__}: {error}", None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +25,7 @@ class Engine:
     """As much of a worker's transfer engine as the gate asks for."""
 
     def __init__(self) -> None:
-        self.why, self.version = "no weights yet", -1
+        self.why, self.job, self.version = "no weights yet", "", -1
         self.receiver = self
 
     def obstacle(self) -> str:
@@ -100,6 +103,7 @@ class Arguments:
 class Scheduler:
     def __init__(self, running: list[str]) -> None:
         self.state, self.running = "drawing", running
+        self.requests: dict[str, Any] = {}
 
     def set_pause_state(self, state: Any) -> None:
         self.state = state
@@ -112,6 +116,7 @@ class Core:
         self.collective_rpc("update_max_model_len")
         assert self._initialize_kv_caches(vllm_config) == "blocks"
         self.scheduler, self.batch_queue = vllm_config.scheduler_config.get_scheduler_cls()(running=[]), None
+        self.output_queue = SimpleQueue[tuple[int, Any]]()
 
     def load_plugins(self) -> None:
         """The gate may be closed here."""
@@ -129,7 +134,7 @@ class Core:
         self._weight_version = version
 
     def _reset_caches(self) -> None:
-        self.collective_rpc("reset_encoder_cache")
+        self.model_executor.collective_rpc("reset_encoder_cache")
 
     def is_scheduler_paused(self) -> bool:
         return self.scheduler.state != "drawing"
@@ -142,6 +147,24 @@ class Core:
 
     def add_lora(self, request: object) -> str:
         return "added"
+
+    def add_request(self, request: Any, wave: int = 0) -> None:
+        self.scheduler.requests[request.request_id] = request
+
+    def abort_requests(self, names: list[str]) -> None:
+        for name in names:
+            self.scheduler.requests.pop(name, None)
+
+    def refused(self) -> dict[str, str]:
+        """Requests that were refused since the last call, and why."""
+        found = {}
+        while not self.output_queue.empty():
+            client, outputs = self.output_queue.get()
+            (output,) = outputs.outputs
+            assert (client, outputs.finished_requests) == (7, {output.request_id})
+            assert (output.new_token_ids, str(output.finish_reason)) == ([], "abort")
+            found[output.request_id] = output.stop_reason
+        return found
 
 
 @pytest.fixture(params=["forked", "spawned"])
@@ -170,9 +193,65 @@ def engines_of(core: Any) -> list[Engine]:
     return [worker.weight_transfer_engine for worker in core.model_executor.workers]
 
 
-def fill(core: Any, *versions: int) -> None:
+def fill(core: Any, *versions: int, job: str = "") -> None:
     for engine, version in zip(engines_of(core), versions, strict=True):
-        engine.why, engine.version = "", version
+        engine.why, engine.job, engine.version = "", job, version
+
+
+def ask(core: Any, name: str, **asked: str) -> None:
+    """Add a request, which asks for weights where it says so."""
+    params = SimpleNamespace(extra_args={f"hybrid_engine_{key}": value for key, value in asked.items()} or None)
+    request = {"request_id": name, "client_index": 7, "sampling_params": params, "is_finished": lambda: False}
+    core.add_request(SimpleNamespace(**request))
+
+
+def test_a_request_is_answered_with_the_weights_that_it_asks_for_or_refused(core_of: Callable[[str], Any]) -> None:
+    """Whenever the weights or the job become others: before it arrives, while it waits, and while it runs."""
+    core = core_of(OURS)
+    join = functools.partial(core.collective_rpc, "init_weight_transfer_engine")
+    ask(core, "too early", job="a", version="3")
+    assert core.refused() == {"too early": "the server belongs to job none, and the request asks for job a"}
+    join(kwargs={"init_info": {"job": "a"}})
+    for version in ("3", "4"):
+        ask(core, f"waits for {version}", job="a", version=version)
+    ask(core, "any")
+    ask(core, "any of a", job="a")
+    ask(core, "of b", job="b", version="3")
+    assert core.refused() == {"of b": "the server belongs to job a, and the request asks for job b"}
+    fill(core, 3, 3, job="a")
+    core.resume_scheduler()
+    assert core.refused() == {"waits for 4": "the server has version 3 of job a, and the request asks for version 4"}
+    ask(core, "of 2", job="a", version="2")
+    ask(core, "of 3", job="a", version="3")
+    assert [*core.refused()] == ["of 2"]
+    join(kwargs={"init_info": {"job": "b"}})
+    assert sorted(core.refused()) == ["any of a", "of 3", "waits for 3"]
+    ask(core, "of b", job="b", version="3")
+    assert core.refused() == {"of b": "the server has version 3 of job a, and the request asks for version 3"}
+    assert [*core.scheduler.requests] == ["any"]
+
+
+def test_a_program_with_the_engine_hears_of_a_refusal_at_once(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    del core.output_queue
+    with pytest.raises(StateError, match="belongs to job none"):
+        ask(core, "of a", job="a")
+
+
+def test_a_refused_request_is_one_line_of_the_log(
+    core_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = core_of(OURS)
+    with caplog.at_level("WARNING"):
+        for error in (StateError("no\nweights"), ValueError("a mistake")):
+            try:
+                raise error
+            except Exception:
+                logging.getLogger(type(core).__module__).exception("Invocation of %s method failed", "resume")
+    refusal, mistake = caplog.records
+    assert caplog.handler.format(refusal).splitlines()[1:] == []
+    assert refusal.getMessage() == "Invocation of resume method failed: refused: no weights"
+    assert mistake.exc_info is not None
 
 
 def test_log_probabilities_are_those_of_the_processes_that_train(core_of: Callable[[str], Any]) -> None:
@@ -244,6 +323,8 @@ def test_nobody_else_touches_the_weights(core_of: Callable[[str], Any], name: st
     fill(core, 0, 0)
     with pytest.raises(StateError, match="pause the server"):
         core.collective_rpc(name)
+    with pytest.raises(StateError, match=r"save_sharded_state is refused: .*pause the server"):
+        core.collective_rpc("save_sharded_state", kwargs={"path": "/elsewhere"})
     for call in (core.sleep, core.release_kv_cache_memory):
         with pytest.raises(StateError, match="pause the server"):
             call()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
+from hybrid_engine.serving.invitation import DrawnWith
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
 MODEL = Path(__file__).resolve().parents[4] / "examples" / "gpt_rl" / "model"
 LONGEST = 20
 PROMPTS = [[3, 4, 5], [3, 4]]
+WEIGHTS = DrawnWith(job="trainers", version=3)
 OF_THE_MODEL = {
     **{"temperature": 0.1, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "max_tokens": 2},
     **{"repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_penalty": 1.5},
@@ -42,7 +45,8 @@ class Asked:
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
         logprobs = {"token_logprobs": [-1.0]}
-        choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "stop", "text": ""}
+        drawn = {"job": WEIGHTS.job, "versions": [str(WEIGHTS.version)]}
+        choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "stop", "hybrid_engine": drawn}
         return {"choices": [{**choice, "index": index} for index in range(len(body["prompt"]) * body["n"])]}
 
 
@@ -53,6 +57,7 @@ def served() -> Iterator[tuple[ServedInference, Asked]]:
     with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=torch.device("cpu"))) as job:
         inference, server = ServedInference(config, job), Asked()
         inference._servers = [server]  # type: ignore[list-item]
+        inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
         yield inference, server
 
 
