@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import importlib
-import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,15 +84,7 @@ class Replacement(Internal):
         Raises DependencyError for a missing target, before anything changes. Contexts nest. What somebody else put in
         its place meanwhile stays there: StateError, unless the block ends by an error of its own.
         """
-        module, _, path = self.target.partition(":")
-        if self.otherwise and importlib.util.find_spec(module) is None:
-            module, _, path = self.otherwise.partition(":")
-        *owners, name = path.split(".")
-        try:
-            owner = _find(module, owners) if owner is None else owner
-            original = getattr(owner, name)
-        except AttributeError as error:
-            raise DependencyError(f"{self.target} is missing: not as in vLLM {TESTED_VERSION}") from error
+        owner, name, original = self._place(self.target, owner)
         replacement, is_inherited = build(original), name not in vars(owner)
         setattr(owner, name, replacement)
         try:
@@ -103,6 +94,18 @@ class Replacement(Internal):
         finally:
             if vars(owner).get(name) is replacement:
                 delattr(owner, name) if is_inherited else setattr(owner, name, original)
+
+    def _place(self, target: str, owner: Any) -> tuple[Any, str, Any]:
+        """Return the object that has the target as an attribute, the attribute's name, and the attribute."""
+        module, _, path = target.partition(":")
+        *owners, name = path.split(".")
+        try:
+            place = _find(module, owners) if owner is None else owner
+            return place, name, getattr(place, name)
+        except (ImportError, AttributeError) as error:
+            if self.otherwise and target != self.otherwise:
+                return self._place(self.otherwise, owner)
+            raise DependencyError(f"{self.target} is missing: not as in vLLM {TESTED_VERSION}") from error
 
 
 def _find(module: str, path: Sequence[str]) -> Any:

@@ -223,7 +223,18 @@ def test_an_object_that_is_dropped_replaced_is_collected() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("target", ["string:Template.nothing", "string:Nothing.delimiter"])
+@pytest.mark.parametrize(
+    "target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template.delimiter"]
+)
+def test_what_serves_in_place_of_a_missing_target_is_replaced(target: str) -> None:
+    """Also where the package that has its module is missing, as in older versions."""
+    instead = Replacement(target, "tests", otherwise=TEMPLATE.target)
+    with instead.replaced(lambda before: f"{before}{before}"):
+        assert Template.delimiter == "$$"
+    assert Template.delimiter == "$"
+
+
+@pytest.mark.parametrize("target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template"])
 def test_a_missing_target_raises(target: str) -> None:
     with (
         pytest.raises(DependencyError, match="is missing"),
