@@ -169,8 +169,10 @@ class ServerComparison:
             self._trained = self._trainer.probe(self._asked.tokens)
 
     def tokens(self) -> list[list[int]]:
-        """Token ids that each server is asked for now; none where it was not the trainers' turn."""
-        return [] if self._trained is None or self._asked is None else self._asked.tokens.tolist()
+        """Return the token ids that each server is asked for."""
+        assert self._asked is not None, "it is due"
+        rows: list[list[int]] = self._asked.tokens.tolist()
+        return rows
 
     def require_same(self, answers: Sequence[ServerAnswer]) -> None:
         """Raise ComputationError unless every server's answer is the trainer's but for rounding. On the first rank."""

@@ -317,8 +317,8 @@ def _is_unlocked(path: Path) -> bool:
     if _locked_by.get(path) == os.getpid():
         return False
     try:
-        with path.open("r+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with path.open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same time
     except FileNotFoundError:
         return True
     except BlockingIOError:

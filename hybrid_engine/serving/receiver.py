@@ -95,9 +95,13 @@ class WeightReceiver:
         world = invitation.world(rank, may_end=False)
         owner = self._owner
         if owner is not None and owner.job != invitation.job and not invitation.takes_over and not owner.has_ended():
+            # a job's name begins with the host and the id of its first process
+            is_same_process = owner.job.rpartition("/")[0] == invitation.job.rpartition("/")[0] != ""
+            where = ", in the same process" if is_same_process else ""
+            remedy = "close its earlier worker or publisher" if is_same_process else "end these trainers"
             raise StateError(
-                f"this server belongs to job {owner.job}, whose trainers live, and job {invitation.job} invites it. "
-                "End these trainers, name another server, or take this one: generate_config.server_take_over"
+                f"this server belongs to job {owner.job}, whose trainers live{where}, and job {invitation.job} invites "
+                f"it: {remedy}, name another server, or take this one: generate_config.server_take_over"
             )
         self.leave()
         self._owner = invitation
@@ -149,9 +153,13 @@ class WeightReceiver:
         if self.holds is Holds.UNCOMPARED:
             self.holds = Holds.FILLED
 
-    def obstacle(self) -> str:
-        """Why no token is to be drawn now; "" where the weights are whole."""
-        return "" if self.holds is Holds.FILLED else f"worker {self._index} has {self.holds}"
+    def obstacle(self, also_uncompared: bool = False) -> str:
+        """Return why no token is to be drawn now; "" where the weights are whole.
+
+        With `also_uncompared`, why nothing is to be computed for the trainers that compare.
+        """
+        is_whole = self.holds is Holds.FILLED or (also_uncompared and self.holds is Holds.UNCOMPARED)
+        return "" if is_whole else f"worker {self._index} has {self.holds}"
 
     def leave(self) -> None:
         """Be in no job; weights that are whole stay. Idempotent."""

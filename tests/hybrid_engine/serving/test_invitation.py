@@ -172,6 +172,20 @@ def test_a_place_that_was_closed_is_no_longer_lived_in(place: MeetingPlace) -> N
     assert invitation.has_ended()
 
 
+def test_others_may_ask_at_the_same_time_whether_trainers_live(tmp_path: Path) -> None:
+    path = tmp_path / "alive"
+    path.touch()
+    asks = "import fcntl, sys; file = open(sys.argv[1]); fcntl.lockf(file, fcntl.LOCK_SH); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", asks, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert invitation_module._is_unlocked(path)
+        other.communicate(b"\n")
+        assert other.returncode == 0
+
+
 def test_a_server_takes_the_invitation_of_others_once_its_trainers_have_ended(place: MeetingPlace) -> None:
     """Before, only where these take it over; its own trainers may invite it whenever they like."""
     receiver = WeightReceiver(NoWeights(), NoWeights(), 0, torch.device("cpu"))
@@ -181,6 +195,13 @@ def test_a_server_takes_the_invitation_of_others_once_its_trainers_have_ended(pl
             invitation_to(each, first_rank=0, size=1, settings=settings, job=job, takes_over=takes_over)
             for each, job, takes_over in ((place, "a", False), (other, "b", False), (third, "c", True))
         )
+        receiver.join(replace(own, job="host/1/a"))
+        with pytest.raises(StateError, match=r"live, in the same process, and job .*: close its earlier worker"):
+            receiver.join(replace(others, job="host/1/b"))
+        with pytest.raises(StateError, match="live, and job host/2/b invites it: end these trainers"):
+            receiver.join(replace(others, job="host/2/b"))
+        receiver.leave()
+        receiver._owner = None
         receiver.join(own)
         receiver.switch(Update(name=own.name, to="infer", version=3))
         with pytest.raises(StateError, match="belongs to job a, whose trainers live, and job b invites it"):

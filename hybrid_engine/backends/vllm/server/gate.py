@@ -28,7 +28,7 @@ _BRING_WEIGHTS = frozenset(
         "shutdown_weight_transfer_engine",
     }
 )
-_READ_WEIGHTS = frozenset({"compute_weight_checksums"})
+_READ_WEIGHTS = frozenset({"compute_weight_checksums", "get_model_inspection"})
 _WHY_THE_TRAINERS = (
     "weights of this server, and their memory, go and come with its trainers' switches: pause the server, or sleep at "
     "level 0"
@@ -141,12 +141,15 @@ def _call_workers(
         return [probing.describe(core)]
     if method == "hybrid_engine_probe":
         _require_rest(core)
+        _require_weights(core, "there is nothing to compare", also_uncompared=True)
         return [probing.probe(core, *args)]
     if method == "update_weights":
         _require_rest(core)
         core._reset_caches()  # of whatever ran since the trainers paused it
     if method not in _BRING_WEIGHTS:
-        if not callable(method) and method not in _READ_WEIGHTS:
+        # a request over HTTP carries no function, so `LLM.apply_model` is a call of the program with the engine
+        is_of_the_program = callable(method) or (method == "apply_model" and bool(args) and callable(args[0]))
+        if not is_of_the_program and method not in _READ_WEIGHTS:
             raise StateError(f"{clipped(str(method))} is refused: {_WHY_THE_TRAINERS}")
         _require_weights(core, f"{method} is refused")
     answers = call(answer, timeout, (method, args, kwargs or {}))
@@ -214,12 +217,15 @@ def _with_weights(original: Callable[..., Any], core: Any, *args: Any, **kwargs:
     return original(*args, **kwargs)
 
 
-def _require_weights(core: Any, what: str) -> tuple[str, str]:
-    """Their job and version, the same in all workers; raises StateError, which begins with `what`, where they are not
-    whole."""
+def _require_weights(core: Any, what: str, also_uncompared: bool = False) -> tuple[str, str]:
+    """Return the job and version of the weights, the same in all workers.
+
+    Raises StateError, which begins with `what`, where they are not whole, or where trainers have yet to compare what is
+    computed with them, unless `also_uncompared`.
+    """
     from hybrid_engine.backends.vllm.server.receiver import weights_of
 
-    answers = core.model_executor.collective_rpc(weights_of)
+    answers = core.model_executor.collective_rpc(weights_of, args=(also_uncompared,))
     why = [obstacle for obstacle, _, _ in answers if obstacle]
     versions = {(job, version) for _, job, version in answers}
     if not why and len(versions) > 1:

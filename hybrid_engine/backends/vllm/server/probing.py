@@ -18,6 +18,9 @@ from hybrid_engine.backends.vllm.requests import probe_limits
 from hybrid_engine.errors import StateError
 from hybrid_engine.serving.comparison import token_ids
 
+_QUEUES = ("waiting", "skipped_waiting")
+"""Of vLLM's scheduler, with requests that do not run; the second up to vLLM 0.29."""
+
 
 def describe(core: Any) -> str:
     """What the server can compute: JSON of a `serving.comparison.Description`."""
@@ -45,14 +48,17 @@ def _alone(core: Any) -> Iterator[None]:
     scheduler = core.scheduler
     if getattr(scheduler, "kv_holding_waiting", None):
         raise StateError("requests wait that hold blocks of a KV connector")
-    waiting, state = scheduler.waiting, scheduler.pause_state
-    scheduler.waiting = type(waiting)()
+    state = scheduler.pause_state
+    queues = {name: getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)}
+    for name, queue in queues.items():
+        setattr(scheduler, name, type(queue)())
     scheduler.set_pause_state(internals.UNPAUSED.load())
     try:
         yield
     finally:
         scheduler.set_pause_state(state)
-        scheduler.waiting = waiting
+        for name, queue in queues.items():
+            setattr(scheduler, name, queue)
 
 
 def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:

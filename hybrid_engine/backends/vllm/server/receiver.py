@@ -141,12 +141,14 @@ def begin(worker: Any) -> None:
         engine.take_worker(getattr(worker, "worker", worker))  # not the wrapper, which only reads through
 
 
-def weights_of(worker: Any) -> tuple[str, str, int]:
-    """Why this worker of vLLM's can draw no token, "" where it can; job and version of its weights. Called by the gate,
-    in each worker; raises nothing."""
+def weights_of(worker: Any, also_uncompared: bool = False) -> tuple[str, str, int]:
+    """Return why this worker of vLLM's can draw no token, "" where it can; and job and version of its weights.
+
+    Called by the gate, in each worker; raises nothing. See `WeightReceiver.obstacle`.
+    """
     engine = worker.weight_transfer_engine
     if isinstance(engine, HybridEngineReceiver):
-        return engine.receiver.obstacle(), engine.receiver.job, engine.receiver.version
+        return engine.receiver.obstacle(also_uncompared), engine.receiver.job, engine.receiver.version
     why = "the load format is hybrid_engine and there is no weight transfer backend of that name: no weights come"
     return why, "", -1
 

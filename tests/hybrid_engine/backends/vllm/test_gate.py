@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.server import probing
 from hybrid_engine.backends.vllm.server.gate import close_gate, refuse_servers
 from hybrid_engine.errors import DependencyError, StateError
 
@@ -26,10 +27,11 @@ class Engine:
 
     def __init__(self) -> None:
         self.why, self.job, self.version = "no weights yet", "", -1
+        self.is_uncompared = False
         self.receiver = self
 
-    def obstacle(self) -> str:
-        return self.why
+    def obstacle(self, also_uncompared: bool = False) -> str:
+        return "" if self.is_uncompared and also_uncompared else self.why
 
     def take_worker(self, worker: object) -> None:
         self.worker = worker
@@ -340,6 +342,53 @@ def test_nothing_reads_weights_that_are_not_there(core_of: Callable[[str], Any])
     fill(core, 0, 0)
     assert core.collective_rpc("compute_weight_checksums") == ["compute_weight_checksums"] * 2
     assert core.add_lora("request") == "added"
+
+
+def test_a_program_with_the_engine_looks_at_its_model_and_calls_its_functions(core_of: Callable[[str], Any]) -> None:
+    core = core_of(OURS)
+    calls = [("get_model_inspection", ()), ("apply_model", (type,))]
+    for name, args in calls:
+        with pytest.raises(StateError, match="is refused: no weights yet"):
+            core.collective_rpc(name, args=args)
+    fill(core, 0, 0)
+    for name, args in calls:
+        assert core.collective_rpc(name, args=args) == [name] * 2
+    for given in ((), ("type",)):
+        with pytest.raises(StateError, match="apply_model is refused"):
+            core.collective_rpc("apply_model", args=given)
+
+
+def test_trainers_compare_weights_that_all_workers_have(
+    core_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_of(OURS)
+    monkeypatch.setattr(probing, "probe", lambda core, tokens: f"of {tokens}")
+    first, second = engines_of(core)
+    first.is_uncompared = True
+    with pytest.raises(StateError, match="there is nothing to compare: no weights yet"):
+        core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],))
+    second.is_uncompared = True
+    assert core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],)) == ["of [[1, 2]]"]
+    with pytest.raises(StateError, match="no weights yet"):
+        core.resume_scheduler()
+    first.is_uncompared = second.is_uncompared = False
+    fill(core, 3, 3)
+    assert core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],)) == ["of [[1, 2]]"]
+
+
+@pytest.mark.parametrize("names", [("waiting",), ("waiting", "skipped_waiting")])
+def test_what_waits_does_not_run_while_trainers_compare(names: tuple[str, ...]) -> None:
+    scheduler = Scheduler(running=[])
+    scheduler.pause_state = scheduler.state = "paused"
+    queues = {name: [f"request of {name}"] for name in names}
+    vars(scheduler).update(queues)
+    with pytest.raises(ValueError, match="while it computes"), probing._alone(SimpleNamespace(scheduler=scheduler)):
+        assert [getattr(scheduler, name) for name in names] == [[] for _ in names]
+        assert scheduler.state != "paused"
+        raise ValueError("while it computes")
+    assert {name: getattr(scheduler, name) for name in names} == queues
+    assert scheduler.state == "paused"
+    assert names == ("waiting", "skipped_waiting") or not hasattr(scheduler, "skipped_waiting")
 
 
 def test_a_vllm_that_lacks_what_servers_need_refuses_them_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
