@@ -28,12 +28,15 @@ from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested
 from hybrid_engine.integrations.accelerated import answers, check, engine_around, with_own
+from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.switch.states import State
 
 TESTED_VERSION = "1.16"
 """Of TRL, with any number behind it: what is replaced here is not among the names that TRL keeps."""
 
 INSTALL = "hybrid-engine[trl]"
+
+_SECONDS_FOR_AN_ANSWER = 60.0
 
 
 @contextmanager
@@ -163,9 +166,15 @@ class WeightTransfer:
     def init_weight_transfer(self) -> None:
         if self._trainer is None:
             raise StateError("WeightTransfer has no trainer: call attach(trainer) on all ranks before trainer.train()")
-        client = self._trainer.vllm_client
-        client.wait_for_server_ready()
-        found = client.get_server_info().get("load_config", {}).get("load_format")
+        self._trainer.vllm_client.wait_for_server_ready()
+        # not by TRL's client, which has no proof for a server that asks for one
+        server = HttpServer(
+            self._trainer.args.vllm_server_base_url,
+            _SECONDS_FOR_AN_ANSWER,
+            allow_public=self._config.get("server_allow_public", False),
+        )
+        settings = server.get("server_info?config_format=json")["vllm_config"]
+        found = settings.get("load_config", {}).get("load_format")
         if found != NAME:
             remedy = f"""Start it with --load-format {NAME} --weight-transfer-config '{{"backend": "{NAME}"}}'"""
             raise ConfigError([Violation("vllm_server_base_url", f"its server has load format {found}", remedy)])

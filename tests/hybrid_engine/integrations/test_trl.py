@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from requests import PreparedRequest, Response
+from requests.adapters import HTTPAdapter
 
 from hybrid_engine.errors import ConfigError, DependencyError, HybridEngineError, StateError
 from hybrid_engine.integrations import accelerated, require_tested
 from hybrid_engine.integrations import trl as ours
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import HttpServer
+from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_request
 from tests.harness.launch import Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.integrations.installed import pretend
@@ -376,19 +379,34 @@ def test_images_of_one_rank_end_the_rollout_of_all(ranks: Ranks) -> None:
 
 
 def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asks a server what it is as whoever has the token does."""
     pretend(monkeypatch, f"{ours.TESTED_VERSION}.0")
     transfer = ours.WeightTransfer(server_max_lag=4)
     with pytest.raises(StateError, match="call attach"):
         transfer.init_weight_transfer()
     arguments = SimpleNamespace(vllm_server_base_url="http://127.0.0.1:8000", weight_sync_steps=2)
-    info = {"load_config": {"load_format": "auto"}}
-    client = SimpleNamespace(wait_for_server_ready=lambda: None, get_server_info=lambda: info)
+    monkeypatch.setenv(TOKEN, "secret")
+    sent: list[Any] = []
+
+    def send(adapter: HTTPAdapter, request: PreparedRequest, **_: Any) -> Response:
+        sent.append(request)
+        response = Response()
+        response.status_code = 200
+        response._content = b'{"vllm_config": {"load_config": {"load_format": "auto"}}}'
+        return response
+
+    monkeypatch.setattr(HTTPAdapter, "send", send)
+    client = SimpleNamespace(wait_for_server_ready=lambda: None)
     trainer = SimpleNamespace(accelerator=accelerator(), args=arguments, model=SimpleNamespace(), vllm_client=client)
     transfer.attach(trainer)
     assert transfer._config["servers"] == ["http://127.0.0.1:8000"]
     assert transfer._config["server_max_lag"] == 4, "the caller's come last"
     with pytest.raises(ConfigError, match=r"load format auto\. Start it with --load-format hybrid_engine"):
         transfer.init_weight_transfer()
+    target = "/server_info?config_format=json"
+    assert [(request.path_url, request.headers[PROOF_HEADER]) for request in sent] == [
+        (target, proof_of_request("GET", target, b""))
+    ]
     trainer.model.peft_config = {"default": object()}
     with pytest.raises(ConfigError, match="TRL adds LoRA to the weights while it sends them"):
         transfer.attach(trainer)

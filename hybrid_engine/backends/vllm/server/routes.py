@@ -20,14 +20,15 @@ from hybrid_engine.serving.invitation import JOB, PROOF_HEADER, TOKEN, VERSION, 
 
 _READ_BY_ALL = frozenset(
     {
-        *("/health", "/ping", "/load", "/version", "/metrics", "/v1/models", "/openapi.json", "/docs", "/redoc"),
-        *("/weight_info", "/is_paused", "/is_sleeping"),
+        *("/health", "/ping", "/load", "/version", "/metrics", "/metrics/", "/v1/models", "/openapi.json"),
+        *("/docs", "/redoc", "/weight_info", "/is_paused", "/is_sleeping"),
     }
 )
 _ASKED_BY_ALL = frozenset(
     {
         *("/v1/completions", "/v1/completions/render", "/v1/chat/completions", "/v1/chat/completions/render"),
-        *("/v1/responses", "/v1/messages", "/inference/v1/generate", "/tokenize", "/detokenize"),
+        *("/v1/responses", "/v1/responses/render", "/v1/messages", "/v1/messages/render", "/v1/messages/count_tokens"),
+        *("/inference/v1/generate", "/tokenize", "/detokenize"),
     }
 )
 _MOST_BYTES = 1 << 20
@@ -60,9 +61,13 @@ def drawn_with(output: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if not asked or JOB not in asked:
         return {}
+    drawn: dict[str, Any] = {"job": asked[JOB]}
     spans = getattr(output, "weight_versions", None)
-    versions = [asked.get(VERSION)] if spans is None else sorted({span.version for span in spans})
-    return {"hybrid_engine": {"job": asked[JOB], "versions": versions}}
+    if spans is not None:
+        drawn["versions"] = sorted({span.version for span in spans})
+    elif VERSION in asked:
+        drawn["versions"] = [asked[VERSION]]
+    return {"hybrid_engine": drawn}
 
 
 def _labelled(answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +135,8 @@ class RouteGuard:
 
 def _is_open(scope: Mapping[str, Any]) -> bool:
     path, method = scope["path"].removeprefix(scope.get("root_path", "")), scope.get("method")
+    if method == "OPTIONS":  # a browser asks first, and can prove nothing
+        return True
     return (method in ("GET", "HEAD") and path in _READ_BY_ALL) or (method == "POST" and path in _ASKED_BY_ALL)
 
 
