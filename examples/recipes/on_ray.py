@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 import yaml
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -105,16 +105,22 @@ def train(group: PlacementGroup, ranks: int, server: Any, config: str, out: Path
 def wait_for(server: Any, seconds: float = SECONDS_TO_START) -> None:
     """Wait until the server is up, which Ray may be starting anew.
 
-    Raises RayActorError, with the cause, where its constructor fails or it is not up in time.
+    Raises RayActorError, with the cause, where its constructor fails, and ServerError where it is not up in time.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
             ray.get(server.num_workers.remote(), timeout=max(deadline - time.monotonic(), 0))
             return
-        except RayActorError as error:
-            if error.actor_init_failed or time.monotonic() > deadline:
+        except (GetTimeoutError, RayActorError) as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
                 raise
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the server was not up within {seconds:.0f} s ({type(error).__name__}: {error}). `ray status` "
+                    "says whether a node has room for it, and the actor's log what it does; raise SECONDS_TO_START if "
+                    "it needs longer"
+                ) from error
             time.sleep(1)
 
 

@@ -54,6 +54,12 @@ class Choice(msgspec.Struct, frozen=True):
         """Of its tokens; empty where the answer has none."""
         return [] if self.logprobs is None else self.logprobs.token_logprobs
 
+    @property
+    def refusal(self) -> str:
+        """Why the server refused the request; empty where it did not. vLLM itself aborts without a reason."""
+        is_refused = self.finish_reason == "abort" and self.stop_reason is not None
+        return clipped(str(self.stop_reason), 500) if is_refused else ""
+
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[Choice]
@@ -81,15 +87,17 @@ class Expected:
 def checked_choices(answer: object, expected: Expected) -> list[Choice]:
     """Return the choices, ordered by index.
 
-    Raises GenerationError where the server ended a completion early, or computed NaN; ServerError naming everything
-    else that is not as expected.
+    Raises GenerationError where the server ended a completion early, or computed NaN; ServerError where it refused the
+    request, with its reason, and naming everything else that is not as expected.
     """
     try:
         choices = msgspec.convert(answer, _Answer).choices
     except (msgspec.ValidationError, RecursionError) as error:
         raise ServerError(f"the answer is not one of /v1/completions: {clipped(str(error), 500)}") from None
-    if ended := sorted({_ending(choice) for choice in choices} - {"stop", "length"}):
-        raise GenerationError(f"completions ended by {first_of(ended, 3, '; ')}")
+    if refused := sorted({choice.refusal for choice in choices} - {""}):
+        raise ServerError(f"the server refused the request: {first_of(refused, 3, '; ')}")
+    if ended := sorted({choice.finish_reason for choice in choices} - {"stop", "length"}):
+        raise GenerationError(f"completions ended by {first_of(ended, 3)}")
     choices = sorted(choices, key=lambda choice: choice.index)
     problems = [problem for choice in choices for problem in _problems(choice, expected)]
     if [choice.index for choice in choices] != list(range(expected.num_choices)):
@@ -108,12 +116,6 @@ def checked_choices(answer: object, expected: Expected) -> list[Choice]:
                     "with weights or caches that have such values"
                 )
     return choices
-
-
-def _ending(choice: Choice) -> str:
-    """Why a choice ended; with the server's reason where it refused or aborted it."""
-    is_plain = choice.finish_reason in ("stop", "length") or choice.stop_reason is None
-    return choice.finish_reason if is_plain else f"{choice.finish_reason}: {clipped(str(choice.stop_reason), 500)}"
 
 
 def _problems(choice: Choice, expected: Expected) -> Iterator[str]:

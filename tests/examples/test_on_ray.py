@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from examples.gpt_rl.train import run_files
 from examples.recipes import on_ray
+from hybrid_engine.errors import ServerError
 from hybrid_engine.serving.invitation import TOKEN
 from tests.examples.launched import short_config
 from tests.harness.launch import REPO_ROOT
@@ -43,7 +44,8 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_server_that_cannot_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error comes at once where its constructor failed, and in time where Ray starts it anew without end."""
+    """Its error comes at once where its constructor failed, and in time where Ray starts it anew without end, or never
+    finds room for it."""
     failed, lost = RayActorError(error_msg="no such model", actor_init_failed=True), RayActorError(error_msg="lost")
     answers: list[object] = []
 
@@ -61,8 +63,11 @@ def test_a_server_that_cannot_start_is_not_waited_for(monkeypatch: pytest.Monkey
     answers += [lost, failed]
     with pytest.raises(RayActorError, match="no such model"):
         on_ray.wait_for(server)
-    with pytest.raises(RayActorError, match="lost"):
+    with pytest.raises(ServerError, match=r"not up within 0 s \(RayActorError: .*lost"):
         on_ray.wait_for(server, 0.05)
+    answers.append(GetTimeoutError("pending"))
+    with pytest.raises(ServerError, match=r"not up within 0 s \(GetTimeoutError: pending\)\. `ray status` says"):
+        on_ray.wait_for(server, 0)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ A real `ServedInference` asks a real HTTP server, which answers whatever a case 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Sampling, load_config
+from hybrid_engine.backends.vllm.server import inference as server_inference
 from hybrid_engine.backends.vllm.server.inference import ServedInference
 from hybrid_engine.errors import GenerationError, ServerError
 from hybrid_engine.ranks.job import Job
@@ -153,6 +155,7 @@ WRONG: dict[str, bytes] = {
     "deep JSON": DEEP,
     "empty": b"",
     "aborted": first(finish_reason="abort"),
+    "refused": first(finish_reason="abort", stop_reason="the server belongs to job host/2/def"),
     "unfinished": first(finish_reason=None),
     "weights of another job": first(hybrid_engine=OF_ANOTHER),
     "weights of another version": first(hybrid_engine={"job": WEIGHTS.job, "versions": ["3", "4"]}),
@@ -194,6 +197,25 @@ def test_a_wrong_answer_is_an_error_with_a_name(served: tuple[ServedInference, S
     with pytest.raises((GenerationError, ServerError)):
         ask(inference)
     assert time.monotonic() - started < SECONDS
+
+
+def test_after_a_failure_nothing_more_is_asked_for(
+    served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inference, _ = served
+    num_asked = itertools.count()
+
+    def fail_first(number: int, prompts: object, sampling: object) -> list[Any]:
+        if next(num_asked) == 0:
+            raise ServerError("no memory")
+        time.sleep(0.1)
+        return []
+
+    monkeypatch.setattr(server_inference, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(inference, "_ask", fail_first)
+    with pytest.raises(ServerError, match="no memory"):
+        inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MOST, seed=1))
+    assert next(num_asked) < 20
 
 
 def test_the_key_of_a_server_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ import requests
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling
-from hybrid_engine.errors import ComputationError, GenerationError, ReshardError, ServerError, StateError
+from hybrid_engine.errors import ComputationError, ReshardError, ServerError, StateError
 from hybrid_engine.serving.clients import HttpServer, PauseMode
 from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
 from hybrid_engine.serving.publisher import WeightPublisher
@@ -330,7 +330,7 @@ def meet_others(worker: ActorHybridWorker, url: str) -> None:
         (ended,) = in_flight.result()["choices"]
         assert ended["finish_reason"] == "abort"
         assert "the server belongs to job" in ended["stop_reason"]
-        with pytest.raises(GenerationError, match="the server belongs to job"):
+        with pytest.raises(ServerError, match="the server belongs to job"):
             worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
         with pytest.raises(ServerError, match="was lost in a switch"):
             worker.sharding.enter(State.INFER)

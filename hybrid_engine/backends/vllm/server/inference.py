@@ -145,7 +145,11 @@ class ServedInference:
                 except IndexError:  # another thread took the last one
                     return
                 server = (self.job.rank + number) % len(self._servers)
-                completed[number] = self._ask(server, prompts[start : start + size], each[start])
+                try:
+                    completed[number] = self._ask(server, prompts[start : start + size], each[start])
+                except BaseException:
+                    waiting.clear()  # the call fails: what nobody has asked for yet is not to be drawn
+                    raise
 
         # An executor would be joined when the wait is interrupted, and a silent server would hold that up without end.
         asking = [in_background(ask, "completions") for _ in range(min(len(waiting), _MOST_REQUESTS))]
