@@ -107,6 +107,7 @@ def live_config(
             weights_only=optimizer is None,
             own_loop=True,
             own_weights=True,
+            num_mtp_layers=megatron.config_of(chunks[0]).mtp_num_layers or 0,
             directory=directory,
         )
     except ConfigError as error:

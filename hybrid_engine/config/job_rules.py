@@ -143,12 +143,12 @@ def _key_of(key: str) -> str:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory_plan(config: HybridConfig, world_size: int) -> MemoryPlan:
-    """Plan the device memory of each phase of a job.
+def memory_plan(config: HybridConfig, world_size: int, num_mtp_layers: int | None = None) -> MemoryPlan:
+    """Plan the device memory of each phase of a job. `num_mtp_layers`: see `load_config`.
 
     Frozen parameters count as trained ones. Raises ConfigError where no plan is made: for FSDP2, and with adapters.
     """
-    generate, job = config.generate_config, JobContext.of(config, world_size)
+    generate, job = config.generate_config, JobContext.of(config, world_size, num_mtp_layers)
     if found := list(_not_planned(config)):
         raise ConfigError(found)
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
@@ -169,14 +169,14 @@ def watches_memory(config: HybridConfig) -> bool:
     return is_asked and not any(_not_planned(config))
 
 
-def memory_violations(config: HybridConfig, world_size: int) -> Iterator[Violation]:
+def memory_violations(config: HybridConfig, world_size: int, num_mtp_layers: int | None = None) -> Iterator[Violation]:
     """Find phases over the budget in a configuration that keeps all other rules."""
     if config.device_budget_gib is None:
         return
     if found := list(_not_planned(config)):
         yield from found
         return
-    for phase in memory_plan(config, world_size).over_budget():
+    for phase in memory_plan(config, world_size, num_mtp_layers).over_budget():
         rank, needed = phase.largest_rank, phase.total.max() / GIB
         problem = f"{config.device_budget_gib:g}, but the phase {phase.name} takes {needed:.3g} GiB on rank {rank}"
         yield Violation("device_budget_gib", problem, "Raise it, spread the models over more ranks, or offload more")

@@ -60,6 +60,7 @@ def load_config(
     weights_only: bool = False,
     own_loop: bool = False,
     own_weights: bool = False,
+    num_mtp_layers: int | None = None,
     directory: Path | None = None,
 ) -> HybridConfig:
     """Read and check a configuration.
@@ -69,6 +70,7 @@ def load_config(
         world_size: number of ranks; default: WORLD_SIZE of the environment, which torchrun sets.
         weights_only, own_loop: see `broken_rules`.
         own_weights: the caller brings the weights: the model's directory needs none.
+        num_mtp_layers: that the trainer has; default: those of the model.
         directory: where relative paths of a mapping begin; default: the working directory. Those of a file begin at the
             file's directory.
 
@@ -90,7 +92,9 @@ def load_config(
         raise ConfigError([*found, *error.findings], file) from error
     if found:
         raise ConfigError(found, file)
-    violations = find_violations(config, num_ranks, weights_only=weights_only, own_loop=own_loop)
+    violations = find_violations(
+        config, num_ranks, weights_only=weights_only, own_loop=own_loop, num_mtp_layers=num_mtp_layers
+    )
     if not (own_weights or config.random_weights):
         violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
@@ -154,20 +158,25 @@ def _missing_weights(model: Path, key: str) -> list[Violation]:
 
 
 def find_violations(
-    config: HybridConfig, world_size: int, *, weights_only: bool = False, own_loop: bool = False
+    config: HybridConfig,
+    world_size: int,
+    *,
+    weights_only: bool = False,
+    own_loop: bool = False,
+    num_mtp_layers: int | None = None,
 ) -> list[Violation]:
     """Everything that makes this configuration impossible on `world_size` ranks; empty when it is sound.
 
-    `weights_only`, `own_loop`: see `broken_rules`.
+    `weights_only`, `own_loop`: see `broken_rules`; `num_mtp_layers`: see `load_config`.
     """
     try:
-        context = JobContext.of(config, world_size)
+        context = JobContext.of(config, world_size, num_mtp_layers)
         found = broken_rules(context, weights_only=weights_only, own_loop=own_loop)
         if not found and config.critic_config is not None:
             found = critic_violations(critic_of(config, world_size))
     except ConfigError as error:
         return list(error.findings)
-    return found or list(memory_violations(config, world_size))
+    return found or list(memory_violations(config, world_size, num_mtp_layers))
 
 
 SHORT_KEYS = {

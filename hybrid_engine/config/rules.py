@@ -6,7 +6,7 @@ A rule of training looks at a `TrainingContext`, a rule of inference at a `JobCo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
@@ -39,9 +39,14 @@ class JobContext(TrainingContext):
     generate: GenerateConfig
 
     @classmethod
-    def of(cls, config: HybridConfig, world_size: int) -> JobContext:
-        """Raises ConfigError for a model without a table."""
+    def of(cls, config: HybridConfig, world_size: int, num_mtp_layers: int | None = None) -> JobContext:
+        """Raises ConfigError for a model without a table.
+
+        `num_mtp_layers`: that the trainer has, where it is not the model's number. vLLM has none.
+        """
         table, _ = read_model(config.model)
+        if num_mtp_layers is not None:
+            table = replace(table, dims=replace(table.dims, num_mtp_layers=num_mtp_layers))
         return cls(config.actor_config, table, world_size, config.generate_config)
 
     @cached_property

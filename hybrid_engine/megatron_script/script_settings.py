@@ -201,6 +201,7 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
         args.world_size,
         own_loop=True,  # Megatron's
         own_weights=True,
+        num_mtp_layers=args.mtp_num_layers or 0,
         directory=_directory(options),
     )
 

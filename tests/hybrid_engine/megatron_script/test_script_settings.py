@@ -22,7 +22,7 @@ from hybrid_engine.probes import Attention, Rotary
 from megatron_patches.engines import ReshardingOptions
 from megatron_patches.errors import ScriptError
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
-from tests.zoo.families import write_config
+from tests.zoo.families import served_config, write_config
 
 
 @pytest.fixture
@@ -77,6 +77,26 @@ def test_a_hybrid_pattern_is_compared_with_the_model(files: dict[str, Path]) -> 
         read_settings(script_of(options, core, hybrid_layer_pattern="*-"))
     with pytest.raises(ConfigError, match=r"hybrid_layer_pattern: Mamba layers \(M\)"):
         read_settings(script_of(options, core, hybrid_layer_pattern="M-*-"))
+
+
+def test_a_layout_may_go_without_the_models_mtp_layer(files: dict[str, Path]) -> None:
+    model = served_config("deepseek_v3", num_hidden_layers=4, num_nextn_predict_layers=1)
+    write_config(files["model"], model)
+    sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 2}
+    args = {"num_experts": model["n_routed_experts"], "rotary_base": model["rope_theta"], **sizes}
+    options = ReshardingOptions(enabled=True, config=files["config"])
+    core = transformer_config(model, mtp_num_layers=None)
+
+    def read(layout: str, num_mtp_layers: int | None) -> None:
+        changes = {"pipeline_model_parallel_layout": layout, "mtp_num_layers": num_mtp_layers}
+        read_settings(script_of(options, core, **args, **changes))
+
+    read("Ett|ttL", None)
+    read("Ett|ttmL", 1)
+    with pytest.raises(ConfigError, match="0 MTP layers"):
+        read("Ett|ttL", 1)
+    with pytest.raises(ConfigError, match="1 MTP layers"):
+        read("Ett|ttmL", None)
 
 
 def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
