@@ -181,8 +181,13 @@ def _latent_attention(
         setattr(changed, field, getattr(described, field))
         return any(differences(latent_attention(changed), built))
 
-    live = dict.fromkeys(getattr(args, "attention", {}).values())
-    if live and not any(found for attention in live for found in differences(attention, wanted)):
+    def completed(attention: Attention) -> Attention:
+        """What cannot be read of a live module is as its settings have it."""
+        read = attention if attention.scale is not None else replace(built, rotary=attention.rotary)
+        return read if read.rotary is not None else replace(read, rotary=built.rotary)
+
+    live = dict.fromkeys(map(completed, getattr(args, "attention", {}).values())) or {built: None}
+    if not any(found for attention in live for found in differences(attention, wanted)):
         return
     if any(differences(built, wanted)):
         other = [field for field in _LATENT if getattr(config, field) != getattr(described, field)]

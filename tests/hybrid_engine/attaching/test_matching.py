@@ -210,6 +210,15 @@ def test_live_latent_attention_comes_before_its_settings() -> None:
     assert found.key == "MLASelfAttention, the scale of attention scores"
 
 
+@pytest.mark.parametrize("unread", [{"scale": None}, {"scale": None, "rotary": None}])
+def test_settings_stand_for_what_live_latent_attention_does_not_show(unread: dict[str, None]) -> None:
+    for mscale, keys in {1.0: [], 0.5: ["TransformerConfig.mscale_all_dim"]}.items():
+        config = transformer_config(V3, kv_channels=64, mscale_all_dim=mscale)
+        live = replace(latent_attention(config), **unread)
+        args = Namespace(**{**ARGS, "mtp_num_layers": 1, "attention": {0: live}})
+        assert [found.key for found in model_mismatches(table_for(V3), args, config, LIVE)] == keys
+
+
 def test_what_the_table_cannot_build_is_refused() -> None:
     assert of_model(served_config("deepseek_v3", norm_topk_prob=False)) == {"model"}
 
