@@ -7,6 +7,7 @@ key changes what vLLM computes, and nothing else. So vLLM is given a config obje
     with reads.checked():
         ...                              vLLM makes its configuration and constructs the model
     reads.require_known(model)           before any weight is sent
+    reads.stop()                         before forward passes, which may be compiled
 
 Only keys that the family's schema (models/config_json.py) lacks are recorded, and most files have none that vLLM reads.
 A read that gives what it would give without the key changes nothing and is not reported.
@@ -58,11 +59,13 @@ class ConfigReads:
         self._unknown: set[str] = set()
         self._unknown_rotary: dict[str, str] = {}  # key -> its section
         if schema is not None:
-            self._unknown = self._config.keys() - _keys_of(schema) - schema.implied.keys() - _OF_ALL_FAMILIES
+            given = {key for key, value in self._config.items() if value is not None}
+            self._unknown = given - _keys_of(schema) - schema.implied.keys() - _OF_ALL_FAMILIES
             for section in ("rope_scaling", "rope_parameters"):
                 unknown = _nested_keys(self._config.get(section)) - _keys_of(Rope)
                 self._unknown_rotary |= dict.fromkeys(unknown, section)
         self._readers: dict[str, str] = {}  # key -> its value and who reads it
+        self._recording: list[type] = []
 
     def __call__(self, config: Any) -> Any:
         """Return vLLM's config object with the other values; it records its reads if there is an unknown key."""
@@ -87,7 +90,9 @@ class ConfigReads:
             cause: of the error.
         """
         for kind in {type(module) for module in (() if model is None else model.modules())}:
-            code = inspect.unwrap(kind.forward).__code__
+            code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+            if code is None or "config" not in code.co_names:
+                continue
             for key in self._unknown.intersection(code.co_consts):  # names that it passes to getattr
                 self._note_reader(key, self._config[key], f"{code.co_qualname} in {kind.__module__}")
         remedy = "Remove it from config.json, or use a model of a family that has it"
@@ -97,6 +102,15 @@ class ConfigReads:
         ]
         if violations:
             raise ConfigError(violations) from cause
+
+    def stop(self) -> None:
+        """Record no more reads: config objects, and copies of them, behave as their plain classes again."""
+        for recording in self._recording:
+            for name in vars(recording).keys() & {"__getattribute__", "__contains__", "__getitem__", "get"}:
+                delattr(recording, name)
+        self._recording.clear()
+        self._unknown.clear()
+        self._unknown_rotary.clear()
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
@@ -121,7 +135,9 @@ class ConfigReads:
             return value
 
         names = {"__getattribute__": __getattribute__, "__module__": config_class.__module__}
-        return type(config_class.__name__, (config_class,), names)
+        recording = type(config_class.__name__, (config_class,), names)
+        self._recording.append(recording)
+        return recording
 
     def _recording_section(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """A dictionary of rotary settings, maybe by kind of layer, that records reads of its unknown keys."""
@@ -140,6 +156,7 @@ class ConfigReads:
                 reads._note_rotary(key, super().get(key), sys._getframe(1))
                 return super().get(key, default)
 
+        self._recording.append(Section)
         return Section(
             {key: self._recording_section(each) if isinstance(each, dict) else each for key, each in values.items()}
         )

@@ -352,6 +352,7 @@ class InferenceEngine:
         def trace(model: torch.nn.Module, _: object) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):
                 reads.require_known(model)
+                reads.stop()
                 traced = trace_model(model, tensors, torch_dtypes, self.rank)
                 if self.settings.max_loras and traced.staged:
                     raise ModelError(

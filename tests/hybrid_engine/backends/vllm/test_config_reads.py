@@ -5,16 +5,20 @@ vLLM's configuration and its model without memory, at two pipeline stages: what 
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from hybrid_engine.assembly import gather_positions
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, RemoteError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -55,6 +59,7 @@ ACCEPTED: list[Case] = [
     ("qwen3_moe", {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}),  # Qwen3-Coder's
     ("gpt2", {"num_attention_heads": 4, "reorder_and_upcast_attn": False}),  # n_head by another name
     ("deepseek_v3", {"head_dim": 16, "scoring_func": "sigmoid", "topk_method": None}),  # as transformers writes it
+    ("deepseek_v3", {"llama_4_scaling": None}),
 ]
 
 
@@ -105,3 +110,37 @@ def test_an_engine_refuses_them_too(by_rank: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize("case", ACCEPTED, ids=str)
 def test_keys_that_change_no_read_are_let_through(by_rank: list[dict[str, str]], case: Case) -> None:
     assert [found[str(case)] for found in by_rank] == ["", ""]
+
+
+class Scaled(torch.nn.Module):
+    """Its forward pass reads a key as vLLM's DeepSeek does, and names others that are not config.json's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scaling = getattr(self.config, "llama_4_scaling", None)
+        return hidden if scaling is None else hidden * scaling
+
+
+class Named(torch.nn.Module):
+    def forward(self, **settings: Any) -> Any:
+        return settings["use_cache"]
+
+
+def test_forward_passes_are_compiled_with_a_config_that_was_recorded(tmp_path: Path) -> None:
+    directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
+    reads = ConfigReads(directory)
+    config = copy.deepcopy(reads(AutoConfig.from_pretrained(directory)))
+    with pytest.raises(ConfigError, match=r"llama_4_scaling: 2\.0 is read by vLLM \(Scaled\.forward"):
+        reads.require_known(Scaled(config))
+    reads.stop()
+    compiled = torch.compile(Scaled(config).forward, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_only_forward_passes_that_use_a_config_are_searched(tmp_path: Path) -> None:
+    reads = ConfigReads(support.write_config(tmp_path, served_config("llama") | {"use_cache": True}))
+    native = type("Native", (torch.nn.Module,), {"forward": len})()
+    reads.require_known(torch.nn.Sequential(Named(), native))
