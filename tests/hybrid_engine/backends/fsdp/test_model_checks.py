@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine.assembly import _model_directory
 from hybrid_engine.backends.fsdp.internals import PRIVATE_NAMES
@@ -114,6 +114,21 @@ def test_attention_that_leaves_out_what_the_config_sets_is_refused(
     assert (problem in findings(model)) == is_refused
     assert bool(findings(model)) == is_refused
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize(("has_mask", "is_refused"), [(False, True), (True, False)])
+def test_attention_without_masks_leaves_windows_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_mask: bool, is_refused: bool
+) -> None:
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> None:
+        """Is registered, and not called."""
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "ours", attend)
+    if has_mask:
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "ours", attend)
+    model = made(tmp_path, "mixtral", sliding_window=100)
+    model.config._attn_implementation = "ours"
+    assert ("attention by 'ours' leaves out sliding_window 100: " in findings(model)) == is_refused
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
