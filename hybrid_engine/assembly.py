@@ -27,7 +27,7 @@ from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSe
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ports import InferenceWeights, Trainer
-from hybrid_engine.probes import Probed
+from hybrid_engine.probes import WithAttention
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
@@ -93,7 +93,7 @@ def put_beside(
         if gives_back:
             owner.callback(offloader.onload)
         trainer: object = train
-        if isinstance(trainer, Probed) and config.generate_config.check_compute != "off":
+        if isinstance(trainer, WithAttention) and config.generate_config.check_compute != "off":
             trainer.attention()  # transformers' is read while its classes are as the trainer knows them
         if not config.generate_config.servers:
             offloader.offload()  # vLLM looks at the memory that is free while it starts

@@ -90,14 +90,19 @@ class Probed(Protocol):
         on the device while it is called, and its `guard` lets it pass.
         """
 
+    def computed_settings(self) -> Mapping[str, Any]:
+        """Return the settings that decide what it computes, by their names in config.json where they have such."""
+
+
+@runtime_checkable
+class WithAttention(Protocol):
+    """A side whose layers can be read. Those of a trainer and an engine that both are one get compared."""
+
     def attention(self) -> Mapping[int, Attention]:
         """Return the attention of this rank's decoder layers, by number in the checkpoint.
 
         No collective. Layers whose attention cannot be read are left out.
         """
-
-    def computed_settings(self) -> Mapping[str, Any]:
-        """Return the settings that decide what it computes, by their names in config.json where they have such."""
 
 
 @contextmanager

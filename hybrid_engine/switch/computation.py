@@ -29,6 +29,7 @@ from hybrid_engine.probes import (
     ProbeAnswer,
     Probed,
     ProbeLimits,
+    WithAttention,
     attention_differences,
     ranges,
     unread_layers,
@@ -273,7 +274,7 @@ def tokens_within(limits: Sequence[ProbeLimits], windows: Collection[int] = ()) 
 def _layers_of(side: object) -> tuple[_Layers, ...]:
     """What a side says of its layers; most are alike, and say it once."""
     numbers: dict[Attention, list[int]] = {}
-    for number, attention in side.attention().items() if isinstance(side, Probed) else ():
+    for number, attention in side.attention().items() if isinstance(side, WithAttention) else ():
         numbers.setdefault(attention, []).append(number)
     return tuple(_Layers(attention, tuple(layers)) for attention, layers in numbers.items())
 

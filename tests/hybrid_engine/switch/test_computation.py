@@ -13,7 +13,7 @@ import torch
 from hybrid_engine.errors import ComputationError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
-from hybrid_engine.switch.computation import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Gap, tokens_within
+from hybrid_engine.switch.computation import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Computation, Gap, tokens_within
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
 
@@ -167,6 +167,19 @@ def test_layers_that_differ_are_refused_at_set_up(job: None) -> None:
     assert "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM. Make the model" in text
     ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # of at most 21 tokens it hides none
     ProbedRig(layers=layers, check_compute="off")
+
+
+class LayersUnread(ProbedTraining):
+    attention = None  # type: ignore[assignment]
+
+
+def test_a_trainer_whose_layers_cannot_be_read_computes_all_the_same(
+    probed: ProbedRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = LayersUnread(probed.script, 0, 1, elastic=False)
+    computation = Computation(trainer, probed.inference, probed.job, "first")
+    assert computation.is_due
+    assert "the attention of layers 0 to 1 is not compared" in caplog.text
 
 
 @pytest.mark.parametrize(
