@@ -21,7 +21,6 @@ import importlib.util
 import inspect
 import logging
 import os
-import re
 import sys
 import time
 from argparse import ArgumentParser
@@ -136,7 +135,8 @@ def with_arguments(parse_args: Function) -> Function:
             nonlocal given, flags
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
             given = add_arguments(parser)
-            flags = frozenset(re.findall(r"(?<![\w-])--[\w-]+", parser.format_usage()))
+            # private; the usage text lacks flags without help, and all names of a flag but the first
+            flags = frozenset(parser._option_string_actions)
             return parser
 
         parsed = parse_args(provide, *args, **kwargs)

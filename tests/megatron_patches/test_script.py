@@ -46,7 +46,7 @@ import argparse
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--train-iters", type=int, default=4)
-    parser.add_argument("--exit-at", type=int)
+    parser.add_argument("--exit-at", "--exit-after", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--skipped", type=int, nargs="*", default=[])
     parser.add_argument("--load", type=int, nargs=2, default=[0, 0])
     parser.add_argument("--builder", action="store_true")
@@ -155,7 +155,7 @@ FAILS = os.environ.get("FAILS")
 
 class Engine:
     def __init__(self, script):
-        has_flags = {"--exit-at", "--exit"} & script.flags == {"--exit-at"}
+        has_flags = {"--exit-at", "--exit-after", "--exit"} & script.flags == {"--exit-at", "--exit-after"}
         self.note("made", script.options.interval, script.args.validated, has_flags)
     def note(self, *what):
         with open(os.environ["NOTES"], "a") as file:
