@@ -89,7 +89,7 @@ def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator
     for key, implied in schema.implied.items():
         if config.get(key) not in (None, implied):
             problem = f"is {shortened(config[key])}, but trainer and vLLM compute this family with {implied!r} alone"
-            yield Violation(key, problem, "Remove it, or name another model")
+            yield Violation(key, problem, f"Write {implied!r} if that is what it means, or name another model")
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:

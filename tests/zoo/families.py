@@ -118,6 +118,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen2Moe",
         published.QWEN_1_5_MOE,
         tiny={**_EXPERTS, "shared_expert_intermediate_size": 20},
+        served={**_EXPERTS, "hidden_size": 128, "shared_expert_intermediate_size": 20},
         without=("head_dim",),
     ),
     "mixtral": Family(

@@ -128,6 +128,11 @@ def test_what_cannot_be_is_refused(family: str, changes: dict[str, Any], key: st
     assert [found.key for found in caught.value.findings] == [key]
 
 
+def test_another_name_of_an_implied_value_is_to_be_written_as_it() -> None:
+    with pytest.raises(ConfigError, match=r"hidden_act: is 'swish'.* Write 'silu' if that is what it means"):
+        table_for(tiny_config("mixtral", hidden_act="swish"))
+
+
 @pytest.mark.parametrize("architecture", sorted(TABLES))
 def test_each_required_key_is_named_where_it_is_missing(architecture: str) -> None:
     required = {name for name, each in TABLES[architecture].schema.model_fields.items() if each.is_required()}

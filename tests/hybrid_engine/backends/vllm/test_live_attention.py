@@ -35,14 +35,14 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models
-from tests.zoo.families import FAMILIES, served_config, write_config
+from tests.zoo.families import FAMILIES, SERVED_SIZES, write_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, running
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 100}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES if family != "qwen2_moe"},
+    **{family: (family, {}) for family in FAMILIES},
     "llama 3.1": (
         "llama",
         {
@@ -67,9 +67,16 @@ OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama, keys of others": ("llama", {"sliding_window": 100, **MIXED}, f"in layer 1, {ONLY_VLLM}"),
     "glm4, a key of others": ("glm4", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
     "qwen3, one layer": ("qwen3", {**WINDOW, **MIXED, "max_window_layers": 2}, f"in layer 1, {ONLY_TRAINER}"),
+    "qwen2_moe with windows": ("qwen2_moe", WINDOW, f"in layer 0, {ONLY_TRAINER}"),
     "qwen3_moe, one layer": ("qwen3_moe", {**WINDOW, **MIXED}, f"in layers 0 to 1, {ONLY_TRAINER}"),
 }
 CONFIGS = {**SAME, **{name: (family, changes) for name, (family, changes, _) in OTHER.items()}}
+
+
+def config_of(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """As `served_config`, of every family."""
+    sizes = {**SERVED_SIZES, **FAMILIES[family].served}
+    return FAMILIES[family].config(sizes, {"torch_dtype": "float32", **changes})
 
 
 def of_vllm(directory: Path) -> dict[int, Attention]:
@@ -140,7 +147,7 @@ def sides(root: str) -> dict[str, Sides]:
     """By name of the config, of every side that can be built from it."""
     dist.init_process_group("gloo")
     directories = {
-        name: write_config(Path(root) / str(number), served_config(family, torch_dtype="float32", **changes))
+        name: write_config(Path(root) / str(number), config_of(family, changes))
         for number, (name, (family, changes)) in enumerate(CONFIGS.items())
     }
     # vLLM last: it changes transformers' classes where it serves a model through them
