@@ -46,7 +46,13 @@ def read_regular(path: str | Path, most_nbytes: int, *, follow_links: bool = Tru
     Raises OSError, and ValueError for what is not a regular file or is larger than `most_nbytes`.
     """
     with open_regular(path, follow_links=follow_links) as file:
-        contents = file.read(most_nbytes + 1) or b""  # None where nothing is there yet, as in /proc/kmsg
-    if len(contents) > most_nbytes:
-        raise ValueError(f"it is larger than {most_nbytes} bytes")
-    return contents
+        size = os.fstat(file.fileno()).st_size
+        if size <= most_nbytes:
+            # read() allocates what it is asked for, so it is asked for the limit only where the size is not the truth:
+            # the file grows, or is one of /proc, and None where nothing is there yet, as in /proc/kmsg
+            contents = file.read(size + 1) or b""
+            if len(contents) > size:
+                contents += file.read(most_nbytes + 1 - len(contents)) or b""
+            if len(contents) <= most_nbytes:
+                return contents
+    raise ValueError(f"it is larger than {most_nbytes} bytes")

@@ -276,7 +276,14 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         left = max(0, self._length - self._position)
+        total = 0
         with memoryview(buffer) as view, view.cast("B") as octets, octets[:left] as room:
-            count = os.preadv(self._descriptor, [room], self._start + self._position)
-        self._position += count
-        return count
+            # torch asks once for a whole tensor and takes fewer bytes for damage; Linux reads at most 2 GiB at once
+            while total < len(room):
+                with room[total:] as rest:
+                    count = os.preadv(self._descriptor, [rest], self._start + self._position + total)
+                if count == 0:
+                    break
+                total += count
+        self._position += total
+        return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         assert file.read() == b"12345"
     with pytest.raises(ValueError, match="symbolic link"):
         read_regular(tmp_path / "link", 5, follow_links=False)
+
+
+def test_memory_follows_the_size_of_the_file_and_not_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    tracemalloc.start()
+    assert read_regular(tmp_path / "file", 1 << 32) == b"12345"
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20
+    assert b"VmRSS" in read_regular("/proc/self/status", 1 << 20), "its size is 0"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])

@@ -63,6 +63,24 @@ def test_values_and_tensors_come_back_bitwise(tmp_path: Path) -> None:
     )
 
 
+def test_a_read_that_returns_a_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads no more than 2 GiB at once; a file that ends early is still an error."""
+    save(tmp_path)
+    preadv, lengths = os.preadv, []
+
+    def read_a_part(descriptor: int, buffers: list[Any], offset: int) -> int:
+        (room,) = buffers
+        lengths.append(preadv(descriptor, [room[:100]], offset))
+        return lengths[-1]
+
+    monkeypatch.setattr(os, "preadv", read_a_part)
+    assert load(tmp_path) == 1
+    assert sum(lengths) > 1200, "a tensor of 300 float32 was read"
+    with (newest(tmp_path) / DATA).open("rb") as file:
+        part = checkpoint_directory._Slice(file, 0, 1 << 30)
+        assert len(part.read(1 << 24)) == (newest(tmp_path) / DATA).stat().st_size
+
+
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
     """Killed before every call that changes a file; then it is loaded, and saved once more."""
     directory, seen = tmp_path / "saved", []
