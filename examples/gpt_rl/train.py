@@ -34,6 +34,7 @@ from rich.console import Console
 
 from examples.gpt_rl.settings import Settings, load_settings
 from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
+from hybrid_engine.rl.config import free_engine_settings
 from hybrid_engine.rl.run_files import RunFiles
 
 _PR_SET_PDEATHSIG = 1
@@ -56,7 +57,8 @@ def main() -> None:
     try:
         settings = load_settings(options.config, _world_size(), options.overrides)
         files = run_files(options.out)
-        files.check(settings.fingerprint(), options.resume, settings.defaults())
+        free = free_engine_settings(settings.engine)
+        files.check(settings.fingerprint(), options.resume, settings.defaults(), free=free)
         lock = files.lock() if rank == 0 else None
         options.out.mkdir(parents=True, exist_ok=True)
         _log_to(options.out / f"log-rank{rank}.txt", terminal)

@@ -86,6 +86,9 @@ NOTHING: Final[dict[str, pydantic.JsonValue]] = {}
 """A default, of which pydantic gives each section a copy."""
 OF_VLLM: Final = "engine argument"
 """Marks a key that vLLM gets under the same name: to pass another one, give it a key with this mark."""
+MAY_CHANGE: Final = "may change in a run"
+"""Marks a key that a resumed run may have otherwise: where something is, when memory moves and how much there is, how
+fast it goes, what is checked. A key without it changes what is computed, or the form of a checkpoint."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
@@ -207,7 +210,7 @@ class FsdpConfig(Section):
     """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD or SHARD_GRAD_OP."""
     mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
     """Dtype in which layers compute; parameters and reduced gradients stay in their own dtype. amp is bf16."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Keep a layer's input alone for the backward pass, which computes the rest of the layer again."""
 
     def sizes(self, world_size: int) -> ShardedParallelism:
@@ -268,15 +271,17 @@ class ActorConfig(Section):
     """Most tokens of a row in training; shorter batches stay as they are."""
     seed: Seed = 1234
     """Seed of weight initialisation."""
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, MAY_CHANGE] = None
     """What the backward pass computes again in place of keeping it: full, whole layers; selective, recompute_modules.
     Default: nothing; attention scores on a GPU without Transformer Engine."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, MAY_CHANGE] = None
     """With full: uniform, all layers, in groups of recompute_num_layers of which the input is kept; block, the first
     recompute_num_layers of a stage (or chunk), each by itself."""
-    recompute_num_layers: Count | None = None
+    recompute_num_layers: Annotated[Count | None, MAY_CHANGE] = None
     """See recompute_method."""
-    recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(min_length=1, max_length=100)] | None = None
+    recompute_modules: Annotated[
+        Annotated[tuple[RecomputedModule, ...], Field(min_length=1, max_length=100)] | None, MAY_CHANGE
+    ] = None
     """With selective: which parts of a layer; default: core_attn."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """See below."""
@@ -309,13 +314,13 @@ class GenerateConfig(Section):
     """Replicas; default: what remains of the world."""
     infer_rank_order: Literal["auto", "sequential"] = "auto"
     """auto gives each rank the inference shard of which it already holds most; sequential counts ranks in order."""
-    offload_train_param: bool = True
+    offload_train_param: Annotated[bool, MAY_CHANGE] = True
     """Take parameters off the device while vLLM generates."""
-    offload_train_grad: bool = True
+    offload_train_grad: Annotated[bool, MAY_CHANGE] = True
     """Take gradients off the device while vLLM generates; they are dropped, not copied."""
-    offload_train_optimizer: bool = True
+    offload_train_optimizer: Annotated[bool, MAY_CHANGE] = True
     """Take main parameters and moments off the device while vLLM generates."""
-    release_weights: bool = True
+    release_weights: Annotated[bool, MAY_CHANGE] = True
     """Free the inference weights while Megatron trains; false keeps their memory for the next switch, so that they and
     all training state must fit together. The KV cache's leaves a GPU in either case, with sleep mode. With servers,
     false lets them draw tokens while trainers train; see server_max_lag."""
@@ -327,14 +332,14 @@ class GenerateConfig(Section):
     """Dtype of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
     max_model_len: Annotated[Annotated[int, Number, Field(ge=2, le=2**30)] | None, OF_VLLM] = None
     """Longest prompt plus completion, in tokens; default: the model's."""
-    max_num_seqs: Annotated[Count, OF_VLLM] = 256
+    max_num_seqs: Annotated[Count, OF_VLLM, MAY_CHANGE] = 256
     """Sequences that are decoded together."""
-    gpu_memory_utilization: Annotated[Share, OF_VLLM] = 0.5
+    gpu_memory_utilization: Annotated[Share, OF_VLLM, MAY_CHANGE] = 0.5
     """Share of a GPU that vLLM may use while it generates. Its KV cache is measured before Megatron's communicators and
     workspaces exist, which stay on the device: leave them a few GB."""
-    enforce_eager: bool | None = None
+    enforce_eager: Annotated[bool | None, MAY_CHANGE] = None
     """No graph capture and no compilation; default: true on CPU, false on GPU."""
-    kv_cache_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
+    kv_cache_mb: Annotated[Annotated[int, Number, Field(ge=1, le=2**24)] | None, MAY_CHANGE] = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
     seed: Annotated[Seed, OF_VLLM] = 0
     """Seed of what is sampled without a `Sampling.seed`."""
@@ -348,39 +353,39 @@ class GenerateConfig(Section):
     """Take a vLLM that was not tested. What it lacks of what is used here is still refused, by name."""
     quantization: Annotated[Name | None, OF_VLLM] = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
-    transport: Literal["auto", "shared_memory", "collective"] = "auto"
+    transport: Annotated[Literal["auto", "shared_memory", "collective"], MAY_CHANGE] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once per host; the others force one way."""
-    incremental: Literal["auto", "delta", "off"] = "off"
+    incremental: Annotated[Literal["auto", "delta", "off"], MAY_CHANGE] = "off"
     """auto does not send weights whose bytes are those that vLLM got last, as far as incremental_mb lets them
     stay there. delta also sends, of messages between hosts, only the positions and values that changed, where that is
     less; both ends keep copies of the last messages in host memory for it."""
-    incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24)] = 1024
+    incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24), MAY_CHANGE] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device while it trains, those first that no
     step changes. Without effect with release_weights: false, where all stay."""
-    bucket_mb: Count = 256
+    bucket_mb: Annotated[Count, MAY_CHANGE] = 256
     """Destination MiB per rank that move between two commits; more where one module, as all experts of a layer, has
     more."""
-    prefetch: Literal["auto", "off"] = "off"
+    prefetch: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
     """auto moves training state ahead of time: it begins to come back while a rollout's last sequences are generated,
     and optimizer state leaves while inference weights come. Memory stays within the peak of the switches."""
-    prefetch_share: Share = 0.1
+    prefetch_share: Annotated[Share, MAY_CHANGE] = 0.1
     """With prefetch, the share of a replica's sequences that are left when training state begins to come back. On CPU,
     where copies take a core from decoding, it begins when none is left."""
-    prefetch_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
+    prefetch_mb: Annotated[Annotated[int, Number, Field(ge=1, le=2**24)] | None, MAY_CHANGE] = None
     """With prefetch, most MiB that come back to a rank during a rollout, whatever the peak of the switches; on GPU no
     more than is free there beside gpu_memory_utilization."""
-    check_nan: bool = True
+    check_nan: Annotated[bool, MAY_CHANGE] = True
     """Read every weight once before a switch and refuse NaN, infinities, and what would be infinite in
     compression_dtype."""
-    verify: Literal["off", "sample", "full"] = "off"
+    verify: Annotated[Literal["off", "sample", "full"], MAY_CHANGE] = "off"
     """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
     difference fails the switch, and the state before is restored."""
-    check_compute: Literal["first", "always", "off"] = "first"
+    check_compute: Annotated[Literal["first", "always", "off"], MAY_CHANGE] = "first"
     """Compare the attention of vLLM's layers with that of the trainer's when the engine is built, and vLLM's
     log-probabilities of a few fixed tokens with the trainer's own, in the first switch or in each. Where they differ,
     the two compute different models: building or the switch fails, and the state before is restored. Where either side
     cannot compute them, a line in the log says why."""
-    servers: Names = ()
+    servers: Annotated[Names, MAY_CHANGE] = ()
     """vLLM servers that generate in place of a vLLM in the processes that train, see servers.md: http://HOST:PORT, or
     ray:NAME of a Ray actor. Their sizes, memory and kernels are their own: keys for these say nothing then."""
     server_pause: Literal["keep", "wait", "abort"] = "keep"
@@ -389,21 +394,21 @@ class GenerateConfig(Section):
     server_max_lag: Count = 1
     """With servers and release_weights: false, most optimizer steps by which trainers are ahead of the weights that
     servers draw with: a step beyond is refused until weights are published. For none, leave release_weights out."""
-    server_address: Name | None = None
+    server_address: Annotated[Name | None, MAY_CHANGE] = None
     """Address of this host at which servers on other hosts reach the first rank; default: all are on this host."""
-    server_ports: Ports | None = None
+    server_ports: Annotated[Ports | None, MAY_CHANGE] = None
     """FIRST-LAST, the ports that a firewall between trainers and servers opens. The kernel chooses those at which both
     listen, so net.ipv4.ip_local_port_range of every host (or pod) must be within; elsewhere the job is refused before
     anything listens. Default: any port."""
-    server_take_over: bool = False
+    server_take_over: Annotated[bool, MAY_CHANGE] = False
     """Take servers from other trainers that live. Without it a server refuses whoever is not its own trainers until
     these have ended."""
-    server_allow_public: bool = False
+    server_allow_public: Annotated[bool, MAY_CHANGE] = False
     """Take servers, and a server_address, at addresses that are neither of this host nor private: vLLM's routes for
     weights, and the store where ranks meet, authenticate nobody."""
-    trace: File | None = None
+    trace: Annotated[File | None, MAY_CHANGE] = None
     """A file for a timeline of all switches on all ranks, which https://ui.perfetto.dev shows; default: none."""
-    timeout_seconds: Seconds = 300.0
+    timeout_seconds: Annotated[Seconds, MAY_CHANGE] = 300.0
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
     engines are built it is 300 at least."""
 
@@ -427,7 +432,7 @@ class CriticConfig(Section):
     Keys that are left out are the actor's, but for `optimizer`, `lora` and `frozen_parameters`: these are not shared.
     """
 
-    model: Model | None = None
+    model: Annotated[Model | None, MAY_CHANGE] = None
     """Directory of a Hugging Face model, or its id on the Hub; default: the actor's. Training begins with its weights
     but for the output layer, which is one number per token."""
     pipeline_model_parallel_layout: StageLayout | None = None
@@ -440,7 +445,7 @@ class CriticConfig(Section):
     """Seed of weight initialisation, but for the head, which begins with zeros."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """As `actor_config.optimizer`."""
-    offload: bool = True
+    offload: Annotated[bool, MAY_CHANGE] = True
     """Take the critic off the device outside its contexts, and the actor and vLLM's weights inside them. With false it
     stays there beside them."""
 
@@ -448,13 +453,13 @@ class CriticConfig(Section):
 class HybridConfig(Section):
     """Both sides and the model."""
 
-    model: Model
+    model: Annotated[Model, MAY_CHANGE]
     """Directory of a Hugging Face model, or its id on the Hub (`org/name`), from where it is downloaded into the cache.
     A relative path begins at the directory of the file that it is written in; one with `./` in front is never an id.
     Training begins with its weights."""
-    revision: Name | None = None
+    revision: Annotated[Name | None, MAY_CHANGE] = None
     """Branch, tag or commit of a model on the Hub; default: main."""
-    random_weights: bool = False
+    random_weights: Annotated[bool, MAY_CHANGE] = False
     """Begin with random weights; the model's directory needs none then."""
     actor_config: ActorConfig = ActorConfig()
     """Training side."""
@@ -462,7 +467,7 @@ class HybridConfig(Section):
     """Inference side."""
     critic_config: CriticConfig | None = None
     """A value model beside the actor; see below. Default: none."""
-    device_budget_gib: Positive | None = None
+    device_budget_gib: Annotated[Positive | None, MAY_CHANGE] = None
     """Most GiB of weights, gradients and optimizer state on a device, in every phase; what cannot keep within it is
     refused. Activations and KV cache are beside it. Default: not checked."""
 

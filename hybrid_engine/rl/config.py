@@ -8,11 +8,21 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from hybrid_engine.config.keys import Count, HybridConfig, NonNegative, Positive, ScheduleConfig, Section, Seed, Steps
+from hybrid_engine.config.keys import (
+    MAY_CHANGE,
+    Count,
+    HybridConfig,
+    NonNegative,
+    Positive,
+    ScheduleConfig,
+    Section,
+    Seed,
+    Steps,
+)
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl.losses import Aggregation
-from hybrid_engine.rl.run_files import defaults_of
+from hybrid_engine.rl.run_files import defaults_of, flat
 from hybrid_engine.trainer.learning_rate import learning_rate
 
 
@@ -101,29 +111,34 @@ class LoopConfig(Section):
         return {self.name: self.model_dump(mode="json", exclude=free)}
 
 
-_FREE_OF_GENERATE = {
-    *("prefetch", "prefetch_share", "prefetch_mb", "bucket_mb", "gpu_memory_utilization", "kv_cache_mb"),
-    *("verify", "check_compute", "check_nan", "trace", "timeout_seconds"),
-    *("servers", "server_address", "server_allow_public"),
-}
-"""Keys of `generate_config` that may change in a run: when memory moves and how much there is, what is looked at, how
-long ranks wait, and where servers are."""
-
-
 def shared_engine_settings(engines: HybridConfig, world_size: int) -> dict[str, Any]:
     """Settings of the engines that a resumed run must have in common with the run that it continues.
 
-    All but those that change nothing of what is computed, and where the models are. Trained weights come from the
-    checkpoint, which also has the digest of those that a KL is measured from.
+    All but those that are marked MAY_CHANGE. Trained weights come from the checkpoint, which also has the digest of
+    those that a KL is measured from.
     """
-    values = engines.model_dump(
-        exclude=dict.fromkeys(("model", "revision", "random_weights", "device_budget_gib"), True)
-        | {"generate_config": _FREE_OF_GENERATE, "critic_config": {"model"}}
-    )
     has_any_size = engines.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
-    shared = {"world_size": "any" if has_any_size else world_size, **values}
+    shared = {"world_size": "any" if has_any_size else world_size, **engines.model_dump(exclude=_free_in(engines))}
     found: dict[str, Any] = json.loads(json.dumps(shared, default=str, sort_keys=True))
     return found
+
+
+def free_engine_settings(engines: HybridConfig) -> frozenset[str]:
+    """Dotted keys of the engines that may change in a run, though an older one may have written them down."""
+    return frozenset(flat(_free_in(engines)))
+
+
+def _free_in(section: Section) -> dict[str, Any]:
+    """The keys of a section that are marked MAY_CHANGE, and those of the sections inside it, as pydantic excludes
+    them."""
+    free: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if MAY_CHANGE in field.metadata:
+            free[name] = True
+        elif isinstance(value, Section) and (inside := _free_in(value)):
+            free[name] = inside
+    return free
 
 
 class GrpoConfig(LoopConfig):

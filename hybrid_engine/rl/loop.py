@@ -41,7 +41,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.asking import ask_each, is_coroutine_function, number_of, rewards_of
-from hybrid_engine.rl.config import GrpoConfig, PpoConfig, shared_engine_settings
+from hybrid_engine.rl.config import GrpoConfig, PpoConfig, free_engine_settings, shared_engine_settings
 from hybrid_engine.rl.conversations import Conversation, Environment, converse, no_arguments, prompt_of
 from hybrid_engine.rl.critic import Critic
 from hybrid_engine.rl.run_files import Events, Progress, Row, RunFiles, defaults_of
@@ -583,7 +583,8 @@ class _Record:
                 }
                 self._settings = config.shared() | of_engines
                 defaults = config.defaults() | defaults_of(engines)
-                files.check(self._settings, defaults=defaults, unrecorded=of_engines)
+                free = free_engine_settings(engines)
+                files.check(self._settings, defaults=defaults, unrecorded=of_engines, free=free)
                 require_target(files.out / "model", table_for(engines.hf_config()))
                 ends.enter_context(files.lock())
 

@@ -251,6 +251,7 @@ class RunFiles:
         resume: bool = True,
         defaults: Mapping[str, Any] | None = None,
         unrecorded: Collection[str] = (),
+        free: Collection[str] = (),
     ) -> None:
         """Raise ConfigError unless this directory is new, or has a run that may be resumed or, else, started over.
 
@@ -260,6 +261,7 @@ class RunFiles:
             defaults: of these settings, as far as they have any. A run that began before there was an option goes on
                 with its default.
             unrecorded: sections of the settings that older runs did not write down. Such a run goes on with any.
+            free: dotted names of settings that may change, though older runs wrote them down.
 
         Raises FileError about a file of the run that cannot be read.
         """
@@ -271,7 +273,7 @@ class RunFiles:
                 return
             before = self._settings()
             settings = {key: value for key, value in settings.items() if key in before or key not in unrecorded}
-            known = _flat(defaults or {})
+            known = flat(defaults or {})
             new = settings.keys() - before.keys()
             if before.keys() - settings.keys() or new - _at_defaults(settings, known):
                 sections = [first_of([clipped(name) for name in sorted(each)], 5) for each in (before, settings)]
@@ -280,7 +282,7 @@ class RunFiles:
                 )
             if resume and self.progress() is not None:
                 self.metrics.check()
-                self._require_same(before, settings, known)
+                self._require_same(before, settings, known, free)
 
     def _settings(self) -> dict[str, Any]:
         """Those of the run that is here. Raises FileError."""
@@ -293,16 +295,22 @@ class RunFiles:
     def _not_a_run(self, why: str, kind: str = "") -> ConfigError:
         return ConfigError([Violation("out", f"{self.out} {why}, so it is not a run{kind}", "Use another directory")])
 
-    def _require_same(self, found: Mapping[str, Any], settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def _require_same(
+        self,
+        found: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        free: Collection[str],
+    ) -> None:
         """Raise ConfigError naming every setting in which the run found here differs; `defaults` are flat.
 
         What has a default, but is not among the settings, may change.
         """
-        before, now = _flat(found), _flat(settings)
+        before, now = flat(found), flat(settings)
         # a section that is None is no option that the run did not have
         missing = {key for key in now.keys() - before.keys() if not before.keys() & set(_sections_of(key))}
         before |= {key: defaults[key] for key in missing & defaults.keys()}
-        free = before.keys() - now.keys() & defaults.keys()  # settings that a run had to share once
+        free = before.keys() - now.keys() & {*free, *defaults}  # settings that a run had to share once
         violations = [
             Violation(
                 key,
@@ -494,7 +502,7 @@ def _at_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> se
     return {
         section
         for section, values in settings.items()
-        if all(key in defaults and defaults[key] == value for key, value in _flat({section: values}).items())
+        if all(key in defaults and defaults[key] == value for key, value in flat({section: values}).items())
     }
 
 
@@ -504,9 +512,9 @@ def _sections_of(key: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as one mapping with dotted keys."""
-    flat: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
-    return flat
+        by_key.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return by_key

@@ -13,8 +13,10 @@ from typing import Any
 import pydantic
 import pytest
 
+from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
+from hybrid_engine.rl.config import free_engine_settings, shared_engine_settings
 from hybrid_engine.rl.run_files import Events, Progress, RunFiles, defaults_of
 from tests.harness.small_disks import file_size_limit
 
@@ -137,6 +139,34 @@ def test_every_option_of_the_loop_has_its_default_for_older_runs(tmp_path: Path)
     run.begin({"PpoConfig": {"value_clip": 0.3, "stop": ["a"]}})
     complete(run, 1)
     run.check(config.shared(), defaults=config.defaults())
+
+
+def test_settings_of_place_memory_and_speed_may_change_in_older_runs_too(tmp_path: Path) -> None:
+    """An older run wrote down those of optional sections, of which the defaults say only that they are off."""
+
+    def engines(critic: dict[str, Any] | None = None, **generate: Any) -> HybridConfig:
+        actor = {"fsdp": {"activation_checkpointing": bool(generate)}}
+        values = {"model": "/one", "critic_config": critic, "actor_config": actor, "generate_config": generate}
+        return HybridConfig.model_validate(values)
+
+    def check(now: HybridConfig) -> None:
+        settings = {**shared_engine_settings(now, 2), "model": "digest"}
+        run.check(settings, defaults=defaults_of(now), free=free_engine_settings(now))
+
+    before = engines({"model": "/two", "optimizer": {"schedule": {"lr_warmup_steps": 3}}})
+    everything = before.model_dump(mode="json", exclude={"revision", "random_weights", "device_budget_gib"})
+    run = RunFiles(tmp_path / "run")
+    run.lock().close()
+    run.begin({**everything, "world_size": "any", "model": "digest"})
+    complete(run, 1)
+    critic = {"model": "/three", "offload": False, "optimizer": {"schedule": {"lr_warmup_steps": 3}}}
+    memory = {"offload_train_param": False, "release_weights": False, "enforce_eager": True, "max_num_seqs": 8}
+    check(engines(critic, **memory, transport="collective", incremental="auto", server_ports="10000-20000"))
+    with pytest.raises(ConfigError) as caught:
+        check(engines({**critic, "optimizer": {}}, infer_tensor_parallel_size=2))
+    keys = {finding.key for finding in caught.value.findings}
+    assert {"critic_config.optimizer.schedule.lr_warmup_steps", "generate_config.infer_tensor_parallel_size"} <= keys
+    assert not keys & free_engine_settings(before)
 
 
 def test_starting_over_removes_the_run_and_nothing_else(run: RunFiles) -> None:
