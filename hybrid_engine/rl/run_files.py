@@ -3,13 +3,15 @@
     OUT/lock                        locked by the job that writes here
     OUT/run.json                    the settings that a resumed run must share
     OUT/metrics.jsonl               a row per step
-    OUT/metrics.1.jsonl, ...        rows of attempts that ended before their first checkpoint
     OUT/events.out.tfevents.*       the same for TensorBoard
+    OUT/metrics.1.jsonl, ...        rows of attempts that ended before their first checkpoint
+    OUT/metrics.1.events.*, ...     their events, under a name that TensorBoard does not read
+    OUT/first-checkpoint            written after the first checkpoint, which is its step; it stays
     OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json, by us
 
 progress.json is written last and in one go: a checkpoint without it does not count, and is removed when the run is
-resumed. Rows of steps after the newest checkpoint are dropped then: those steps are repeated. Without a checkpoint all
-steps are repeated, and the rows are set aside.
+resumed. Rows of steps after the newest checkpoint are dropped then: those steps are repeated. Before the first
+checkpoint all steps are repeated, and the rows are set aside. A run whose checkpoints went missing is refused.
 
 All files are read as if a stranger had put them there: damage is a FileError that names the file.
 """
@@ -26,7 +28,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +45,7 @@ logger = logging.getLogger("hybrid_engine")
 
 Row = dict[str, Any]
 
+_EVENTS = "events.out.tfevents."
 _MOST_ROW_NBYTES = 1 << 20
 _MOST_JSON_NBYTES = 1 << 24
 _REMEDY = "Restore it from a copy, or begin a new run in another directory"
@@ -128,8 +131,8 @@ class MetricsFile:
         return row
 
     def append(self, row: Row) -> None:
-        """Add a row, whole or not at all. Raises FileError."""
-        append_text(self.path, json.dumps(row) + "\n")
+        """Add a row, whole or not at all. Raises FileError, also for a row that could not be read again."""
+        append_text(self.path, _line_for(self.path, row))
 
     def cut_after(self, last: int) -> None:
         """Keep the rows whose number is at most `last`. Raises FileError."""
@@ -139,21 +142,32 @@ class MetricsFile:
                 os.truncate(self.path, kept)
                 sync(self.path)
 
-    def set_aside(self) -> Path | None:
-        """Give the file another name, and return that; None without a file. Raises FileError."""
+    def set_aside(self, events: Iterable[Path]) -> Path | None:
+        """Give the file and the events of its rows other names; return the file's. None without a file.
+
+        Raises FileError.
+        """
         if not os.path.lexists(self.path):
             return None
         names = (self.path.with_suffix(f".{number}{self.path.suffix}") for number in itertools.count(1))
         aside = next(path for path in names if not os.path.lexists(path))
+        for path in events:  # first: after a kill, the file that is still there has the rest renamed with it
+            with naming("renaming", path):
+                path.rename(aside.with_suffix(path.name.replace(_EVENTS, ".events.", 1)))
         with naming("renaming", self.path):
             self.path.rename(aside)
         return aside
 
     def remove(self) -> None:
-        """Remove the rows, those set aside too. Raises FileError."""
+        """Remove the rows, those set aside and their events too. Raises FileError."""
+        set_aside = re.compile(
+            rf"{re.escape(self.path.stem)}\.\d+({re.escape(self.path.suffix)}|\.events\..+)", re.ASCII
+        )
         with naming("removing", self.path):
-            for path in (self.path, *self.path.parent.glob(f"{self.path.stem}.[0-9]*{self.path.suffix}")):
-                path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
+            for path in self.path.parent.iterdir():
+                if set_aside.fullmatch(path.name):
+                    path.unlink()
 
 
 class Events:
@@ -230,6 +244,7 @@ class RunFiles:
         self.checkpoints = out / "checkpoints"
         self._num_kept, self._others = num_kept, tuple(others)
         self._settings_file = out / "run.json"
+        self._first_checkpoint_file = out / "first-checkpoint"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of that step's checkpoint."""
@@ -283,6 +298,13 @@ class RunFiles:
             if resume and self.progress() is not None:
                 self.metrics.check()
                 self._require_same(before, settings, known, free)
+                return
+            # an older run has no file of its first checkpoint, but a model once it is finished
+            signs = [path for path in (self._first_checkpoint_file, self.out / "model") if os.path.lexists(path)]
+            if resume and signs:
+                problem = f"{self.out} has no complete checkpoint, but had one: {signs[0].name} is there"
+                remedy = "Put its checkpoint back, or begin a new run in another directory"
+                raise ConfigError([Violation("out", problem, remedy)])
 
     def _settings(self) -> dict[str, Any]:
         """Those of the run that is here. Raises FileError."""
@@ -381,24 +403,29 @@ class RunFiles:
     def begin(self, settings: Mapping[str, Any], resume: bool = True) -> None:
         """Clear away what is not continued: of a run that is, steps after its newest checkpoint; else all of it.
 
-        Rows of a run that was to go on, but has no checkpoint, are set aside, and a warning says where. Files that are
-        no run's stay. Call `check` before. Raises FileError.
+        Rows and events of a run that was to go on, but has no checkpoint yet, are set aside, and a warning says where.
+        Files that are no run's stay. Call `check` before. Raises FileError.
         """
         progress = self.progress() if resume else None
         complete = [] if progress is None else self._complete()
+        if progress is None:  # it goes before the checkpoints of a run that is started over, and comes after the first
+            with naming("removing", self._first_checkpoint_file):
+                self._first_checkpoint_file.unlink(missing_ok=True)
         for step in set(self._steps()) - set(complete):
             self._remove(step)
         if progress is not None:
             self.metrics.cut_after(progress.step)
             self._write(settings)  # with options that are new, as they are now: a default may change
             return
+        events = list(self.out.glob(f"{_EVENTS}*"))
         if not resume:
             self.metrics.remove()
-        elif (aside := self.metrics.set_aside()) is not None:
+        elif (aside := self.metrics.set_aside(events)) is not None:
+            events = []
             problem = "%s has rows of metrics, but no complete checkpoint: it begins again, and these rows are now %s"
             logger.warning(problem, self.out, aside.name)
         with naming("clearing", self.out):
-            for path in [*map(self.out.joinpath, self._others), *self.out.glob("events.out.tfevents.*")]:
+            for path in [*map(self.out.joinpath, self._others), *events]:
                 path.unlink(missing_ok=True)
         self._write(settings)
 
@@ -407,7 +434,10 @@ class RunFiles:
 
     def complete(self, progress: Progress) -> None:
         """Call when the weights are written: makes the checkpoint count, and removes older ones."""
+        _line_for(self._progress_file(progress.step), progress.row)
         write_text(self._progress_file(progress.step), json.dumps(asdict(progress)) + "\n")
+        if not os.path.lexists(self._first_checkpoint_file):
+            write_text(self._first_checkpoint_file, f"{progress.step}\n")
         for step in self._complete()[: -self._num_kept]:
             if step:
                 self._remove(step)
@@ -495,6 +525,16 @@ def defaults_of(section: pydantic.BaseModel) -> dict[str, Any]:
         elif not field.is_required():
             found[name] = json.loads(json.dumps(default, default=str))
     return found
+
+
+def _line_for(path: Path, row: Row) -> str:
+    """A row as a line of JSON. Raises FileError about `path` where it is too long to be read again."""
+    line = json.dumps(row) + "\n"
+    if len(line) >= _MOST_ROW_NBYTES:
+        problem = f"the row has {len(line)} bytes, and no more than {_MOST_ROW_NBYTES - 1} can be read again"
+        remedy = "Return fewer or shorter columns from `evaluate` and `reward`"
+        raise FileError(f"writing {path}: {problem}. {remedy}")
+    return line
 
 
 def _at_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:

@@ -188,21 +188,55 @@ def test_a_directory_of_something_else_is_refused(run: RunFiles, resume: bool) -
 
 
 def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_rows(
-    run: RunFiles, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As it is killed before its first one; it may be more than once."""
+    """As it is killed before or while it writes its first one; it may be more than once."""
+    run = RunFiles(tmp_path / "run")
+    run.lock().close()
+    run.begin(SETTINGS)
     for attempt in (1, 2):
-        for path in run.checkpoints.glob("*/progress.json"):
-            path.unlink()
+        run.metrics.append({"step": 1, "attempt": attempt})
+        (run.out / f"events.out.tfevents.17{attempt}.host.0").write_text(f"of {attempt}")
+        run.weights(2).mkdir(parents=True)
         rows = run.metrics.path.read_bytes()
         run.check(SETTINGS)
         run.begin(SETTINGS)
         assert (run.progress(), run.metrics.rows(), names(run)) == (None, [], [])
         assert (run.out / f"metrics.{attempt}.jsonl").read_bytes() == rows
+        assert (run.out / f"metrics.{attempt}.events.17{attempt}.host.0").read_text() == f"of {attempt}"
         assert f"it begins again, and these rows are now metrics.{attempt}.jsonl" in caplog.text
-        run.metrics.append({"step": 1})
+    assert not [path for path in run.out.iterdir() if "tfevents" in path.name], "TensorBoard reads these"
+    mine = [run.out / "metrics.2024-keep.jsonl", run.out / "metrics.1.events", run.out / "metrics.md"]
+    for path in mine:
+        path.touch()
     run.begin(SETTINGS, resume=False)
-    assert list(run.out.glob("metrics*")) == []
+    assert sorted(run.out.glob("metrics*")) == sorted(mine)
+
+
+@pytest.mark.parametrize("sign", ["first-checkpoint", "model"])
+def test_a_run_whose_checkpoints_went_missing_is_refused(run: RunFiles, sign: str) -> None:
+    """A run of an older version, which has no file of its first checkpoint, has a model once it is finished."""
+    (run.out / "first-checkpoint").rename(run.out / sign)
+    shutil.rmtree(run.checkpoints)
+    rows = run.metrics.rows()
+    with pytest.raises(ConfigError, match=f"has no complete checkpoint, but had one: {sign} is there"):
+        run.check(SETTINGS)
+    assert run.metrics.rows() == rows
+    run.check(SETTINGS, resume=False)
+
+
+def test_a_row_that_could_not_be_read_again_is_not_written(run: RunFiles) -> None:
+    rows = run.metrics.rows()
+    too_long = {"step": 30, "text": "x" * (1 << 20)}
+    with pytest.raises(FileError, match=r"metrics\.jsonl: the row has .* bytes.*columns from `evaluate`"):
+        run.metrics.append(too_long)
+    with pytest.raises(FileError, match=r"progress\.json: the row has"):
+        run.complete(Progress(30, too_long))
+    longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}
+    assert len(json.dumps(longest)) == (1 << 20) - 2
+    run.metrics.append(longest)
+    assert run.metrics.rows() == [*rows, longest]
+    assert run.progress() == Progress(20, {"step": 20, "reward": 0.5})
 
 
 @pytest.mark.parametrize(
