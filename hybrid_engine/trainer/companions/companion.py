@@ -139,7 +139,7 @@ class ReferenceModel(Companion):
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        worker.train.guard(["param"])
+        worker.sharding.require_kinds(["param"])
         parameters = (item for item in worker.train.offload_items() if item.kind == "param")
         require_room(worker, "reference", held_nbytes(parameters, worker.job.device.type))
         self.engine = worker.train.frozen_copy()
