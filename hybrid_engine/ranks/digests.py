@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import xxhash
@@ -56,13 +56,44 @@ def box_digest(box: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     devices of one kind. Waits for the device.
     """
     digest = xxhash.xxh3_64()
+    for flat in _flat_pieces(box, dtype or box.dtype):
+        _update(digest, flat.cpu())
+    return _number(digest)
+
+
+@torch.no_grad()
+def box_digests(boxes: Iterable[torch.Tensor]) -> list[int]:
+    """The digest of each box, as `box_digest` has it. Waits for each device once, as one copy brings all from it."""
+    digests = []
+    on_devices: dict[torch.device, list[tuple[xxhash.xxh3_64, torch.Tensor]]] = {}
+    for box in boxes:
+        digests.append(digest := xxhash.xxh3_64())
+        for flat in _flat_pieces(box, box.dtype):
+            if flat.device.type == "cpu":
+                _update(digest, flat)
+            else:
+                on_devices.setdefault(flat.device, []).append((digest, flat))
+    for pairs in on_devices.values():
+        copied = torch.cat([flat for _, flat in pairs]).cpu()
+        for (digest, _), flat in zip(pairs, copied.split([flat.numel() for _, flat in pairs]), strict=True):
+            _update(digest, flat)
+    return [_number(digest) for digest in digests]
+
+
+def _flat_pieces(box: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """What to hash of a box, [n] uint8, in order: its bytes; on a device a smaller form of these."""
     for piece in _pieces(box):
-        run = piece.to(dtype or box.dtype).contiguous()
+        run = piece.to(dtype).contiguous()
         flat = run.as_strided((run.numel(),), (1,)).view(torch.uint8)
-        if flat.device.type != "cpu":
-            flat = _shrunk(flat).cpu()
-        # not by numpy(): torch does not resize a storage any more that it has lent
-        digest.update((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
+        yield flat if flat.device.type == "cpu" else _shrunk(flat)
+
+
+def _update(digest: xxhash.xxh3_64, flat: torch.Tensor) -> None:
+    # not by numpy(): torch does not resize a storage any more that it has lent
+    digest.update((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
+
+
+def _number(digest: xxhash.xxh3_64) -> int:
     return int.from_bytes(digest.digest(), "big", signed=True)
 
 

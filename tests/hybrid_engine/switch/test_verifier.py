@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_engine.errors import WeightError
-from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.ranks.digests import box_digest, box_digests
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
@@ -52,6 +52,11 @@ def test_a_difference_in_any_piece_shows() -> None:
         values[row, 17] = 1
         assert box_digest(values) != digest
         values[row, 17] = 0
+
+
+def test_digests_of_many_boxes_are_those_of_each() -> None:
+    boxes = [torch.arange(size, dtype=torch.float32).view(-1, 3) for size in (3, 300, 3 << 18)]
+    assert box_digests(boxes) == [box_digest(box) for box in boxes]
 
 
 # -- regions -----------------------------------------------------------------------------------------------------------

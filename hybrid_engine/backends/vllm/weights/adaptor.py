@@ -64,6 +64,7 @@ class VllmAdaptor:
         self._states = GroupStates(traced.groups)
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
         self._may_have_computed = True  # since `forward_state.forget`: vLLM profiles the model before the first fill
+        self._unforgotten: Sequence[str] = ()  # why layers could not forget what they computed last
         self._observers: list[Observer] = []
         self._verified: Collection[str] = ()  # canonical tensors
         self._tell_mismatch: Callable[[str], None]  # while there are any
@@ -85,9 +86,10 @@ class VllmAdaptor:
         and ModelError where layers hold what they made of earlier weights and cannot make anew.
         """
         self._processed.barrier.begin()
-        if faults := self._forget_forwards():
-            lines = "\n".join(f"  - {fault}" for fault in faults)
-            raise ModelError(f"vLLM computes with state that cannot be renewed ({len(faults)}):\n{lines}")
+        self._forget_forwards()
+        if self._unforgotten:
+            lines = "\n".join(f"  - {fault}" for fault in self._unforgotten)
+            raise ModelError(f"vLLM computes with state that cannot be renewed ({len(self._unforgotten)}):\n{lines}")
         self._states.advance(Event.ALLOCATE, groups)
         with self._failing(groups):
             self._drop(groups)
@@ -266,11 +268,14 @@ class VllmAdaptor:
             self._filling.pop(name, None)
             self._live_digests.pop(name, None)
 
-    def _forget_forwards(self) -> list[str]:
-        """Have layers forget what they made of the present weights; returns why some cannot."""
-        faults = self._processed.forward_state.forget() if self._may_have_computed else []
-        self._may_have_computed = bool(faults)
-        return faults
+    def _forget_forwards(self) -> None:
+        """Have layers forget what they made of the present weights, once after they may have computed.
+
+        Reads tensors that have no memory any more once `release` is over: vLLM's sleep mode unmaps them.
+        """
+        if self._may_have_computed:
+            self._unforgotten = self._processed.forward_state.forget()
+            self._may_have_computed = False
 
     @contextlib.contextmanager
     def _failing(self, groups: Sequence[str]) -> Iterator[None]:

@@ -5,15 +5,18 @@
     state.forget()                  before new weights: its layers hold what they held before their first forward
 
 Post-load processing has no part in such state, and neither have the parameters that a switch fills: a kept tensor would
-stay that of the first weights. An object (a module, a kernel, an attention implementation) in which a forward made or
-wrote a tensor goes back to what it held before, flags included; what forwards leave in others stays. Where graphs were
-captured, these go on computing with what was there at capture, so such a tensor is an error instead.
+stay that of the first weights. A container (the attributes of a module, a kernel or an attention implementation; a
+list; a dict) in which a forward made or wrote a tensor goes back to what it held before, flags included. So do the
+entries that the containers around it had; what forwards leave in other containers stays. Where graphs were captured,
+these go on computing with what was there at capture, so such a tensor is an error instead, unless it is a global of one
+of vLLM's modules: a workspace that layers share.
 
 KV caches are bound after loading and stay, and so do methods that were wrapped.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +25,7 @@ import torch
 from hybrid_engine.backends.vllm.weights.derivation import MISSING, Change
 from hybrid_engine.backends.vllm.weights.postload import ModuleTensors, Table, display, module_tensors, reached_from
 from hybrid_engine.backends.vllm.weights.tracing import storage_key
-from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.ranks.torch_internals import num_writes
 
 _KV_CACHE = "kv_cache"
@@ -79,11 +82,10 @@ class _Constant:
     digest: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Constant:
-        return _Constant(tensor, num_writes(tensor), box_digest(tensor))
-
-    def is_written(self) -> bool:
-        return num_writes(self.tensor) != self.num_writes or box_digest(self.tensor) != self.digest
+    def of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Constant]:
+        digests = box_digests(tensors.values())
+        pairs = zip(tensors.items(), digests, strict=True)
+        return {path: _Constant(tensor, num_writes(tensor), digest) for (path, tensor), digest in pairs}
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class _Made:
     Attributes:
         computed: entries with tensors or floats that were not there, and their paths.
         written: paths of tensors that were written in place.
-        changes: all entries that are not as before.
+        changes: all entries that are not as before, in containers around any of these.
     """
 
     module: torch.nn.Module
@@ -112,7 +114,7 @@ class _Made:
 
     def undo(self) -> None:
         """Put everything back but what vLLM may have added outside of forwards: entries without a tensor, in objects
-        that have no other part in this."""
+        that hold none themselves."""
         owners = {id(change.table) for change in self.computed.values()}
         if self.written:
             owners.add(id(vars(self.module)))
@@ -121,7 +123,7 @@ class _Made:
                 change.put(change.loaded)
 
     def captured(self, known: Collection[int]) -> list[str]:
-        """Paths of what graphs may have captured: tensors that were made, or that were written once."""
+        """Paths of what graphs may have captured: tensors that were made outside of known storages, or written once."""
         made = []
         for path, change in self.computed.items():
             if reached_from(change.current(), path).outside(known):
@@ -168,20 +170,22 @@ class ForwardState:
             )
             tensors = {path: each for path, each in held.outside(weights).items() if not each.is_meta}
             known |= {storage_key(tensor) for tensor in tensors.values()}
-            constants = {path: _Constant.of(tensor.detach()) for path, tensor in tensors.items()}
+            constants = _Constant.of({path: tensor.detach() for path, tensor in tensors.items()})
             found[name] = _Untouched(module, containers, constants)
         return ForwardState(frozenset(known), has_graphs, found)
 
     def forget(self) -> list[str]:
         """Let all modules hold what they held; returns, in words, what cannot be forgotten: then nothing was."""
         known = self.known | self._kv_caches()
-        found = (_made(module, known) for module in self._modules.values())
+        written = _written(self._modules.values())
+        found = (_made(module, known, written) for module in self._modules.values())
         made = [each for each in found if each.computed or each.written]
+        shared = known | _globals_of_vllm() if made and self.has_graphs else known
         faults = [
             f"{display(path)} ({type(each.module).__name__}) was made in a forward, and captured graphs would go on "
             "computing with it. Set generate_config.enforce_eager to true"
             for each in made
-            for path in (each.captured(known) if self.has_graphs else ())
+            for path in (each.captured(shared) if self.has_graphs else ())
         ]
         if not faults:
             for each in made:
@@ -202,17 +206,42 @@ def _container(path: str, table: Table, renewed: Collection[object]) -> _Contain
     return _Container(path, table, contents, frozenset(renewed))
 
 
-def _made(before: _Untouched, known: Collection[int]) -> _Made:
+def _globals_of_vllm() -> frozenset[int]:
+    """Keys of the storages of tensors that are globals of vLLM's modules. Tensors inside global lists and dicts do not
+    count: these may be caches of what layers made of weights."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]
+    values = [value for module in modules for value in vars(module).values()]
+    return frozenset(storage_key(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _written(modules: Iterable[_Untouched]) -> set[int]:
+    """The ids of constants that were written; waits for the device once."""
+    constants = [constant for module in modules for constant in module.constants.values()]
+    digests = box_digests(constant.tensor for constant in constants)
+    return {
+        id(constant)
+        for constant, digest in zip(constants, digests, strict=True)
+        if (num_writes(constant.tensor), digest) != (constant.num_writes, constant.digest)
+    }
+
+
+def _made(before: _Untouched, known: Collection[int], written_ids: Collection[int]) -> _Made:
     """What forwards changed in a module; tensors in known storages, as views of weights, follow these."""
-    computed, changes = dict[str, Change](), list[Change]()
+    computed, changes = dict[str, Change](), list[tuple[str, Change]]()
     for container in before.containers:
         for change in container.changes():
-            changes.append(change)
+            changes.append((container.path, change))
             path = container.path if change.key is None else f"{container.path}.{change.key}"
             if _is_computed(reached_from(change.current(), path), change.loaded, known):
                 computed[path] = change
-    written = tuple(path for path, constant in before.constants.items() if constant.is_written())
-    return _Made(before.module, computed, written, tuple(changes))
+    written = tuple(path for path, constant in before.constants.items() if id(constant) in written_ids)
+    paths = [*computed, *written]
+    around = tuple(change for outer, change in changes if any(_is_inside(path, outer) for path in paths))
+    return _Made(before.module, computed, written, around)
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[(")
 
 
 def _is_computed(present: ModuleTensors, before: object, known: Collection[int]) -> bool:

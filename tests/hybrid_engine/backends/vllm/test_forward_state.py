@@ -7,6 +7,7 @@ three times on a real engine; the oracle is a vLLM that loads each of the three 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.forward_state import ForwardState
 from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ModelError
@@ -196,6 +198,64 @@ def test_where_graphs_are_captured_views_of_weights_and_scratch_memory_are_not_r
     adaptor = built(model, has_graphs=True)
     model.layer(torch.ones(SIZE))
     fill(adaptor, torch.ones(SIZE))
+
+
+def test_a_refused_model_is_not_read_again_once_its_memory_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(state: ForwardState) -> list[str]:
+        raise AssertionError("weights that were released are read")
+
+    model = Model(merged, LAZY[merged])
+    adaptor = built(model, has_graphs=True)
+    model.layer(torch.ones(SIZE))
+    adaptor.release()
+    monkeypatch.setattr(ForwardState, "forget", read)
+    adaptor.release()
+    for _ in range(2):
+        with pytest.raises(ModelError, match="was made in a forward"):
+            adaptor.allocate(["layer"])
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_workspace_that_vllm_shares_is_not_refused(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = importlib.import_module("vllm.envs")
+
+    def use(layer: Any) -> None:
+        layer.kernel.workspace = vars(envs)["shared"] if is_shared else vars(envs)["cache"][0]
+
+    monkeypatch.setattr(envs, "shared", torch.zeros(SIZE), raising=False)
+    monkeypatch.setattr(envs, "cache", [torch.zeros(SIZE)], raising=False)  # may be of what layers made of weights
+    model = Model(use, lambda layer: layer.weight)
+    adaptor = built(model, has_graphs=True)
+    model.layer(torch.ones(SIZE))
+    refused = pytest.raises(ModelError, match=r"layer\.kernel\.workspace")
+    with contextlib.nullcontext() if is_shared else refused:
+        fill(adaptor, torch.ones(SIZE))
+
+
+def test_flags_of_other_objects_stay() -> None:
+    def warm_up(layer: Any) -> None:
+        layer.number = float(layer.weight[0])
+        layer.kernel.is_warm = True
+
+    model = Model(warm_up, lambda layer: layer.weight)
+    model.layer.kernel.is_warm = False
+    adaptor = built(model)
+    model.layer(torch.ones(SIZE))
+    adaptor.release()
+    assert (model.layer.number, model.layer.kernel.is_warm) == (None, True)
+
+
+def test_a_flag_goes_with_what_is_inside_its_object() -> None:
+    def transpose(layer: Any) -> None:
+        if not layer.is_filled:
+            layer.kernel.transposed = layer.weight.clone()
+            layer.is_filled = True
+
+    model = Model(transpose, lambda layer: layer.kernel.transposed)
+    adaptor = built(model)
+    for value in (1.0, 2.0):
+        fill(adaptor, torch.full((SIZE,), value))
+        assert model.layer(torch.ones(SIZE))[0] == value
 
 
 # -- a real engine -----------------------------------------------------------------------------------------------------
