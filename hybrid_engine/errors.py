@@ -80,7 +80,7 @@ def collect(
         return None
 
 
-_DIGITS = re.compile(r"\d+")
+_INDEX = re.compile(r"\[\d+\]")
 
 
 class _Short(reprlib.Repr):
@@ -99,17 +99,18 @@ class HybridEngineError(Exception):
     """Base class of every error that this package raises deliberately.
 
     Attributes:
-        is_rank_0s: on a rank above 0, whether all that is known here of the failure is known to rank 0 as well, which
-            raises it or its cause; None where the ranks have not agreed on it.
+        cause_on_rank_0: on a rank above 0, the error of rank 0 that says all that is known here of the failure, as
+            `agreement.described` writes it; "" where rank 0 has none; None where the ranks have not agreed on it.
     """
 
-    is_rank_0s: bool | None = None
+    cause_on_rank_0: str | None = None
 
 
 class _ListedError(HybridEngineError, Generic[Finding]):
     """An error that reports all findings at once, at most `MOST_LINES` lines; `findings` has all of them.
 
-    Each finding has a line; more than `MOST_ALIKE` violations that differ in numbers alone have one together.
+    Each finding has a line; more than `MOST_ALIKE` violations that differ in an index of their keys alone have one
+    together.
 
     `source`: the file that they are about, if it is one.
     """
@@ -130,7 +131,9 @@ class _ListedError(HybridEngineError, Generic[Finding]):
     def _lines(self) -> list[str]:
         alike: dict[object, list[Finding]] = {}
         for number, finding in enumerate(self.findings):
-            kind = _DIGITS.sub("0", str(finding)) if isinstance(finding, Violation) else number
+            kind: object = number
+            if isinstance(finding, Violation):
+                kind = (_INDEX.sub("[]", finding.key), finding.problem, finding.remedy)
             alike.setdefault(kind, []).append(finding)
         lines = []
         for group in alike.values():
@@ -274,7 +277,12 @@ class LostRankError(ReshardError):
     """A rank exited or does not respond; the message says which one and why, as far as is known.
 
     The job's process groups are unusable afterwards: no collective can follow.
+
+    Attributes:
+        is_explained: whether the message says why: a process has ended or is stopped, or a rank reported a failure.
     """
+
+    is_explained: bool = False
 
 
 class PeerTransportError(TransportError, RemoteError):

@@ -138,7 +138,7 @@ class Agreement:
                 yield
         except BaseException as error:
             if error is not self._agreed and error is not self.lost:
-                self._watch.tell("building", _described(error), _patience_after(error, SHORT_PATIENCE))
+                self._watch.tell("building", described(error), _patience_after(error, SHORT_PATIENCE))
             raise
         finally:
             self._disconnect()
@@ -176,7 +176,7 @@ class Agreement:
             error = self._in_our_words(name, caught)
         except BaseException as interrupt:  # not held back, but the others hear of it
             seconds = self.timeout_seconds if patience is None else _patience_after(interrupt, patience)
-            self._watch.tell(name, _described(interrupt), seconds, waiting)
+            self._watch.tell(name, described(interrupt), seconds, waiting)
             raise
         self.conclude(name, error, patience, waiting, kind)
 
@@ -211,12 +211,12 @@ class Agreement:
                 raise
             error = self._in_our_words(name, caught)
             if not isinstance(error, LostRankError):
-                self._watch.tell(name, _described(error), self.timeout_seconds)
+                self._watch.tell(name, described(error), self.timeout_seconds)
             if error is caught:
                 raise
             raise error from caught
         except BaseException as interrupt:
-            self._watch.tell(name, _described(interrupt), self.timeout_seconds)
+            self._watch.tell(name, described(interrupt), self.timeout_seconds)
             raise
 
     @contextmanager
@@ -241,7 +241,7 @@ class Agreement:
         is_known = error is self._agreed or (isinstance(error, Exception) and _is_secondhand(error))
         if self._tree is not None and not is_known:
             with self._watch.inside("leaving"):
-                self._watch.tell("leaving", _described(error), self.timeout_seconds)
+                self._watch.tell("leaving", described(error), self.timeout_seconds)
 
     def conclude(
         self,
@@ -275,12 +275,14 @@ class Agreement:
                     return
                 # so short that all ranks' together are no longer than a message may be: a character has 4 bytes at most
                 most = min(_LONGEST_TEXT, LIMIT // (8 * self.world_size))
-                told = None if error is None else (clipped(_described(error), most), _is_secondhand(error))
+                told = None if error is None else (clipped(described(error), most), _is_secondhand(error))
                 said = self._gather(encode((told, f"{phase}{what_follows}")), phase, error)
                 messages, called = zip(*(decode(each, _Said) for each in said), strict=True)
         # a rank that failed ends an outer phase, which is no other call
         agreed = _agreed_error(phase, error, messages, kind) if has_failed else _different_calls(called)
-        agreed.is_rank_0s = messages[self._rank] in (None, messages[0])  # a rank with no error of its own adds nothing
+        agreed.cause_on_rank_0 = ""
+        if messages[self._rank] in (None, messages[0]):  # a rank with no error of its own adds nothing
+            agreed.cause_on_rank_0 = messages[0][0] if messages[0] else described(agreed)
         self._agreed = agreed
         raise self._agreed from (None if error is None else error if error is not self._agreed else error.__cause__)
 
@@ -392,7 +394,7 @@ class Agreement:
         if _is_secondhand(error):
             return True  # they know of that one
         patience = min(patience or self.timeout_seconds, self.timeout_seconds)
-        self._watch.tell(phase, _described(error), patience, waiting)
+        self._watch.tell(phase, described(error), patience, waiting)
         return patience == self.timeout_seconds or self._watch.have_arrived(waiting, patience)
 
     def _in_our_words(self, phase: str, error: Exception) -> Exception:
@@ -402,6 +404,7 @@ class Agreement:
             return error
         lost = LostRankError(_parted(phase, None, reasons))
         lost.__cause__ = error
+        lost.is_explained = True
         return lost
 
     @contextmanager
@@ -417,12 +420,12 @@ class Agreement:
         except Exception as broken:
             if error is None and not is_lost_connection(broken):
                 error = broken
-                self._watch.tell(phase, _described(broken), self.timeout_seconds)
+                self._watch.tell(phase, described(broken), self.timeout_seconds)
             parted = self._part(phase, error)
             raise parted from (parted.__cause__ or error or broken)
         except BaseException as interrupt:  # from outside the main thread, where no signal is held
             if self.world_size > 1:  # the others may be at a collective that this rank did not come to
-                self._watch.tell(phase, _described(interrupt), PATIENCE_AFTER_INTERRUPT)
+                self._watch.tell(phase, described(interrupt), PATIENCE_AFTER_INTERRUPT)
                 self._part(phase, None)
             raise
 
@@ -432,7 +435,9 @@ class Agreement:
             unknown = "they ended, or wait for this rank in a library"
             if error is None:
                 unknown = f"a rank exited or did not respond within {self.timeout_seconds:g} s; see the other logs"
-            error = LostRankError(_parted(phase, error, self._watch.reasons() or [unknown]))
+            reasons = self._watch.reasons()
+            error = LostRankError(_parted(phase, error, reasons or [unknown]))
+            error.is_explained = bool(reasons)
         self.lost = error
         self._disconnect()
         return error
@@ -453,7 +458,7 @@ def _parted(phase: str, error: Exception | None, reasons: list[str]) -> str:
     known = "\n".join(reasons)
     if error is None:
         return f"{phase}: {known}. The job cannot go on"
-    return f"{phase}: {_described(error)}\nThe other ranks did not come: {known}. The job cannot go on"
+    return f"{phase}: {described(error)}\nThe other ranks did not come: {known}. The job cannot go on"
 
 
 def _agreed_error(
@@ -470,7 +475,7 @@ def _agreed_error(
         return RemoteError(f"{phase} failed on {len(texts)} rank(s):\n{causes}")
     if firsthand and isinstance(error, RemoteError):
         return type(error)(f"{error}\n{causes}")
-    return error if isinstance(error, HybridEngineError) else kind(f"{phase}: {_described(error)}")
+    return error if isinstance(error, HybridEngineError) else kind(f"{phase}: {described(error)}")
 
 
 def _different_calls(called: Sequence[str]) -> DifferentCallsError:
@@ -481,7 +486,8 @@ def _different_calls(called: Sequence[str]) -> DifferentCallsError:
     )
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Type and text of an error, as other ranks hear of it."""
     text = plain_text(error) if is_lost_connection(error) else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

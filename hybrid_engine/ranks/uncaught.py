@@ -8,18 +8,22 @@
 uncaught error at the end of a process changes: no error is caught, no type changes, and the exit status stays 1.
 
 What only one rank has is never shortened, and no rank says less before rank 0 has said it: launchers end all ranks as
-soon as one has ended. So rank 0 leaves a digest of what it has printed in the launcher's store, which outlives it. The
-others wait for that, and shorten the same error, or one of which the ranks have agreed that rank 0 knows as much
-(`HybridEngineError.is_rank_0s`). Where nothing comes in time, where the launcher ends the wait, or has no store, they
-print the whole error. A lost rank needs no traceback anywhere: the survivors' frames say where they waited.
+soon as one has ended. So rank 0 leaves digests of the errors it has printed, causes too, in the launcher's store, which
+outlives it. The others wait for these, and shorten an error that is among them, or one of which the ranks have agreed
+that an error of rank 0 says as much (`HybridEngineError.cause_on_rank_0`), if that one is among them. Where nothing
+comes in time, where the launcher ends the wait, or has no store, they print the whole error. A lost rank needs no
+traceback anywhere if it is known why it was lost: the survivors' frames say where they waited. A time-out for which
+there is no reason is printed whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -36,7 +40,7 @@ _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 _BY_RANK_0, _CAUSE = "rank 0", "cause"
-"""Keys: the digest of what rank 0 has printed; and that a rank has printed an error of its own."""
+"""Keys: digests of the errors that rank 0 has printed; and that a rank has printed an error of its own."""
 
 
 def install() -> None:
@@ -59,26 +63,48 @@ def _print_as_rank(rank: str, error: HybridEngineError, print_whole: Callable[[]
         text = "; ".join(str(error).splitlines())
         print(f"rank {rank} ends by {kind}: {text}", file=sys.stderr)
         if rank == "0":
+            _write_out(rank)
             _Notes().leave(_BY_RANK_0, _digest(error))
     elif rank == "0":
-        print_whole()
-        notes = _Notes()
-        if isinstance(error, RemoteError):  # its own traceback is on another rank, which is to print it
-            notes.wait_for(_CAUSE, _SECONDS_FOR_THE_CAUSE)
-        notes.leave(_BY_RANK_0, _digest(error))
+        with _on_sigterm(_go_on):
+            print_whole()
+            _write_out(rank)
+            notes = _Notes()
+            if isinstance(error, RemoteError):  # its own traceback is on another rank, which is to print it
+                notes.wait_for(_CAUSE, _SECONDS_FOR_THE_CAUSE)
+            notes.leave(_BY_RANK_0, " ".join(map(_digest, (error, *_causes(error)))))
     elif _is_printed_by_rank_0(error):
         print(f"rank {rank} ends by {kind}; rank 0 prints the cause", file=sys.stderr)
     else:
-        print_whole()
-        if not isinstance(error, RemoteError):
-            _Notes().leave(_CAUSE, rank)
+        with _on_sigterm(_go_on):
+            print_whole()
+            _write_out(rank)
+            if not isinstance(error, RemoteError):
+                _Notes().leave(_CAUSE, rank)
 
 
 def _is_printed_by_rank_0(error: HybridEngineError) -> bool:
-    if error.is_rank_0s is False:
+    if error.cause_on_rank_0 == "":
         return False
     printed = _Notes().wait_for(_BY_RANK_0, _SECONDS_FOR_RANK_0)
-    return bool(printed) and (error.is_rank_0s or printed == _digest(error))
+    return _digest(error.cause_on_rank_0 or error) in printed.split()
+
+
+def _write_out(rank: str) -> None:
+    """Write what was printed to where it is read, before other ranks rely on that.
+
+    torch's hook around this one holds back all that is printed in it, in a StringIO in place of stderr, and adds the
+    rank to each line.
+    """
+    held = sys.stderr
+    if type(held) is io.StringIO and sys.__stderr__ is not None:
+        lines = held.getvalue().splitlines()
+        held.seek(0)
+        held.truncate()
+        sys.__stderr__.write("".join(f"[rank{rank}]: {line}\n" if line else "\n" for line in lines))
+        sys.__stderr__.flush()
+    else:
+        held.flush()
 
 
 class _Notes:
@@ -109,7 +135,7 @@ class _Notes:
         if self._store is None:
             return ""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(Exception), _raising_on_sigterm():
+        with contextlib.suppress(Exception), _on_sigterm(_end_wait):
             while time.monotonic() < deadline:
                 if self._store.check([key]):
                     return self._store.get(key).decode()
@@ -117,21 +143,33 @@ class _Notes:
         return ""
 
 
-@contextlib.contextmanager
-def _raising_on_sigterm() -> Iterator[None]:
-    def end_wait(number: int, frame: object) -> None:
-        raise TimeoutError
+def _end_wait(number: int, frame: object) -> None:
+    raise TimeoutError
 
-    before = signal.signal(signal.SIGTERM, end_wait)
+
+def _go_on(number: int, frame: object) -> None:
+    """Do nothing: the process ends by itself within seconds."""
+
+
+@contextlib.contextmanager
+def _on_sigterm(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Within this context SIGTERM calls `handler`. Does nothing outside the main thread, which alone sets handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was not set by Python
 
 
 def _is_only_a_lost_rank(error: BaseException) -> bool:
-    """Whether nothing but a rank that went away is behind an error, as opposed to an error of this rank's own."""
-    if not isinstance(error, LostRankError):
+    """Whether a rank that went away for a known reason is all that is behind an error, and no error of this rank's own.
+
+    gloo raises the same for a connection that broke, a time-out, and sizes that differ.
+    """
+    if not isinstance(error, LostRankError) or not error.is_explained:
         return False
     from hybrid_engine.ranks.groups import is_lost_connection
 
@@ -146,7 +184,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
 
 
-def _digest(error: HybridEngineError) -> str:
+def _digest(error: BaseException | str) -> str:
+    """The digest of an error, or of what `agreement.described` makes of one."""
+    from hybrid_engine.ranks.agreement import described
     from hybrid_engine.ranks.digests import text_digest
 
-    return str(text_digest(type(error).__name__, str(error)))
+    return str(text_digest(error if isinstance(error, str) else described(error)))

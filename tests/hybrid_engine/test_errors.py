@@ -5,18 +5,26 @@ from __future__ import annotations
 from hybrid_engine.errors import ConfigError, Violation
 
 
-def test_violations_that_differ_in_numbers_alone_have_one_line() -> None:
-    wrong = [Violation(f"prompts[{row}]", f"{row % 7} keys", 'Pass "prompt"') for row in range(7473)]
+def test_violations_that_differ_in_an_index_of_their_keys_alone_have_one_line() -> None:
+    wrong = [Violation(f"prompts[{row}]", "a dict of 2 keys", 'Pass "prompt"') for row in range(7473)]
     error = ConfigError([*wrong, *(Violation(f"servers[{row}]", "silent", "Start it") for row in range(3))])
     assert str(error).splitlines() == [
         "invalid configuration (7476):",
-        '  - prompts[0]: 0 keys. Pass "prompt" (7,473 of this kind, the others at prompts[1], prompts[2], prompts[3] '
-        "and 7469 more)",
+        '  - prompts[0]: a dict of 2 keys. Pass "prompt" (7,473 of this kind, the others at prompts[1], prompts[2], '
+        "prompts[3] and 7469 more)",
         "  - servers[0]: silent. Start it",
         "  - servers[1]: silent. Start it",
         "  - servers[2]: silent. Start it",
     ]
     assert len(error.findings) == 7476
+
+
+def test_violations_with_other_values_or_remedies_have_their_own_lines() -> None:
+    values = [Violation(f"rewards[{row}]", f"is {row}.5", "Use finite numbers") for row in range(4)]
+    remedies = [Violation("size", "is 3", f"Set it to {size}") for size in (4, 8, 16, 32)]
+    keys = [Violation(f"layer{number}", "is wrong", "Change it") for number in range(4)]
+    findings = values + remedies + keys
+    assert str(ConfigError(findings)).splitlines()[1:] == [f"  - {finding}" for finding in findings]
 
 
 def test_an_error_of_many_kinds_is_cut() -> None:

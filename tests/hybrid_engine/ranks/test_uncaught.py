@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import signal
+import sys
+import traceback
+from typing import ClassVar
 
 import pytest
 
+from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError
+from hybrid_engine.ranks import uncaught
 from hybrid_engine.ranks.launching import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -36,8 +44,8 @@ if job.rank == 0 and sys.argv[1] == "one":
 with ends, job.agreement.phase("checking"):
     if job.rank == 1 and sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if job.rank == 1:
-        raise LookupError("of rank 1")
+    if job.rank == (0 if sys.argv[1] == "first" else 1):
+        raise LookupError(f"of rank {job.rank}")
 """
 
 
@@ -71,6 +79,12 @@ def test_a_failed_rank_prints_its_traceback_and_the_first_one_names_it() -> None
     assert lines[-1] == "rank 2 ends by RemoteError; rank 0 prints the cause", lines  # the launcher may end all now
 
 
+def test_a_failure_of_the_first_rank_is_one_line_of_each_of_the_others() -> None:
+    lines = printed(IN_A_PHASE, "first")
+    assert shortened(lines) == [f"rank {rank} ends by RemoteError; rank 0 prints the cause" for rank in (1, 2)]
+    assert lines.count("LookupError: of rank 0") == 1
+
+
 def test_a_killed_rank_is_one_line_of_each_of_the_others() -> None:
     lines = printed(IN_A_PHASE, "killed")
     assert "Traceback (most recent call last):" not in lines
@@ -78,3 +92,77 @@ def test_a_killed_rank_is_one_line_of_each_of_the_others() -> None:
     assert len(shortened(lines)) == 2
     assert all(re.fullmatch(lost, line) for line in shortened(lines)), lines
     assert len(lines) <= 4, lines  # with one of the watch's on each, where it was quicker
+
+
+# -- in this process ---------------------------------------------------------------------------------------------------
+
+
+class Notes:
+    """The launcher's store."""
+
+    left: ClassVar[dict[str, str]] = {}
+
+    def leave(self, key: str, note: str) -> None:
+        self.left[key] = note
+
+    def wait_for(self, key: str, seconds: float) -> str:
+        return self.left.get(key, "")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> type[Notes]:
+    monkeypatch.setattr(Notes, "left", {})
+    monkeypatch.setattr(uncaught, "_Notes", Notes)
+    return Notes
+
+
+def print_as(rank: str, error: HybridEngineError) -> None:
+    uncaught._print_as_rank(rank, error, lambda: traceback.print_exception(error))
+
+
+def caused(error: HybridEngineError, cause: BaseException) -> HybridEngineError:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("printed_cause", ["of rank 0", "another"])
+def test_a_rank_says_less_only_if_rank_0_has_printed_its_cause(
+    printed_cause: str, notes: type[Notes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_as("0", caused(ReshardError("checking"), LookupError(printed_cause)))
+    error = RemoteError("checking failed on 1 rank(s)")
+    error.cause_on_rank_0 = "LookupError: of rank 0"
+    print_as("2", error)
+    is_short = "rank 2 ends by RemoteError; rank 0 prints the cause" in capsys.readouterr().err
+    assert is_short == (printed_cause == "of rank 0")
+
+
+@pytest.mark.parametrize("is_explained", [True, False])
+def test_a_lost_rank_for_no_known_reason_is_printed_whole(
+    is_explained: bool, notes: type[Notes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv")
+    error = caused(LostRankError("update: a rank did not respond"), cause)
+    assert isinstance(error, LostRankError)
+    error.is_explained = is_explained
+    print_as("1", error)
+    assert ("Timed out waiting 1000ms" in capsys.readouterr().err) == (not is_explained)
+
+
+def test_rank_0_has_written_its_text_out_before_others_hear_of_it(
+    notes: type[Notes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, held = io.StringIO(), io.StringIO()
+    written = []
+
+    def leave(self: Notes, key: str, note: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # as the launcher does once another rank has ended
+        written.append(real.getvalue())
+
+    monkeypatch.setattr(Notes, "leave", leave)
+    monkeypatch.setattr(sys, "__stderr__", real)
+    monkeypatch.setattr(sys, "stderr", held)  # as torch's hook has it
+    print_as("0", ReshardError("checking"))
+    assert written == [real.getvalue()]
+    assert "[rank0]: hybrid_engine.errors.ReshardError: checking\n" in real.getvalue()
+    assert held.getvalue() == ""
