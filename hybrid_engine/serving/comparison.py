@@ -11,8 +11,7 @@ A server computes them while it is paused: requests of others wait until the com
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -25,7 +24,15 @@ from hybrid_engine.probes import ProbeAnswer, Probed, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import Server
-from hybrid_engine.switch.computation import NUM_ROWS, TOLERANCES, Gap, differing, limits_of, tokens_within
+from hybrid_engine.switch.computation import (
+    NUM_ROWS,
+    TOLERANCES,
+    AskingTrainer,
+    Gap,
+    differing,
+    limits_of,
+    tokens_within,
+)
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -112,23 +119,19 @@ class _Asked:
     descriptions: Sequence[Description]
 
 
-class ServerComparison:
+class ServerComparison(AskingTrainer):
     """The comparison of one rank of the trainers. `agree` and `ask_trainer` are collective, over the trainers.
 
     Args:
         trainer: compared, where it is a `Probed`.
         job: of the trainers.
         when: "first": until servers that joined have been compared once; "always"; "off".
-
-    Attributes:
-        is_asking: the trainer computes for this.
     """
 
     def __init__(self, trainer: Trainer, job: Job, when: Literal["first", "always", "off"]) -> None:
         self._trainer, self._job, self._when = trainer, job, when
         self._asked: _Asked | None = None
         self._trained: ProbeAnswer | None = None
-        self.is_asking = False
 
     @property
     def is_due(self) -> bool:
@@ -165,7 +168,7 @@ class ServerComparison:
         """Have the trainer compute; its parameters are on the device."""
         assert self._asked is not None, "it is due"
         assert isinstance(self._trainer, Probed), "else nothing was chosen"
-        with self._job.agreement.phase("compute", SHORT_PATIENCE), self._undisturbed():
+        with self._job.agreement.phase("compute", SHORT_PATIENCE), self._asking(self._job.device):
             self._trained = self._trainer.probe(self._asked.tokens)
 
     def tokens(self) -> list[list[int]]:
@@ -190,14 +193,3 @@ class ServerComparison:
         self._trained = None
         if self._when == "first":
             self._asked = None
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """The trainer may compute, whichever state this is, and no generator moves."""
-        devices = [self._job.device] if self._job.device.type == "cuda" else []
-        self.is_asking = True
-        try:
-            with torch.random.fork_rng(devices):
-                yield
-        finally:
-            self.is_asking = False

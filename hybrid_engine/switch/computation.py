@@ -84,7 +84,29 @@ class _Sides:
     tokens: torch.Tensor
 
 
-class Computation:
+class AskingTrainer:
+    """Base of a comparison that has the trainer compute, whichever state the devices are in.
+
+    Attributes:
+        is_asking: the trainer computes for the comparison, so guards let it; whoever begins a switch takes this back,
+            should an interrupt leave it.
+    """
+
+    is_asking = False
+
+    @contextmanager
+    def _asking(self, device: torch.device) -> Iterator[None]:
+        """Let the trainer compute inside, and put the state of random generators back."""
+        devices = [device] if device.type == "cuda" else []
+        self.is_asking = True
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            self.is_asking = False
+
+
+class Computation(AskingTrainer):
     """The comparison of a job; one on every rank. Making one is collective, and so are `ask_trainer` and `compare`.
 
     Args:
@@ -92,9 +114,6 @@ class Computation:
         inference: compared with it, where it is one too.
         job: of all ranks.
         when: "first": until it has gone well once; "always": in every switch; "off".
-
-    Attributes:
-        is_asking: the trainer computes for this; whoever begins a switch takes it back, should an interrupt leave it.
     """
 
     def __init__(
@@ -103,7 +122,6 @@ class Computation:
         self._trainer, self._inference, self._job, self._when = trainer, inference, job, when
         self._sides = None if when == "off" else self._agree()
         self._trained: ProbeAnswer | None = None
-        self.is_asking = False
 
     @property
     def is_due(self) -> bool:
@@ -113,7 +131,11 @@ class Computation:
     def ask_trainer(self, tally: SwitchTally) -> None:
         """Have the trainer compute, where it is due; its parameters are on the device."""
         assert self._sides is not None, "it is due"
-        with tally.timed("compute"), self._job.agreement.phase("compute", SHORT_PATIENCE), self._undisturbed():
+        with (
+            tally.timed("compute"),
+            self._job.agreement.phase("compute", SHORT_PATIENCE),
+            self._asking(self._job.device),
+        ):
             self._trained = self._sides.trainer.probe(self._sides.tokens)
 
     def compare(self, tally: SwitchTally) -> None:
@@ -179,17 +201,6 @@ class Computation:
     def _log(self, level: int, message: str, *args: object) -> None:
         if self._job.rank == 0:
             logger.log(level, f"[Reshard] {message}", *args)
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """The trainer may compute, whichever state this is, and no generator moves."""
-        devices = [self._job.device] if self._job.device.type == "cuda" else []
-        self.is_asking = True
-        try:
-            with torch.random.fork_rng(devices):
-                yield
-        finally:
-            self.is_asking = False
 
 
 @dataclass(frozen=True)
