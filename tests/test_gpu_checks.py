@@ -206,7 +206,7 @@ def test_contents_that_change_fail(target: Target, monkeypatch: pytest.MonkeyPat
 
     def forgetful(self: Offloader, *args: object, **kwargs: object) -> object:
         report = onload(self, *args, **kwargs)
-        next(iter(self._inventory())).tensor.zero_()
+        next(iter(self._owner.offload_items())).tensor.zero_()
         return report
 
     monkeypatch.setattr(Offloader, "onload", forgetful)

@@ -39,7 +39,7 @@ IN_LIBRARIES = {
 # Of what is not installed here, and is compared with or explained.
 ELSEWHERE = {
     "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
-    "TRL, too": "rollout_func vllm_enable_sleep_mode vllm_importance_sampling_correction",
+    "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo data.apply_chat_template_kwargs ref_log_prob",
     "verl, too": "rollout.multi_turn save_freq test_freq ServerAdapter",
     "NeMo-RL": "MegatronPolicyWorker nccl_reshard prepare_refit_info",

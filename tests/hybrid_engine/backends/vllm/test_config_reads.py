@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from hybrid_engine.assembly import gather_positions
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
@@ -130,6 +129,8 @@ class Named(torch.nn.Module):
 
 
 def test_forward_passes_are_compiled_with_a_config_that_was_recorded(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
     reads = ConfigReads(directory)
     config = copy.deepcopy(reads(AutoConfig.from_pretrained(directory)))

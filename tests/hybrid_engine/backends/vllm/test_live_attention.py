@@ -8,14 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.vllm import InferenceSettings, arguments, isolation
 from hybrid_engine.backends.vllm.live_attention import live_attention
@@ -23,14 +20,7 @@ from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, 
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.probes import (
-    Attention,
-    Rotary,
-    attention_differences,
-    differences,
-    rotary_of_table,
-    unread_layers,
-)
+from hybrid_engine.probes import Attention, attention_differences, unread_layers
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from tests.harness.launch import Ranks
@@ -113,6 +103,8 @@ def of_transformers(directory: Path, change: Change = lambda model: None) -> dic
 
 
 def of_megatron(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
+    from megatron.core.utils import unwrap_model
+
     with running(directory, ActorConfig(**DENSE_FLOAT32)) as run:
         change(unwrap_model(run.actor.chunks[0]))
         return dict(run.engine.attention())
@@ -203,48 +195,3 @@ def test_one_layer_that_was_changed_is_found(found: dict[str, Sides], trainer: s
 def test_an_expert_models_windows_are_those_of_transformers(found: dict[str, Sides]) -> None:
     sides_of = found["qwen3_moe with windows"]
     assert [attention.window for attention in sides_of["transformers"].values()] == [100, 100]
-
-
-# -- tables of cosines and sines ---------------------------------------------------------------------------------------
-
-
-def table(frequencies: torch.Tensor, num_positions: int, dtype: torch.dtype, scale: float = 1.0) -> Rotary:
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
-    return rotary_of_table((scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype))
-
-
-FREQUENCIES = 5e5 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frequencies_are_read_off_a_table(dtype: torch.dtype) -> None:
-    exact = Attention(1.0, rotary=Rotary(tuple(FREQUENCIES.tolist()), 1.25))
-
-    def found(frequencies: torch.Tensor, scale: float = 1.25) -> list[str]:
-        read = table(frequencies, 16_384, dtype, scale)
-        return [difference.name for difference in differences(exact, replace(exact, rotary=read))]
-
-    assert found(FREQUENCIES) == []
-    assert found(FREQUENCIES, 1.3) == ["the scale of rotated elements"]
-    assert found(FREQUENCIES[:32]) == ["the number of rotary frequencies"]
-    (name,) = found(FREQUENCIES * 1.01)
-    assert name.startswith("rotary frequency ")
-    later = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # which the first tokens hardly show
-    assert found(later) == ["rotary frequency 63"]
-
-
-def test_a_window_beyond_the_longest_sequence_is_none() -> None:
-    whole, windowed = {0: [Attention(1.0)]}, {0: [Attention(1.0, window=128)]}
-    assert attention_differences(whole, windowed, 127) == []
-    assert len(attention_differences(whole, windowed, 128)) == 1
-    assert len(attention_differences(whole, windowed, None)) == 1
-
-
-def test_layers_of_all_ranks_are_compared() -> None:
-    """Replicas that differ from each other too; what a side cannot read is named."""
-    plain, scaled, unread = Attention(1.0), Attention(2.0), Attention(1.0, rotary=None)
-    trainer = {0: [plain], 1: [plain, scaled], 2: [plain], 4: [scaled], 5: [unread]}
-    inference = {number: [plain] for number in (0, 1, 2, 3, 4, 5)}
-    scale = "the scale of attention scores is 2 for the trainer and 1 for vLLM"
-    assert attention_differences(trainer, inference, None) == [f"in layers 1, 4, {scale}"]
-    assert unread_layers(trainer, inference) == [3, 5]
