@@ -140,7 +140,7 @@ device, 1000 GB/s within a device); the network alone takes {gather_seconds} s.
 | of these parameters | {params} |
 | vLLM's weights | {inference} |
 | peak of a switch if all of vLLM's weights wake at once | {switch} |
-| peak of ours, where they come bucket by bucket | {interleaved} |
+| peak here, where they come bucket by bucket | {interleaved} |
 | memory of a host for what leaves its eight devices | {host} |
 
 ```

@@ -85,7 +85,7 @@ class Names:
     Attributes:
         setting: of a field of megatron-core's TransformerConfig.
         argument: of what Megatron's scripts pass to the model beside it, by the name of Megatron's argument.
-        flags: all that the parser of these scripts has; None: nobody knows, or there is no command line.
+        flags: all that the parser of these scripts has; None: unknown, or there is no command line.
     """
 
     setting: Callable[[str], str]
@@ -182,7 +182,7 @@ def _latent_attention(
         return any(differences(latent_attention(changed), built))
 
     def completed(attention: Attention) -> Attention:
-        """What cannot be read of a live module is as its settings have it."""
+        """Fill in from the settings whatever cannot be read from a live module."""
         read = attention if attention.scale is not None else replace(built, rotary=attention.rotary)
         return read if read.rotary is not None else replace(read, rotary=built.rotary)
 

@@ -32,7 +32,7 @@ _RECORDER = "hybrid_engine_recorder"
 _OF_EVERY_MODEL = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
 """Parameters that an implementation may take by other names."""
 _POSITION = 2**20
-"""Of the query whose keys are counted; longer than any window."""
+"""Position of the query whose keys are counted; it is beyond any window."""
 
 
 @dataclass(frozen=True)
