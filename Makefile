@@ -2,6 +2,7 @@
 #: Variables:
 #:   VENV          environment to create and use (.venv); PYTHON creates it (python3)
 #:   REQUIREMENTS  what goes into it: requirements-cpu.txt or, for GPUs, requirements.txt
+#:   GPU_VENV      environment of make test-gpu (.venv-software-gpu): 7 GB, with requirements-software-gpu.txt
 #:   PYTHON_ENV    an environment you made, used as it is; nothing is installed
 #:   PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"
 #:   ARGS          of make rl: "rl_config.iterations=5"; of pytest in make gpu-check: "-k stage1"
@@ -12,6 +13,7 @@
 #:   DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine
 PYTHON       ?= python3
 VENV         ?= .venv
+GPU_VENV     ?= .venv-software-gpu
 REQUIREMENTS ?= requirements-cpu.txt
 TRAINER      ?= megatron
 NPROC        ?= 2
@@ -27,12 +29,13 @@ STAMP        := $(VENV)/.installed-$(notdir $(REQUIREMENTS))
 # Two processes, each with whole files, whose tests share launches, in the order of folders: the longest are not last.
 # One that crashes ends the run: with another in its place xdist loses tests, and waits for them without end.
 PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+OVER_SOFTWARE_GPU = $(GPU_VENV)/bin/python -m tests.software_gpu --gpus 4 -- $(GPU_VENV)/bin/python
 # Pytest rewrites each file's assertions, and keeps that where Python may write bytecode.
 test test-fast test-faults test-long: export PYTHONDONTWRITEBYTECODE =
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help env rl test test-fast test-faults test-long lint format docs matrix bench gpu-check offline-bundle
+.PHONY: help env rl test test-fast test-faults test-long test-gpu lint format docs matrix bench gpu-check offline-bundle
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile && sed -n 's/^#: //p' Makefile
 env: $(READY) ## Create the environment in VENV if it is missing or out of date
@@ -63,6 +66,12 @@ bench: $(READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text
 	$(PY) -m benchmarks.reshard --json '$(or $(JSON),runs/reshard.json)' \
 	    $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
 # tests/conftest.py is for the rest of the suite; a wide line has the reason of what is skipped.
+# The CUDA wheels of torch and vLLM have an environment of their own.
+test-gpu: ## The same checks, and more, over a GPU in software: any machine (GPU_VENV, ARGS, JSON)
+	$(MAKE) env VENV='$(GPU_VENV)' REQUIREMENTS=requirements-software-gpu.txt PYTHON_ENV=
+	$(OVER_SOFTWARE_GPU) -m pytest tests/software_gpu -v -p no:cacheprovider --durations 10 $(ARGS)
+	$(OVER_SOFTWARE_GPU) -m pytest tests/gpu --confcutdir=tests/gpu -v -p no:cacheprovider --timeout 900 \
+	    --budget 5000 --device cuda --vllm attention_backend=TRITON_ATTN $(if $(JSON),--records '$(JSON)') $(ARGS)
 gpu-check: $(READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
 	COLUMNS=200 $(PY) -m pytest tests/gpu --confcutdir=tests/gpu -v --continue-on-collection-errors -p no:cacheprovider \
 	    --timeout 240 --device $(or $(DEVICE),cuda) $(if $(JSON),--records '$(JSON)') $(ARGS)
@@ -79,7 +88,7 @@ $(STAMP): $(REQUIREMENTS)
 	fi; \
 	echo 'Creating the environment $(VENV) from $<; this takes a few minutes.'; \
 	rm -rf '$(VENV)'; mkdir -p '$(VENV)'; touch '$(MARKER)'; $(PYTHON) -m venv '$(VENV)'; \
-	$(PY) -m pip install -qq $(if $(findstring cpu,$<),--no-deps) -r '$<' || { \
+	$(PY) -m pip install -qq $(if $(filter requirements.txt,$<),,--no-deps) -r '$<' || { \
 	    echo 'Installing $< failed. If torch was not found, see the head of that file.' >&2; exit 1; }; \
 	$(if $(findstring cpu,$<),,$(PY) -c 'import torch; torch.version.cuda or exit("This torch has no CUDA: leave out PIP_EXTRA_INDEX_URL")';) \
 	cp '$<' '$@'

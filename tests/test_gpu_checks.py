@@ -40,7 +40,8 @@ from hybrid_engine.switch.states import State
 from hybrid_engine.verification.machine import GIB, Gpu, Machine
 from tests.gpu import conftest, needs, test_stage1_memory, test_stage2b_together, test_stage2c_fresh, test_stage3_ranks
 from tests.gpu.process_state import FROZEN, ProcessState
-from tests.gpu.small_job import NEEDED_ON_HOST, SmallJob, differences
+from tests.gpu.sizes import GPU
+from tests.gpu.small_job import SmallJob, differences
 from tests.gpu.test_stage1_memory import TestMemory, judge, pulled, shape_on
 from tests.gpu.test_stage2b_together import SHORTAGES, Engines, Shortage, Together, device_without_memory
 from tests.gpu.test_stage3_ranks import BY_READING, LAYOUTS
@@ -102,7 +103,7 @@ def test_too_little_host_memory_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(needs, "available_host_nbytes", lambda: 2**30)
     (reason,) = needs.lacking(2, "cuda", 0, with_gpus(H100))
     assert reason.startswith("1 GiB of host memory are available, and ")
-    assert pytest.approx(20e9, rel=0.05) == NEEDED_ON_HOST
+    assert pytest.approx(20e9, rel=0.05) == GPU.needed_on_host
 
 
 def test_engine_arguments_are_read() -> None:

@@ -29,6 +29,7 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import Ended, run_ranks
 from hybrid_engine.verification.machine import facts_of, this_machine
 from tests.gpu.needs import lacking
+from tests.gpu.sizes import is_software_gpu
 from tests.harness import marks
 
 SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
@@ -66,6 +67,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
     return pytestconfig.getoption("device")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _reports() -> Any:
+    """Reports of the software GPU's checker since the first check; None on hardware."""
+    if not is_software_gpu():
+        return None
+    from tests.software_gpu.device import Reports
+
+    return Reports()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_reported(_reports: Any) -> Iterator[None]:
+    """Fail a check in which something was touched or released without a wait, also in its fixtures."""
+    yield
+    if _reports is not None and (text := _reports.new()):
+        pytest.fail(f"the checker of the software GPU reports:\n{text[:_MOST_TEXT]}", pytrace=False)
 
 
 @pytest.fixture(scope="session")

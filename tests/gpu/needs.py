@@ -7,13 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, is_accepted
 from hybrid_engine.verification.machine import GIB, Gpu, Machine, available_host_nbytes
-from tests.gpu.small_job import MEMORY_SHARE, NEEDED_ON_HOST
-
-_FREE = {1: GIB, 2: 20 * GIB, 3: 8 * GIB}
-"""Bytes of each GPU, by stage; what stage 1 moves is cut to what is there."""
-_TAKEN_BEFORE_VLLM = 2 * GIB
-"""Bytes of a GPU that its rank has when vLLM looks: the context, Megatron's and vLLM's communicators, what an offload
-leaves. An estimate, never measured."""
+from tests.gpu.sizes import MEMORY_SHARE, sizes_of
 
 
 def lacking(stage: int, device: str, num_gpus: int, machine: Machine) -> list[str]:
@@ -31,9 +25,9 @@ def lacking(stage: int, device: str, num_gpus: int, machine: Machine) -> list[st
     if device == "cpu":
         return found
     found += _gpus(stage, max(num_gpus, 1), machine)
-    if stage == 2 and (available := available_host_nbytes()) < NEEDED_ON_HOST:
+    if stage == 2 and (available := available_host_nbytes()) < (needed := sizes_of(device).needed_on_host):
         found.append(
-            f"{available / GIB:.0f} GiB of host memory are available, and {NEEDED_ON_HOST / GIB:.0f} are needed: raise "
+            f"{available / GIB:.0f} GiB of host memory are available, and {needed / GIB:.0f} are needed: raise "
             "the container's limit, or end what else runs"
         )
     return found
@@ -62,14 +56,15 @@ def _gpus(stage: int, needed: int, machine: Machine) -> Iterator[str]:
 def _of_gpu(stage: int, where: str, gpu: Gpu) -> Iterator[str]:
     if stage > 1 and int(gpu.capability.partition(".")[0]) < 8:
         yield f"{where} has compute capability {gpu.capability}, and 8.0 (Ampere) is needed for bfloat16"
-    share = 0 if stage == 1 else math.ceil(MEMORY_SHARE * gpu.total_nbytes) + _TAKEN_BEFORE_VLLM
+    sizes = sizes_of("cuda")
+    share = 0 if stage == 1 else math.ceil(MEMORY_SHARE * gpu.total_nbytes) + sizes.taken_before_vllm
     if gpu.problem:
         yield (
             f"{where} cannot be used: {gpu.problem}. If it is full, or in exclusive mode, end what else runs there "
             f"({_shown(gpu.users)}); otherwise see dmesg for Xid errors, and whether torch is built for it. Or choose "
             "another GPU with CUDA_VISIBLE_DEVICES"
         )
-    elif gpu.free_nbytes < (needed := max(_FREE[stage], share)):
+    elif gpu.free_nbytes < (needed := max(sizes.free_by_stage[stage], share)):
         yield too_little(where, gpu.free_nbytes, needed, gpu.users)
 
 

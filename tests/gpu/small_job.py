@@ -10,25 +10,11 @@ from typing import Any
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.verification.cases import SEQ_LENGTH
+from tests.gpu.sizes import MEMORY_SHARE, Sizes, sizes_of
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import QWEN3_8B
 
 GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
-_ADAM_NBYTES = 18  # of a parameter with bfloat16
-_TINY = {
-    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-}
-_ON_A_GPU = {
-    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000},
-    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-}
-_NUM_PARAMETERS = 0.75e9
-"""Of the model on a GPU."""
-NEEDED_ON_HOST = int(1.5 * _ADAM_NBYTES * _NUM_PARAMETERS)
-"""Bytes that must be free with a GPU: what is offloaded, and libraries."""
-MEMORY_SHARE, KV_CACHE_MB = 0.3, 512
-"""vLLM's on a GPU: it refuses to start where less than this share is free after its communicators are made."""
 _NOT_COMPILED = {"transformer": {"bias_activation_fusion": False, "bias_dropout_fusion": False}}
 """Fusions that Megatron leaves to torch.compile."""
 _PROMPT_LENGTHS = (5, 17, 8, 30)
@@ -51,10 +37,13 @@ class SmallJob:
     vllm: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = _ON_A_GPU if self.device == "cuda" else _TINY
         others = {"max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        write_config(self.directory / "model", {**QWEN3_8B, **sizes, **others})
+        write_config(self.directory / "model", {**QWEN3_8B, **self.sizes.model, **others})
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.device)
 
     @property
     def checkpoint(self) -> Path:
@@ -66,13 +55,12 @@ class SmallJob:
         return self.checkpoint.with_name("completions.json")
 
     def config(self) -> HybridConfig:
-        on_gpu = self.device == "cuda"
         return load_config(
             {
                 "model": str(self.directory / "model"),
                 "random_weights": True,
                 "actor_config": {
-                    "params_dtype": "bfloat16" if on_gpu else "float32",
+                    "params_dtype": self.sizes.params_dtype,
                     "seq_length": SEQ_LENGTH,
                     "optimizer": {"lr": 1e-3},
                     "overrides": _NOT_COMPILED if self.eager else {},
@@ -81,8 +69,8 @@ class SmallJob:
                     "verify": "full",
                     "max_model_len": 2 * SEQ_LENGTH,
                     "max_num_seqs": 16,
-                    "bucket_mb": 64 if on_gpu else 1,
-                    "kv_cache_mb": KV_CACHE_MB if on_gpu else 8,
+                    "bucket_mb": self.sizes.bucket_mb,
+                    "kv_cache_mb": self.sizes.kv_cache_mb,
                     "gpu_memory_utilization": MEMORY_SHARE,
                     "enforce_eager": self.eager,
                     "timeout_seconds": 120,

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import offload_figures as offloads
 from benchmarks import pull_figures as pulls
-from benchmarks.flat_models import TINY, ModelShape, RankJob, rank_job
+from benchmarks.flat_models import ModelShape, RankJob, rank_job
 from benchmarks.targets import SIMULATED, Target, target_named
 from benchmarks.timings import Memory, Timing, seconds_of, synchronize
 from hybrid_engine.errors import TransportError
@@ -21,12 +21,11 @@ from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, export
 from hybrid_engine.verification.machine import GIB, available_host_nbytes, memory_users, versions
 from tests.gpu.conftest import Noted
 from tests.gpu.needs import too_little
+from tests.gpu.sizes import MIB, Sizes, sizes_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-MIB = 2**20
 REPEAT = 3
-BUCKET_NBYTES, TINY_BUCKET_NBYTES = 256 * MIB, 2**15
 MOST_LAYERS = 2
 NUM_MAPPED = 16
 MOST_MAPPING_SECONDS = 5e-3  # of one chunk
@@ -41,6 +40,8 @@ LEAST_SHARES = {
 """Of the rate of plain copies."""
 MOST_BYTES = {offloads.MOST: 1.1, offloads.LEFT_COUNTED: 0.0, offloads.LEFT_TAKEN: 0.01}
 """Beside all training bytes; the first has room for chunks, which are larger than what is in the last of a buffer."""
+SEGMENT_NBYTES = 2 * MIB
+"""What torch's allocator keeps of the device for one small tensor."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ class TestMemory:
             driver.unreserve(address, NUM_MAPPED * chunk)
         figure = f"{taking * 1e6:.0f} and {giving * 1e6:.0f} µs for a chunk of {size(chunk)}"
         noted(figure, "at most 5 ms", taking=taking, giving=giving)
-        assert target.is_simulated or max(taking, giving) <= MOST_MAPPING_SECONDS
+        assert not sizes_on(target).are_times_judged or max(taking, giving) <= MOST_MAPPING_SECONDS
 
     def test_buffer_release_and_restore(self, driver: CudaDriver, target: Target, noted: Noted) -> None:
         """An elastic buffer's whole life: address and contents stay, memory goes and comes back."""
@@ -150,7 +151,7 @@ class TestMemory:
         device, chunk = target.device, device_pages.CHUNK_NBYTES
         with closing(new_buffer(target, 3 * chunk)) as buffer:
             flat = buffer.tensor.view(torch.int32)
-            matrix = torch.eye(2048 if device.type == "cuda" else 8, device=device)
+            matrix = torch.eye(sizes_on(target).matrix_size, device=device)
             other = torch.cuda.Stream(device) if device.type == "cuda" else None
             synchronize(device)
             with torch.cuda.stream(other):
@@ -180,19 +181,20 @@ class TestOffload:
         judge(figures[name], target, noted)
 
     @pytest.mark.gpu
-    def test_page_locking(self, figures: dict[str, Timing], noted: Noted) -> None:
+    def test_page_locking(self, figures: dict[str, Timing], target: Target, noted: Noted) -> None:
         """The first offload takes the host memory that later ones have."""
         first, later = figures[offloads.FIRST_OFFLOAD], figures[offloads.OFFLOAD]
         rate = first.nbytes / max(first.seconds - later.seconds, 1e-9)
         noted(f"{rate / 1e9:.1f} GB/s", f"at least {LEAST_REGISTERED / 1e9:g} GB/s", bytes_per_second=rate)
-        assert rate >= LEAST_REGISTERED
+        assert not sizes_on(target).are_times_judged or rate >= LEAST_REGISTERED
 
     @pytest.mark.parametrize("name", MOST_BYTES)
     def test_bytes(self, name: str, figures: dict[str, Memory], noted: Noted) -> None:
         figure, most = figures[name], MOST_BYTES[name]
         limit = f"{figure.ratio:.2f} of {size(figure.beside_nbytes)} ({figure.beside}); at most {most:g}"
         noted(size(figure.nbytes), limit, nbytes=figure.nbytes, beside_nbytes=figure.beside_nbytes)
-        assert figure.ratio <= most
+        segment = SEGMENT_NBYTES if name == offloads.LEFT_TAKEN else 0
+        assert figure.nbytes <= most * figure.beside_nbytes + segment
 
 
 class TestReshard:
@@ -223,23 +225,25 @@ def pulled(task: pulls.PullTask) -> dict[str, Timing]:
 
 
 def judge(figure: Timing, target: Target, noted: Noted) -> None:
-    """Compare a rate with that of plain copies; without a GPU times mean nothing."""
+    """Compare a rate with that of plain copies, where times mean something."""
+    is_judged = sizes_on(target).are_times_judged
     least = LEAST_SHARES[figure.name]
     floor = f"{figure.of_floor:.0%} of {figure.nbytes / figure.floor_seconds / 1e9:.1f} GB/s ({figure.floor})"
-    limit = "not judged" if target.is_simulated else f"at least {least:.0%}"
+    limit = f"at least {least:.0%}" if is_judged else "not judged"
     seconds = {"seconds": figure.seconds, "floor_seconds": figure.floor_seconds}
     noted(f"{figure.gb_per_second:.1f} GB/s", f"{floor}; {limit}", nbytes=figure.nbytes, **seconds)
-    assert target.is_simulated or figure.of_floor >= least
+    assert not is_judged or figure.of_floor >= least
 
 
 def shape_on(target: Target) -> ModelShape:
-    """As many layers of an 8B model as leave room on device and host, or skip; without a GPU a tiny model."""
-    if target.is_simulated:
-        return TINY
+    """As many layers of an 8B model as leave room on device and host, or skip; elsewhere a tiny model."""
+    sizes = sizes_on(target)
+    if sizes.shape is not None:
+        return sizes.shape
     free, available = torch.cuda.mem_get_info(target.device)[0], available_host_nbytes()
     for num_layers in range(MOST_LAYERS, 0, -1):
         shape = ModelShape(num_layers)
-        numel = rank_job(shape, 1, 0, BUCKET_NBYTES).source.numel
+        numel = rank_job(shape, 1, 0, sizes.flat_bucket_nbytes).source.numel
         on_device = 2 * offloads.TRAINING_NBYTES * numel
         # on the host the arenas, and as much again for the floor's copy, rounded up to a power of two
         on_host = 3 * offloads.COPIED_NBYTES * numel / 0.7
@@ -254,8 +258,12 @@ def shape_on(target: Target) -> ModelShape:
     )
 
 
+def sizes_on(target: Target) -> Sizes:
+    return sizes_of("cpu" if target.is_simulated else "cuda")
+
+
 def bucket_nbytes(target: Target) -> int:
-    return TINY_BUCKET_NBYTES if target.is_simulated else BUCKET_NBYTES
+    return sizes_on(target).flat_bucket_nbytes
 
 
 def job_on(target: Target) -> RankJob:

@@ -19,7 +19,8 @@ from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.trainer.worker import ActorHybridWorker
 from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
-from tests.gpu.small_job import GREEDY, KV_CACHE_MB, MEMORY_SHARE, SmallJob, differences
+from tests.gpu.sizes import MEMORY_SHARE
+from tests.gpu.small_job import GREEDY, SmallJob, differences
 from tests.harness.vllm_server import FILLED, serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
@@ -33,8 +34,8 @@ def server_arguments(job: SmallJob) -> list[str]:
     """What a user would type, for the engine of the other checks."""
     on_gpu = job.device == "cuda"
     arguments = [*FILLED, "--skip-tokenizer-init", "--max-num-seqs", "16", "--max-model-len", "64"]
-    arguments += ["--dtype", "bfloat16" if on_gpu else "float32", *(["--enforce-eager"] if job.eager else [])]
-    nbytes = (KV_CACHE_MB if on_gpu else 8) << 20
+    arguments += ["--dtype", job.sizes.params_dtype, *(["--enforce-eager"] if job.eager else [])]
+    nbytes = job.sizes.kv_cache_mb << 20
     arguments += ["--kv-cache-memory-bytes", str(nbytes), "--gpu-memory-utilization", str(MEMORY_SHARE)]
     given = [part for name, value in job.vllm.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return [*arguments, *(["--enable-sleep-mode"] if on_gpu else []), *given]

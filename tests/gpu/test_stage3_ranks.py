@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from benchmarks import pull_figures as pulls
-from benchmarks.flat_models import ModelShape
 from benchmarks.targets import target_named
 from benchmarks.timings import Timing
 from hybrid_engine.verification.cases import Case, case_of
 from hybrid_engine.verification.verify import run_cases
 from tests.gpu.conftest import Noted
-from tests.gpu.small_job import KV_CACHE_MB, MEMORY_SHARE
-from tests.gpu.test_stage1_memory import BUCKET_NBYTES, REPEAT, judge, pulled
+from tests.gpu.sizes import MEMORY_SHARE, sizes_of
+from tests.gpu.test_stage1_memory import REPEAT, judge, pulled
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import QWEN3_8B, QWEN3_30B_A3B
 
@@ -43,9 +42,9 @@ class Layouts:
 
     def case(self, vllm: Mapping[str, Any], directory: Path) -> Case:
         model = write_config(directory / "model", self.model)
-        memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": KV_CACHE_MB}
+        memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": sizes_of("cuda").kv_cache_mb}
         generate = {"enforce_eager": True, "vllm": dict(vllm), **memory, **self.generate}
-        actor = {"params_dtype": "bfloat16", **self.actor}
+        actor = {"params_dtype": sizes_of("cuda").params_dtype, **self.actor}
         return case_of("", model, directory / "small", self.num_ranks, actor, generate, LAYERS)
 
 
@@ -77,7 +76,8 @@ class TestReading:
 
     @pytest.fixture(scope="class")
     def figures(self) -> dict[str, Timing]:
-        return pulled(pulls.PullTask(("cuda:0", "cuda:1"), ModelShape(2), BUCKET_NBYTES, REPEAT))
+        sizes = sizes_of("cuda")
+        return pulled(pulls.PullTask(("cuda:0", "cuda:1"), sizes.layers_read, sizes.flat_bucket_nbytes, REPEAT))
 
     @pytest.mark.parametrize("name", [pulls.COPIES, pulls.WITH_MAPPING])
     def test_rate(self, name: str, figures: dict[str, Timing], noted: Noted) -> None:

@@ -1,0 +1,118 @@
+"""Sizes of the checks: on a GPU, on a GPU in software (tests/software_gpu), and on the CPU without either.
+
+A GPU in software computes on the CPU, so its model is tiny, and times are not judged. Everything else is the same: what
+is asked of the driver, of vLLM and of both engines, contents, bytes of memory and the order of streams.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.flat_models import TINY, ModelShape
+
+GIB, MIB = 2**30, 2**20
+MEMORY_SHARE = 0.3
+"""vLLM's on a GPU: it refuses to start where less than this share is free after its communicators are made."""
+_ADAM_NBYTES = 18  # of a parameter with bfloat16
+_NUM_PARAMETERS = 0.75e9  # of the model on a GPU
+
+_TINY_MODEL = {
+    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+}
+_MODEL_OF_A_GPU = {
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the checks move, and what they need.
+
+    Attributes:
+        shape: of the model of stage 1; None: as many layers of `ModelShape` as device and host have room for.
+        layers_read: of the model that two processes read in stage 3.
+        flat_bucket_nbytes: of stage 1's switches.
+        matrix_size: rows of the matrices that keep another stream busy.
+        are_times_judged: whether a rate below its limit fails.
+        model: what differs from Qwen3-8B's config.json in stage 2.
+        params_dtype: of training; vLLM's is the same.
+        bucket_mb, kv_cache_mb: of stages 2 and 3.
+        free_by_stage: bytes of each GPU that must be free.
+        taken_before_vllm: bytes of a GPU that its rank has when vLLM looks: the context, communicators, what an offload
+            leaves. An estimate, never measured.
+        needed_on_host: bytes of the host that stage 2 needs: what is offloaded, and libraries.
+    """
+
+    shape: ModelShape | None
+    layers_read: ModelShape
+    flat_bucket_nbytes: int
+    matrix_size: int
+    are_times_judged: bool
+    model: Mapping[str, Any]
+    params_dtype: str
+    bucket_mb: int
+    kv_cache_mb: int
+    free_by_stage: Mapping[int, int]
+    taken_before_vllm: int
+    needed_on_host: int
+
+
+GPU = Sizes(
+    shape=None,
+    layers_read=ModelShape(2),
+    flat_bucket_nbytes=256 * MIB,
+    matrix_size=2048,
+    are_times_judged=True,
+    model=_MODEL_OF_A_GPU,
+    params_dtype="bfloat16",
+    bucket_mb=64,
+    kv_cache_mb=512,
+    free_by_stage={1: GIB, 2: 20 * GIB, 3: 8 * GIB},
+    taken_before_vllm=2 * GIB,
+    needed_on_host=int(1.5 * _ADAM_NBYTES * _NUM_PARAMETERS),
+)
+SOFTWARE_GPU = Sizes(
+    shape=ModelShape(2, 512, 1024, 8, 4, 2000),
+    layers_read=ModelShape(2, 512, 1024, 8, 4, 2000),
+    flat_bucket_nbytes=MIB,
+    matrix_size=64,
+    are_times_judged=False,
+    model=_TINY_MODEL,
+    params_dtype="bfloat16",
+    bucket_mb=1,
+    kv_cache_mb=16,
+    free_by_stage={1: GIB, 2: GIB, 3: GIB},
+    taken_before_vllm=GIB,
+    needed_on_host=GIB,
+)
+CPU = Sizes(
+    shape=TINY,
+    layers_read=TINY,
+    flat_bucket_nbytes=2**15,
+    matrix_size=8,
+    are_times_judged=False,
+    model=_TINY_MODEL,
+    params_dtype="float32",
+    bucket_mb=1,
+    kv_cache_mb=8,
+    free_by_stage={},
+    taken_before_vllm=0,
+    needed_on_host=0,
+)
+
+
+def is_software_gpu() -> bool:
+    """Whether CUDA is the one of tests/software_gpu, by what its launcher sets."""
+    return "SOFTWARE_GPU_LIBRARIES" in os.environ
+
+
+def sizes_of(device: str) -> Sizes:
+    """Sizes for `--device`: "cuda" or "cpu"."""
+    if device == "cpu":
+        return CPU
+    return SOFTWARE_GPU if is_software_gpu() else GPU

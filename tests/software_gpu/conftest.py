@@ -1,0 +1,62 @@
+"""What every test over the software GPU has: the checker, and a count of what is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.software_gpu.device import Reports
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave the tests out where CUDA is not the software's: `make test-gpu` runs them."""
+    return None if "SOFTWARE_GPU_LIBRARIES" in os.environ else True
+
+
+@pytest.fixture(scope="session")
+def reports() -> Reports:
+    """What the checker has reported; a test that reads it with `new` accepts it."""
+    from tests.software_gpu.device import Reports
+
+    return Reports()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_reported(reports: Reports) -> Iterator[None]:
+    yield
+    if text := reports.new():
+        pytest.fail(f"the checker reports:\n{text}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Fail a test after which this process has more of the device, or more open descriptors, than before."""
+    import torch
+
+    from tests.software_gpu.device import virtual_memory
+
+    def held() -> Counter[str]:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return Counter(asdict(virtual_memory())) + Counter(_open_files())
+
+    torch.zeros(1, device="cuda")
+    before = held()
+    yield
+    assert not held() - before
+
+
+def _open_files() -> Iterator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the directory's own
+            yield os.readlink(f"/proc/self/fd/{descriptor}")

@@ -1,0 +1,225 @@
+// Parts of libcuda.so.1 that its files share: one lock, regions of memory, streams with their clocks, accounts.
+//
+// Each public function of the driver takes the lock once, by `driver_call`, and nothing below it takes it again.
+#pragma once
+#include "interface.h"
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace software_gpu {
+
+// -- the lock ----------------------------------------------------------------------------------------------------
+
+// Held by a thread that is inside the driver. Waits release it, so that others can finish what is waited for.
+class Held {
+public:
+    Held();
+    ~Held();
+    Held(const Held&) = delete;
+
+    // Let others in until something has happened, or for some milliseconds.
+    static void wait();
+    // Run something of the caller's, which may call the driver itself.
+    static void run_released(const std::function<void()>& function);
+    // Wake up who waits.
+    static void notify();
+};
+
+// -- devices -----------------------------------------------------------------------------------------------------
+
+constexpr int kHost = -1;
+constexpr size_t kPageNbytes = size_t(2) << 20;  // of device memory: the driver's granularity
+
+// Devices that this process sees are numbered from 0; CUDA_VISIBLE_DEVICES says which of the machine's they are.
+int num_devices();
+int machine_device(int device);
+int current_device();
+void set_current_device(int device);
+bool can_access_peer(int device, int other);
+size_t device_nbytes();
+// The context of a device; the first call for it takes the memory that a context has.
+CUcontext primary_context(int device);
+
+// -- accounts ----------------------------------------------------------------------------------------------------
+
+// Bytes of a device that all processes of this machine have taken; kept in shared memory.
+void* map_shared_memory(const char* name, size_t nbytes);
+bool take(int device, int64_t nbytes);
+void give(int device, int64_t nbytes);
+int64_t taken(int device);
+
+CUresult count(const char* name);
+void report(const char* kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// -- regions of memory -------------------------------------------------------------------------------------------
+
+enum class RegionKind { device, host, mapped, imported };
+
+struct Allocation;  // physical memory of virtual_memory.cpp
+
+// Bytes that an operation may touch.
+struct Region {
+    uint64_t start;
+    size_t nbytes;
+    RegionKind kind;
+    int device;
+    int descriptor = -1;          // the memory file of what cuMemAlloc gave
+    bool is_readable = true;
+    bool is_writable = true;
+    bool is_registered = false;   // host memory of the program's own
+    Allocation* allocation = nullptr;
+    uint64_t id = 0;
+
+    uint64_t end() const { return start + nbytes; }
+};
+
+// An address range without memory of its own.
+struct Reservation {
+    uint64_t start;
+    size_t nbytes;
+    void* mapping;                // begins before `start`, which is aligned
+    size_t mapping_nbytes;
+    int device;
+    uint64_t id;
+
+    uint64_t end() const { return start + nbytes; }
+};
+
+// By their first addresses.
+std::map<uint64_t, Region>& regions();
+std::map<uint64_t, Reservation>& reservations();
+Region* region_at(uint64_t address);
+Reservation* reservation_at(uint64_t address);
+Region& add_region(Region region);
+uint64_t new_id();
+
+// Whether all of it may be touched; memory that the driver does not know is the host's own.
+bool is_accessible(uint64_t address, size_t nbytes);
+// Whether it is ordinary memory of the host, which the device cannot read by itself.
+bool is_pageable(uint64_t address);
+
+// A memory file of a device, filled with a pattern so that nobody takes new memory for zeros; -1 without memory.
+int new_memory_file(int device, size_t nbytes);
+int device_of_memory_file(int descriptor);
+
+// -- order -------------------------------------------------------------------------------------------------------
+
+struct Stream;
+
+// What is known of other streams: all that they had up to a number is over before what comes next.
+using Clock = std::unordered_map<const Stream*, uint64_t>;
+void learn(Clock& clock, const Stream* stream, uint64_t number);
+void learn(Clock& clock, const Clock& other);
+
+// The last access of each byte by one stream.
+class Accesses {
+public:
+    struct Access {
+        uint64_t end;
+        uint64_t number;
+        const char* what;
+    };
+
+    void add(uint64_t start, uint64_t end, uint64_t number, const char* what);
+    // The latest overlapping access after a number, or none.
+    const Access* overlapping(uint64_t start, uint64_t end, uint64_t after, uint64_t* at) const;
+    void forget_up_to(uint64_t number);
+    bool empty() const { return by_start_.empty(); }
+
+private:
+    std::map<uint64_t, Access> by_start_;
+};
+
+// Say what the last operation of a stream touches, and report who else does without an order between them.
+void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what);
+// Report operations on memory that goes away although nobody waited for them; they are run first.
+void check_release(uint64_t start, size_t nbytes, const char* what);
+// Bytes of a memory file that several processes may have mapped.
+struct SharedAccess {
+    uint64_t file;
+    uint64_t start;
+    uint64_t end;
+};
+
+// Where an address lies in a memory file that another process may have; false if it does not.
+bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses);
+// Report who else touches them, and keep what this process does until its host has waited for it.
+void check_shared_access(const Stream& stream, const SharedAccess& access, bool writes, const char* what);
+void forget_shared_accesses(const Stream& stream, uint64_t number);
+void host_waited_for(Stream& stream, uint64_t number, const Clock& known);
+void host_waited_for_all(int device);
+
+// -- streams -----------------------------------------------------------------------------------------------------
+
+struct Operation {
+    uint64_t number = 0;
+    std::function<void()> run;                     // without the driver's lock if `is_released`
+    std::function<bool(bool is_waiting)> is_ready;  // also does what has to come before; none: always
+    bool is_released = false;
+};
+
+// What was put on streams while they were captured, in that order, which keeps the order between them.
+struct Graph {
+    struct Touched {
+        uint64_t start;
+        size_t nbytes;
+        bool writes;
+        const char* what;
+    };
+
+    uint64_t id = new_id();
+    bool is_open = true;                           // until its capture ends
+    std::vector<Operation> operations;
+    std::vector<Touched> accesses;
+};
+
+struct Stream {
+    int device = 0;
+    unsigned flags = 0;
+    int priority = 0;
+    uint64_t num_put = 0;
+    uint64_t num_done = 0;
+    std::deque<Operation> queue;
+    bool is_running = false;                       // a thread runs an operation of it without the lock
+    Clock known;
+    Accesses reads;
+    Accesses writes;
+    bool has_shared_accesses = false;              // in the table of peers.cpp
+    std::shared_ptr<Graph> graph;                  // while it is captured
+
+    bool is_blocking() const { return !(flags & CU_STREAM_NON_BLOCKING); }
+};
+
+Stream& stream_of(CUstream handle);
+std::vector<Stream*> all_streams();
+// Put an operation on a stream; it runs when somebody waits for it, and not before.
+Operation& put(Stream& stream, std::function<void()> run);
+// Run what a stream has up to a number. Without `is_waiting` it stops at what another thread has to finish.
+bool run_up_to(Stream& stream, uint64_t number, bool is_waiting = true);
+void run_all(int device);
+// An error that stays until the process ends, as after an illegal address.
+CUresult lasting_error();
+void set_lasting_error(CUresult error);
+
+// -- public functions --------------------------------------------------------------------------------------------
+
+// Count a call, fail it if a test asked for that, and run it under the lock.
+template <class Body>
+CUresult driver_call(const char* name, Body body) {
+    Held held;
+    if (CUresult error = count(name)) {
+        return error;
+    }
+    return body();
+}
+
+}  // namespace software_gpu

@@ -1,0 +1,394 @@
+// Memory of the device and page-locked memory of the host: allocation, attributes of pointers, handles for other
+// processes. Memory of the device is a memory file, so that other processes can map it too.
+#include "driver.h"
+
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace software_gpu {
+
+constexpr size_t kAllocationNbytes = 512;              // cuMemAlloc rounds up to it
+constexpr size_t kMostPatternNbytes = size_t(64) << 20;  // larger memory keeps its zeros: filling it would take long
+constexpr unsigned char kPattern = 0xA5;
+constexpr char kFileName[] = "software_gpu.device";
+
+std::map<uint64_t, Region>& regions() {
+    static auto* all = new std::map<uint64_t, Region>;  // outlives what runs at exit
+    return *all;
+}
+
+std::map<uint64_t, Reservation>& reservations() {
+    static auto* all = new std::map<uint64_t, Reservation>;
+    return *all;
+}
+
+template <class Range>
+static Range* range_at(std::map<uint64_t, Range>& ranges, uint64_t address) {
+    auto next = ranges.upper_bound(address);
+    if (next == ranges.begin()) {
+        return nullptr;
+    }
+    Range& range = std::prev(next)->second;
+    return address < range.end() ? &range : nullptr;
+}
+
+Region* region_at(uint64_t address) { return range_at(regions(), address); }
+
+Reservation* reservation_at(uint64_t address) { return range_at(reservations(), address); }
+
+uint64_t new_id() {
+    static uint64_t last;
+    return ++last;
+}
+
+Region& add_region(Region region) {
+    region.id = new_id();
+    return regions()[region.start] = region;
+}
+
+bool is_accessible(uint64_t address, size_t nbytes) {
+    if (!reservation_at(address)) {
+        return true;
+    }
+    uint64_t end = address + nbytes;
+    while (address < end) {
+        Region* region = region_at(address);
+        if (!region || !region->is_readable) {
+            return false;
+        }
+        address = region->end();
+    }
+    return true;
+}
+
+bool is_pageable(uint64_t address) { return !region_at(address) && !reservation_at(address); }
+
+int new_memory_file(int device, size_t nbytes) {
+    std::string name = kFileName + std::to_string(machine_device(device));
+    int descriptor = memfd_create(name.c_str(), MFD_CLOEXEC);
+    if (descriptor < 0 || ftruncate(descriptor, nbytes) != 0) {
+        return -1;
+    }
+    if (nbytes <= kMostPatternNbytes) {
+        void* mapping = mmap(nullptr, nbytes, PROT_WRITE, MAP_SHARED, descriptor, 0);
+        memset(mapping, kPattern, nbytes);
+        munmap(mapping, nbytes);
+    }
+    return descriptor;
+}
+
+int device_of_memory_file(int descriptor) {
+    char link[64];
+    char name[256] = {};
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    if (readlink(link, name, sizeof name - 1) < 0) {
+        return -1;
+    }
+    int machine = -1;
+    if (sscanf(name, "/memfd:software_gpu.device%d", &machine) != 1) {
+        return -1;
+    }
+    for (int device = 0; device < num_devices(); device++) {
+        if (machine_device(device) == machine) {
+            return device;
+        }
+    }
+    return -1;
+}
+
+static CUresult allocate(CUdeviceptr* address, size_t nbytes) {
+    if (!nbytes) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    size_t rounded = (nbytes + kAllocationNbytes - 1) / kAllocationNbytes * kAllocationNbytes;
+    int device = current_device();
+    if (!take(device, rounded)) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    int descriptor = new_memory_file(device, rounded);
+    void* mapping = MAP_FAILED;
+    if (descriptor >= 0) {
+        mapping = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    }
+    if (mapping == MAP_FAILED) {
+        give(device, rounded);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    add_region({uint64_t(mapping), rounded, RegionKind::device, device, descriptor});
+    *address = uint64_t(mapping);
+    return CUDA_SUCCESS;
+}
+
+static CUresult free_memory(CUdeviceptr address) {
+    if (!address) {
+        return CUDA_SUCCESS;
+    }
+    Region* region = region_at(address);
+    if (!region || region->start != address || region->kind != RegionKind::device) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    // The real one waits for all work of the device, too.
+    run_all(region->device);
+    host_waited_for_all(region->device);
+    munmap(reinterpret_cast<void*>(region->start), region->nbytes);
+    close(region->descriptor);
+    give(region->device, region->nbytes);
+    regions().erase(address);
+    return CUDA_SUCCESS;
+}
+
+static CUresult allocate_host(void** address, size_t nbytes) {
+    void* mapping = mmap(nullptr, nbytes + !nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    add_region({uint64_t(mapping), nbytes, RegionKind::host, current_device()});
+    *address = mapping;
+    return CUDA_SUCCESS;
+}
+
+static CUresult free_host(void* address) {
+    Region* region = region_at(uint64_t(address));
+    bool is_ours = region && region->start == uint64_t(address) && region->kind == RegionKind::host;
+    if (!is_ours || region->is_registered) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    check_release(region->start, region->nbytes, "memory of the host is freed");
+    munmap(address, region->nbytes + !region->nbytes);
+    regions().erase(region->start);
+    return CUDA_SUCCESS;
+}
+
+static CUresult register_host(void* address, size_t nbytes) {
+    uint64_t start = uint64_t(address);
+    if (!nbytes) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    auto next = regions().lower_bound(start);
+    bool overlaps = region_at(start) || (next != regions().end() && next->first < start + nbytes);
+    if (overlaps) {
+        return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    }
+    Region region{start, nbytes, RegionKind::host, current_device()};
+    region.is_registered = true;
+    add_region(region);
+    return CUDA_SUCCESS;
+}
+
+static CUresult unregister_host(void* address) {
+    Region* region = region_at(uint64_t(address));
+    if (!region || region->start != uint64_t(address) || !region->is_registered) {
+        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    }
+    check_release(region->start, region->nbytes, "memory of the host is unregistered");
+    regions().erase(region->start);
+    return CUDA_SUCCESS;
+}
+
+// -- attributes --------------------------------------------------------------------------------------------------
+
+static CUresult pointer_attribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    Region* region = region_at(address);
+    Reservation* reservation = reservation_at(address);
+    if (!region && !reservation) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    int device = region ? region->device : reservation->device;
+    bool is_host = region && region->kind == RegionKind::host;
+    switch (attribute) {
+        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+            *static_cast<unsigned*>(value) = is_host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_CONTEXT:
+            *static_cast<CUcontext*>(value) = primary_context(device);
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+        case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+            *static_cast<uint64_t*>(value) = address;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+            *static_cast<int*>(value) = device;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+            *static_cast<uint64_t*>(value) = region ? region->start : reservation->start;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+            *static_cast<size_t*>(value) = region ? region->nbytes : reservation->nbytes;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+            *static_cast<unsigned char*>(value) = 0;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_MAPPED:
+            *static_cast<int*>(value) = region != nullptr;
+            return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+            *static_cast<uint64_t*>(value) = region ? region->id : reservation->id;
+            return CUDA_SUCCESS;
+        default:
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+}
+
+// -- handles for other processes ---------------------------------------------------------------------------------
+
+// What a CUipcMemHandle holds: a memory file of a living process.
+struct IpcHandle {
+    int pid;
+    int descriptor;
+    uint64_t nbytes;
+};
+
+static CUresult open_ipc_handle(CUdeviceptr* address, const IpcHandle& handle) {
+    if (handle.pid == getpid()) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.descriptor);
+    int descriptor = open(path, O_RDWR | O_CLOEXEC);
+    if (descriptor < 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    int device = device_of_memory_file(descriptor);
+    void* mapping = mmap(nullptr, handle.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    close(descriptor);
+    if (mapping == MAP_FAILED) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    add_region({uint64_t(mapping), handle.nbytes, RegionKind::imported, device < 0 ? current_device() : device});
+    *address = uint64_t(mapping);
+    return CUDA_SUCCESS;
+}
+
+static CUresult close_ipc_handle(CUdeviceptr address) {
+    Region* region = region_at(address);
+    if (!region || region->start != address || region->kind != RegionKind::imported) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    check_release(region->start, region->nbytes, "memory of another process is closed");
+    munmap(reinterpret_cast<void*>(region->start), region->nbytes);
+    regions().erase(address);
+    return CUDA_SUCCESS;
+}
+
+}  // namespace software_gpu
+
+using namespace software_gpu;
+
+extern "C" {
+
+int software_gpu_is_accessible(uint64_t address, size_t nbytes) {
+    Held held;
+    return is_accessible(address, nbytes);
+}
+
+CUresult cuMemAlloc(CUdeviceptr* address, size_t nbytes) {
+    return driver_call("cuMemAlloc", [&] { return allocate(address, nbytes); });
+}
+
+CUresult cuMemFree(CUdeviceptr address) {
+    return driver_call("cuMemFree", [&] { return free_memory(address); });
+}
+
+CUresult cuMemAllocAsync(CUdeviceptr* address, size_t nbytes, CUstream) { return cuMemAlloc(address, nbytes); }
+
+CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return cuMemFree(address); }
+
+CUresult cuMemGetInfo(size_t* free, size_t* total) {
+    return driver_call("cuMemGetInfo", [&] {
+        int64_t used = taken(current_device());
+        *total = device_nbytes();
+        *free = used > int64_t(*total) ? 0 : *total - used;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemHostAlloc(void** address, size_t nbytes, unsigned) {
+    return driver_call("cuMemHostAlloc", [&] { return allocate_host(address, nbytes); });
+}
+
+CUresult cuMemAllocHost(void** address, size_t nbytes) { return cuMemHostAlloc(address, nbytes, 0); }
+
+CUresult cuMemFreeHost(void* address) {
+    return driver_call("cuMemFreeHost", [&] { return free_host(address); });
+}
+
+CUresult cuMemHostRegister(void* address, size_t nbytes, unsigned) {
+    return driver_call("cuMemHostRegister", [&] { return register_host(address, nbytes); });
+}
+
+CUresult cuMemHostUnregister(void* address) {
+    return driver_call("cuMemHostUnregister", [&] { return unregister_host(address); });
+}
+
+CUresult cuMemHostGetDevicePointer(CUdeviceptr* on_device, void* address, unsigned) {
+    *on_device = uint64_t(address);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostGetFlags(unsigned* flags, void*) {
+    *flags = 0;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr* start, size_t* nbytes, CUdeviceptr address) {
+    return driver_call("cuMemGetAddressRange", [&] {
+        Region* region = region_at(address);
+        if (!region) {
+            return CUDA_ERROR_NOT_FOUND;
+        }
+        if (start) {
+            *start = region->start;
+        }
+        if (nbytes) {
+            *nbytes = region->nbytes;
+        }
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    return driver_call("cuPointerGetAttribute", [&] { return pointer_attribute(value, attribute, address); });
+}
+
+CUresult cuPointerGetAttributes(unsigned num, CUpointer_attribute* attributes, void** values, CUdeviceptr address) {
+    return driver_call("cuPointerGetAttributes", [&] {
+        for (unsigned i = 0; i < num; i++) {
+            if (pointer_attribute(values[i], attributes[i], address) != CUDA_SUCCESS) {
+                memset(values[i], 0, sizeof(int));  // what the real one says of memory that it does not know
+            }
+        }
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuPointerSetAttribute(const void*, CUpointer_attribute, CUdeviceptr) { return CUDA_SUCCESS; }
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
+    return driver_call("cuIpcGetMemHandle", [&] {
+        Region* region = region_at(address);
+        if (!region || region->descriptor < 0) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        IpcHandle own{getpid(), region->descriptor, region->nbytes};
+        memset(handle, 0, sizeof *handle);
+        memcpy(handle, &own, sizeof own);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuIpcOpenMemHandle(CUdeviceptr* address, CUipcMemHandle handle, unsigned) {
+    return driver_call("cuIpcOpenMemHandle", [&] {
+        IpcHandle other;
+        memcpy(&other, &handle, sizeof other);
+        return open_ipc_handle(address, other);
+    });
+}
+
+CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
+    return driver_call("cuIpcCloseMemHandle", [&] { return close_ipc_handle(address); });
+}
+}

@@ -1,0 +1,135 @@
+// Order between processes: what each of them does to memory that several have mapped, and has not waited for.
+//
+// Vector clocks end at a process. But what a process writes to exported memory is over for others only once its host
+// has waited, because that is when it can tell them. So accesses that no host has waited for stand in a table that all
+// processes share, by memory file; whoever touches the same bytes, where one of the two writes, is reported.
+#include "driver.h"
+
+#include <atomic>
+#include <csignal>
+#include <cstring>
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace software_gpu {
+
+constexpr size_t kMostEntries = 1 << 16;
+constexpr size_t kMostWhat = 40;
+
+struct Entry {
+    uint64_t file;
+    uint64_t start;  // in the file
+    uint64_t end;
+    int pid;         // 0: free
+    bool writes;
+    uint64_t stream;
+    uint64_t number;
+    char what[kMostWhat];
+};
+
+struct Table {
+    std::atomic<int> owner;  // pid of who uses it now
+    size_t num_used;         // entries behind it are free
+    Entry entries[kMostEntries];
+};
+
+static Table& table() {
+    static Table* shared = static_cast<Table*>(map_shared_memory("accesses", sizeof(Table)));
+    return *shared;
+}
+
+class TableHeld {
+public:
+    TableHeld() {
+        int nobody = 0;
+        while (!table().owner.compare_exchange_weak(nobody, getpid())) {
+            bool has_died = nobody && kill(nobody, 0) != 0 && errno == ESRCH;
+            if (has_died) {
+                table().owner.compare_exchange_strong(nobody, 0);
+            }
+            nobody = 0;
+            sched_yield();
+        }
+    }
+    ~TableHeld() { table().owner = 0; }
+};
+
+static bool is_other_living(int pid) { return pid && pid != getpid() && (kill(pid, 0) == 0 || errno != ESRCH); }
+
+static bool overlaps(const Entry& entry, const SharedAccess& access) {
+    return entry.file == access.file && entry.start < access.end && access.start < entry.end;
+}
+
+static void report_conflict(const SharedAccess& access, bool writes, const char* what) {
+    for (size_t i = 0; i < table().num_used; i++) {
+        const Entry& entry = table().entries[i];
+        bool conflicts = overlaps(entry, access) && (entry.writes || writes) && is_other_living(entry.pid);
+        if (conflicts) {
+            report(
+                "RACE", "%s %s bytes [%lu, %lu) of shared memory, and the host of process %d has not waited for %s, "
+                "which %s [%lu, %lu)",
+                what, writes ? "writes" : "reads", access.start, access.end, entry.pid, entry.what,
+                entry.writes ? "writes" : "reads", entry.start, entry.end
+            );
+            return;
+        }
+    }
+}
+
+static Entry* free_entry() {
+    for (size_t i = 0; i < table().num_used; i++) {
+        if (!table().entries[i].pid) {
+            return &table().entries[i];
+        }
+    }
+    return table().num_used < kMostEntries ? &table().entries[table().num_used++] : nullptr;
+}
+
+// An entry of the same stream that the access only makes longer.
+static Entry* touching_entry(const Stream& stream, const SharedAccess& access, bool writes) {
+    for (size_t i = 0; i < table().num_used; i++) {
+        Entry& entry = table().entries[i];
+        bool is_own = entry.pid == getpid() && entry.stream == uint64_t(&stream) && entry.writes == writes;
+        bool touches = entry.file == access.file && entry.start <= access.end && access.start <= entry.end;
+        if (is_own && touches) {
+            return &entry;
+        }
+    }
+    return nullptr;
+}
+
+void check_shared_access(const Stream& stream, const SharedAccess& access, bool writes, const char* what) {
+    TableHeld held;
+    report_conflict(access, writes, what);
+    Entry* entry = touching_entry(stream, access, writes);
+    if (entry) {
+        entry->start = std::min(entry->start, access.start);
+        entry->end = std::max(entry->end, access.end);
+        entry->number = stream.num_put;
+        return;
+    }
+    entry = free_entry();
+    if (!entry) {
+        report("FULL", "no room for accesses to shared memory: they are not checked");
+        return;
+    }
+    *entry = {access.file, access.start, access.end, getpid(), writes, uint64_t(&stream), stream.num_put, {}};
+    strncpy(entry->what, what, kMostWhat - 1);
+}
+
+void forget_shared_accesses(const Stream& stream, uint64_t number) {
+    TableHeld held;
+    for (size_t i = 0; i < table().num_used; i++) {
+        Entry& entry = table().entries[i];
+        bool is_over = entry.pid == getpid() && entry.stream == uint64_t(&stream) && entry.number <= number;
+        if (is_over) {
+            entry.pid = 0;
+        }
+    }
+    while (table().num_used && !table().entries[table().num_used - 1].pid) {
+        table().num_used--;
+    }
+}
+
+}  // namespace software_gpu

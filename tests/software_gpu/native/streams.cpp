@@ -1,0 +1,773 @@
+// Streams, events, copies and graphs.
+//
+// A copy runs when somebody waits for it, as late as it may: a program that forgets to wait reads old bytes. Kernels
+// run at once, in the thread that launches them, after what their stream has before them.
+#include "driver.h"
+
+#include <chrono>
+#include <cstring>
+
+namespace software_gpu {
+
+constexpr size_t kMostRows = 1024;  // of a copy with gaps whose rows are checked one by one
+constexpr int kQueriesPerStep = 3;  // a program that only asks whether something is over must see it end
+
+// -- queues ------------------------------------------------------------------------------------------------------
+
+static std::vector<Stream*>& created_streams() {
+    static auto* all = new std::vector<Stream*>;
+    return *all;
+}
+
+// The default stream of a device, which blocking streams wait for and which waits for them.
+static Stream& default_stream(int device) {
+    static auto* all = new std::map<int, Stream*>;
+    Stream*& stream = (*all)[device];
+    if (!stream) {
+        stream = new Stream;
+        stream->device = device;
+        created_streams().push_back(stream);
+    }
+    return *stream;
+}
+
+static bool is_default(const Stream& stream) { return &stream == &default_stream(stream.device); }
+
+Stream& stream_of(CUstream handle) {
+    bool names_default = !handle || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD;
+    return names_default ? default_stream(current_device()) : *reinterpret_cast<Stream*>(handle);
+}
+
+std::vector<Stream*> all_streams() { return created_streams(); }
+
+static bool is_over(const Stream& stream, uint64_t number) { return stream.num_done >= number; }
+
+static void put_wait(Stream& stream, Stream& other, uint64_t number) {
+    learn(stream.known, &other, number);
+    if (is_over(other, number)) {
+        return;
+    }
+    Operation operation;
+    operation.number = ++stream.num_put;
+    operation.run = [] {};
+    operation.is_ready = [&other, number](bool is_waiting) { return run_up_to(other, number, is_waiting); };
+    stream.queue.push_back(std::move(operation));
+}
+
+// The order that the default stream and blocking streams keep between them.
+static void put_implicit_waits(Stream& stream) {
+    if (!stream.is_blocking()) {
+        return;
+    }
+    if (!is_default(stream)) {
+        Stream& first = default_stream(stream.device);
+        put_wait(stream, first, first.num_put);
+        return;
+    }
+    for (Stream* other : created_streams()) {
+        if (other != &stream && other->device == stream.device && other->is_blocking()) {
+            put_wait(stream, *other, other->num_put);
+        }
+    }
+}
+
+Operation& put(Stream& stream, std::function<void()> run) {
+    if (stream.graph) {
+        auto& operations = stream.graph->operations;
+        operations.push_back({.run = std::move(run), .is_ready = nullptr});
+        return operations.back();
+    }
+    put_implicit_waits(stream);
+    stream.queue.push_back({.number = ++stream.num_put, .run = std::move(run), .is_ready = nullptr});
+    return stream.queue.back();
+}
+
+static void run_operation(Stream& stream, const Operation& operation) {
+    if (!operation.is_released) {
+        operation.run();
+        return;
+    }
+    stream.is_running = true;
+    Held::run_released(operation.run);
+    stream.is_running = false;
+}
+
+// Whether the first operation of the queue may run now. What it waits for may run meanwhile, and change the queue.
+static bool is_first_ready(Stream& stream, bool is_waiting) {
+    auto is_ready = stream.queue.front().is_ready;
+    return !is_ready || is_ready(is_waiting);
+}
+
+bool run_up_to(Stream& stream, uint64_t number, bool is_waiting) {
+    number = std::min(number, stream.num_put);
+    while (!is_over(stream, number)) {
+        uint64_t first = stream.is_running || stream.queue.empty() ? 0 : stream.queue.front().number;
+        bool can_run = first && is_first_ready(stream, is_waiting);
+        if (!can_run) {
+            if (!is_waiting) {
+                return false;
+            }
+            Held::wait();
+            continue;
+        }
+        bool is_unchanged = !stream.is_running && !stream.queue.empty() && stream.queue.front().number == first;
+        if (!is_unchanged) {
+            continue;
+        }
+        Operation operation = std::move(stream.queue.front());
+        stream.queue.pop_front();
+        run_operation(stream, operation);
+        stream.num_done = operation.number;
+        Held::notify();
+    }
+    return true;
+}
+
+void run_all(int device) {
+    for (Stream* stream : all_streams()) {
+        if (stream->device == device) {
+            run_up_to(*stream, stream->num_put);
+        }
+    }
+}
+
+static CUresult error_after_all;
+
+CUresult lasting_error() { return error_after_all; }
+
+void set_lasting_error(CUresult error) { error_after_all = error; }
+
+static CUresult wait_for_stream(Stream& stream) {
+    uint64_t number = stream.num_put;
+    run_up_to(stream, number);
+    host_waited_for(stream, number, stream.known);
+    return lasting_error();
+}
+
+// A kernel, or a graph, which the calling thread runs next.
+static void begin_kernel(Stream& stream) {
+    put_implicit_waits(stream);
+    run_up_to(stream, stream.num_put);
+    stream.num_put++;
+    stream.num_done = stream.num_put;
+}
+
+// -- accesses ----------------------------------------------------------------------------------------------------
+
+static void check_address(uint64_t start, size_t nbytes, const char* what) {
+    if (!is_accessible(start, nbytes)) {
+        report("ILLEGAL ADDRESS", "%s touches [%#lx, +%zu), which is not mapped", what, start, nbytes);
+        set_lasting_error(CUDA_ERROR_ILLEGAL_ADDRESS);
+    }
+}
+
+static void declare_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
+    if (stream.graph) {
+        stream.graph->accesses.push_back({start, nbytes, writes, what});
+        return;
+    }
+    check_access(stream, start, nbytes, writes, what);
+}
+
+// -- copies and fills --------------------------------------------------------------------------------------------
+
+// Rows of bytes with the same distance from one to the next.
+struct Rows {
+    uint64_t start;
+    size_t row_nbytes;
+    size_t num;
+    size_t pitch;
+
+    uint64_t row(size_t number) const { return start + number * pitch; }
+    size_t extent() const { return (num - 1) * pitch + row_nbytes; }
+    bool has_gaps() const { return num > 1 && pitch != row_nbytes; }
+};
+
+static void declare_rows(Stream& stream, const Rows& rows, bool writes, const char* what) {
+    if (!rows.has_gaps() || rows.num > kMostRows) {
+        declare_access(stream, rows.start, rows.extent(), writes, what);
+        return;
+    }
+    for (size_t i = 0; i < rows.num; i++) {
+        declare_access(stream, rows.row(i), rows.row_nbytes, writes, what);
+    }
+}
+
+static void copy_rows(const Rows& dst, const Rows& src) {
+    for (size_t i = 0; i < dst.num; i++) {
+        bool is_mapped = is_accessible(dst.row(i), dst.row_nbytes) && is_accessible(src.row(i), src.row_nbytes);
+        if (!is_mapped) {
+            check_address(dst.row(i), dst.row_nbytes, "a copy to");
+            check_address(src.row(i), src.row_nbytes, "a copy from");
+            return;
+        }
+        memmove(reinterpret_cast<void*>(dst.row(i)), reinterpret_cast<void*>(src.row(i)), dst.row_nbytes);
+    }
+}
+
+// What an asynchronous copy takes along of ordinary memory, which the caller may change afterwards.
+static std::shared_ptr<std::vector<char>> staged(const Rows& src) {
+    auto bytes = std::make_shared<std::vector<char>>(src.num * src.row_nbytes);
+    for (size_t i = 0; i < src.num; i++) {
+        memcpy(bytes->data() + i * src.row_nbytes, reinterpret_cast<void*>(src.row(i)), src.row_nbytes);
+    }
+    return bytes;
+}
+
+static CUresult copy(const Rows& dst, const Rows& src, Stream& stream, bool is_async) {
+    if (lasting_error()) {
+        return lasting_error();
+    }
+    bool is_staged = is_async && is_pageable(src.start) && !stream.graph;
+    if (is_staged) {
+        auto bytes = staged(src);
+        put(stream, [dst, src, bytes] {
+            copy_rows(dst, {uint64_t(bytes->data()), src.row_nbytes, src.num, src.row_nbytes});
+        });
+    } else {
+        put(stream, [dst, src] { copy_rows(dst, src); });
+        declare_rows(stream, src, false, "a copy from");
+    }
+    declare_rows(stream, dst, true, "a copy to");
+    bool host_waits = !is_async || is_pageable(dst.start);
+    return host_waits && !stream.graph ? wait_for_stream(stream) : lasting_error();
+}
+
+static CUresult copy_bytes(
+    const char* name, uint64_t dst, uint64_t src, size_t nbytes, CUstream stream, bool is_async
+) {
+    return driver_call(name, [&] {
+        if (!nbytes) {
+            return CUDA_SUCCESS;
+        }
+        return copy({dst, nbytes, 1, nbytes}, {src, nbytes, 1, nbytes}, stream_of(stream), is_async);
+    });
+}
+
+static CUresult copy_2d(const char* name, const CUDA_MEMCPY2D& task, CUstream stream, bool is_async) {
+    return driver_call(name, [&] {
+        if (!task.WidthInBytes || !task.Height) {
+            return CUDA_SUCCESS;
+        }
+        bool from_host = task.srcMemoryType == CU_MEMORYTYPE_HOST;
+        bool to_host = task.dstMemoryType == CU_MEMORYTYPE_HOST;
+        uint64_t src = from_host ? uint64_t(task.srcHost) : task.srcDevice;
+        uint64_t dst = to_host ? uint64_t(task.dstHost) : task.dstDevice;
+        src += task.srcY * task.srcPitch + task.srcXInBytes;
+        dst += task.dstY * task.dstPitch + task.dstXInBytes;
+        Rows from{src, task.WidthInBytes, task.Height, task.srcPitch};
+        Rows to{dst, task.WidthInBytes, task.Height, task.dstPitch};
+        return copy(to, from, stream_of(stream), is_async);
+    });
+}
+
+static void fill_rows(const Rows& rows, unsigned value, size_t value_nbytes) {
+    for (size_t i = 0; i < rows.num; i++) {
+        check_address(rows.row(i), rows.row_nbytes, "a fill of");
+        if (lasting_error()) {
+            return;
+        }
+        char* row = reinterpret_cast<char*>(rows.row(i));
+        for (size_t at = 0; at < rows.row_nbytes; at += value_nbytes) {
+            memcpy(row + at, &value, value_nbytes);
+        }
+    }
+}
+
+static CUresult fill(
+    const char* name, uint64_t dst, unsigned value, size_t value_nbytes, size_t num_values, CUstream stream
+) {
+    return driver_call(name, [&] {
+        if (!num_values) {
+            return CUDA_SUCCESS;
+        }
+        size_t nbytes = num_values * value_nbytes;
+        Rows rows{dst, nbytes, 1, nbytes};
+        put(stream_of(stream), [rows, value, value_nbytes] { fill_rows(rows, value, value_nbytes); });
+        declare_rows(stream_of(stream), rows, true, "a fill of");
+        return lasting_error();
+    });
+}
+
+// -- events ------------------------------------------------------------------------------------------------------
+
+struct Event {
+    unsigned flags = 0;
+    Stream* stream = nullptr;  // where it was recorded last
+    uint64_t number = 0;
+    Clock known;
+    std::shared_ptr<Graph> graph;
+    std::shared_ptr<double> milliseconds = std::make_shared<double>(0);
+};
+
+static Event& event_of(CUevent handle) { return *reinterpret_cast<Event*>(handle); }
+
+static double now_milliseconds() {
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double, std::milli>(now).count();
+}
+
+static void record(Event& event, Stream& stream) {
+    event.graph = stream.graph;
+    if (stream.graph) {
+        return;
+    }
+    auto milliseconds = std::make_shared<double>(0);  // of this record, if an earlier one still waits in a queue
+    put(stream, [milliseconds] { *milliseconds = now_milliseconds(); });
+    event.milliseconds = milliseconds;
+    event.stream = &stream;
+    event.number = stream.num_put;
+    event.known = stream.known;
+}
+
+static void wait_for_event(Stream& stream, const Event& event) {
+    if (event.graph) {
+        stream.graph = event.graph->is_open ? event.graph : nullptr;  // it joins the capture
+        return;
+    }
+    if (!event.stream || event.stream == &stream) {
+        return;
+    }
+    learn(stream.known, event.known);
+    put_wait(stream, *event.stream, event.number);
+}
+
+static bool has_happened(Event& event) { return !event.stream || is_over(*event.stream, event.number); }
+
+static bool is_step_due() {
+    static thread_local int num_queries;
+    return ++num_queries % kQueriesPerStep == 0;
+}
+
+// -- graphs ------------------------------------------------------------------------------------------------------
+
+struct GraphHandle {
+    std::shared_ptr<Graph> graph;
+};
+
+static void launch(const Graph& graph, Stream& stream) {
+    begin_kernel(stream);
+    for (const auto& access : graph.accesses) {
+        check_address(access.start, access.nbytes, access.what);
+        check_access(stream, access.start, access.nbytes, access.writes, access.what);
+    }
+    if (lasting_error()) {
+        return;
+    }
+    for (const Operation& operation : graph.operations) {
+        run_operation(stream, operation);
+    }
+}
+
+static CUstreamCaptureStatus capture_status(const Stream& stream) {
+    return stream.graph ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+}  // namespace software_gpu
+
+using namespace software_gpu;
+
+struct SoftwareGpuMessage {
+    Stream* stream;
+    uint64_t number;
+    std::shared_ptr<bool> is_over;
+};
+
+extern "C" {
+
+// -- for the other libraries -------------------------------------------------------------------------------------
+
+void software_gpu_begin_kernel(CUstream handle, const char* name) {
+    count("kernel");
+    count(name);
+    Held held;
+    Stream& stream = stream_of(handle);
+    if (!stream.graph) {
+        begin_kernel(stream);
+    }
+}
+
+void software_gpu_access(CUstream handle, uint64_t address, size_t nbytes, int writes, const char* what) {
+    if (!nbytes) {
+        return;
+    }
+    Held held;
+    check_address(address, nbytes, what);
+    declare_access(stream_of(handle), address, nbytes, writes, what);
+}
+
+SoftwareGpuMessage* software_gpu_enqueue_message(CUstream handle, const char*) {
+    Held held;
+    Stream& stream = stream_of(handle);
+    auto is_over = std::make_shared<bool>(false);
+    Operation& operation = put(stream, [] {});
+    operation.is_ready = [is_over](bool) { return *is_over; };
+    return new SoftwareGpuMessage{&stream, stream.num_put, is_over};
+}
+
+void software_gpu_run_before_message(SoftwareGpuMessage* message) {
+    Held held;
+    run_up_to(*message->stream, message->number - 1);
+}
+
+void software_gpu_end_message(SoftwareGpuMessage* message) {
+    Held held;
+    *message->is_over = true;
+    Held::notify();
+    delete message;
+}
+
+int software_gpu_is_capturing(CUstream handle) {
+    Held held;
+    return stream_of(handle).graph != nullptr;
+}
+
+void software_gpu_capture(CUstream handle, void (*run)(void*), void* argument, void (*release)(void*)) {
+    Held held;
+    std::shared_ptr<void> owned(argument, release);
+    Operation& operation = put(stream_of(handle), [run, owned] { run(owned.get()); });
+    operation.is_released = true;
+}
+
+// -- copies and fills --------------------------------------------------------------------------------------------
+
+CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t nbytes) {
+    return copy_bytes("cuMemcpy", dst, src, nbytes, nullptr, false);
+}
+
+CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
+    return copy_bytes("cuMemcpyAsync", dst, src, nbytes, stream, true);
+}
+
+CUresult cuMemcpyHtoD(CUdeviceptr dst, const void* src, size_t nbytes) {
+    return copy_bytes("cuMemcpy", dst, uint64_t(src), nbytes, nullptr, false);
+}
+
+CUresult cuMemcpyDtoH(void* dst, CUdeviceptr src, size_t nbytes) {
+    return copy_bytes("cuMemcpy", uint64_t(dst), src, nbytes, nullptr, false);
+}
+
+// The host does not wait for it, also on hardware.
+CUresult cuMemcpyDtoD(CUdeviceptr dst, CUdeviceptr src, size_t nbytes) {
+    return copy_bytes("cuMemcpy", dst, src, nbytes, nullptr, true);
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr dst, const void* src, size_t nbytes, CUstream stream) {
+    return copy_bytes("cuMemcpyAsync", dst, uint64_t(src), nbytes, stream, true);
+}
+
+CUresult cuMemcpyDtoHAsync(void* dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
+    return copy_bytes("cuMemcpyAsync", uint64_t(dst), src, nbytes, stream, true);
+}
+
+CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
+    return copy_bytes("cuMemcpyAsync", dst, src, nbytes, stream, true);
+}
+
+CUresult cuMemcpyPeerAsync(
+    CUdeviceptr dst, CUcontext, CUdeviceptr src, CUcontext, size_t nbytes, CUstream stream
+) {
+    return copy_bytes("cuMemcpyAsync", dst, src, nbytes, stream, true);
+}
+
+CUresult cuMemcpy2D(const CUDA_MEMCPY2D* task) { return copy_2d("cuMemcpy2D", *task, nullptr, false); }
+
+CUresult cuMemcpy2DUnaligned(const CUDA_MEMCPY2D* task) { return copy_2d("cuMemcpy2D", *task, nullptr, false); }
+
+CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* task, CUstream stream) {
+    return copy_2d("cuMemcpy2DAsync", *task, stream, true);
+}
+
+CUresult cuMemsetD8(CUdeviceptr dst, unsigned char value, size_t num) {
+    return fill("cuMemset", dst, value, 1, num, nullptr);
+}
+
+CUresult cuMemsetD32(CUdeviceptr dst, unsigned value, size_t num) {
+    return fill("cuMemset", dst, value, 4, num, nullptr);
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t num, CUstream stream) {
+    return fill("cuMemset", dst, value, 1, num, stream);
+}
+
+CUresult cuMemsetD16Async(CUdeviceptr dst, unsigned short value, size_t num, CUstream stream) {
+    return fill("cuMemset", dst, value, 2, num, stream);
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr dst, unsigned value, size_t num, CUstream stream) {
+    return fill("cuMemset", dst, value, 4, num, stream);
+}
+
+// -- streams -----------------------------------------------------------------------------------------------------
+
+CUresult cuStreamCreateWithPriority(CUstream* handle, unsigned flags, int priority) {
+    return driver_call("cuStreamCreate", [&] {
+        auto* stream = new Stream;
+        stream->device = current_device();
+        stream->flags = flags;
+        stream->priority = priority;
+        created_streams().push_back(stream);
+        *handle = reinterpret_cast<CUstream>(stream);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuStreamCreate(CUstream* handle, unsigned flags) { return cuStreamCreateWithPriority(handle, flags, 0); }
+
+// Its record stays: events and clocks name it.
+CUresult cuStreamDestroy(CUstream handle) {
+    return driver_call("cuStreamDestroy", [&] {
+        Stream& stream = stream_of(handle);
+        run_up_to(stream, stream.num_put);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuStreamSynchronize(CUstream handle) {
+    return driver_call("cuStreamSynchronize", [&] { return wait_for_stream(stream_of(handle)); });
+}
+
+CUresult cuStreamQuery(CUstream handle) {
+    return driver_call("cuStreamQuery", [&] {
+        Stream& stream = stream_of(handle);
+        if (!is_over(stream, stream.num_put)) {
+            if (is_step_due()) {
+                run_up_to(stream, stream.num_put, false);
+            }
+            return CUDA_ERROR_NOT_READY;
+        }
+        host_waited_for(stream, stream.num_put, stream.known);
+        return lasting_error();
+    });
+}
+
+CUresult cuStreamGetPriority(CUstream handle, int* priority) {
+    Held held;
+    *priority = stream_of(handle).priority;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetFlags(CUstream handle, unsigned* flags) {
+    Held held;
+    *flags = stream_of(handle).flags;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetId(CUstream handle, unsigned long long* id) {
+    Held held;
+    *id = reinterpret_cast<uint64_t>(&stream_of(handle));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
+    Held held;
+    *context = primary_context(stream_of(handle).device);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetDevice(CUstream handle, CUdevice* device) {
+    Held held;
+    *device = stream_of(handle).device;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
+    return driver_call("cuStreamWaitEvent", [&] {
+        wait_for_event(stream_of(handle), event_of(event));
+        return CUDA_SUCCESS;
+    });
+}
+
+// Runs before this returns: the host may wait for it by means that the driver does not see.
+CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* argument) {
+    return driver_call("cuLaunchHostFunc", [&] {
+        Stream& stream = stream_of(handle);
+        Operation& operation = put(stream, [function, argument] { function(argument); });
+        operation.is_released = true;
+        if (!stream.graph) {
+            run_up_to(stream, stream.num_put);
+        }
+        return CUDA_SUCCESS;
+    });
+}
+
+// -- events ------------------------------------------------------------------------------------------------------
+
+CUresult cuEventCreate(CUevent* handle, unsigned flags) {
+    return driver_call("cuEventCreate", [&] {
+        auto* event = new Event;
+        event->flags = flags;
+        *handle = reinterpret_cast<CUevent>(event);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuEventDestroy(CUevent handle) {
+    return driver_call("cuEventDestroy", [&] {
+        delete &event_of(handle);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuEventRecord(CUevent handle, CUstream stream) {
+    return driver_call("cuEventRecord", [&] {
+        record(event_of(handle), stream_of(stream));
+        return lasting_error();
+    });
+}
+
+CUresult cuEventRecordWithFlags(CUevent handle, CUstream stream, unsigned) { return cuEventRecord(handle, stream); }
+
+CUresult cuEventQuery(CUevent handle) {
+    return driver_call("cuEventQuery", [&] {
+        Event& event = event_of(handle);
+        if (!has_happened(event)) {
+            if (is_step_due()) {
+                run_up_to(*event.stream, event.number, false);
+            }
+            return CUDA_ERROR_NOT_READY;
+        }
+        if (event.stream) {
+            host_waited_for(*event.stream, event.number, event.known);
+        }
+        return lasting_error();
+    });
+}
+
+CUresult cuEventSynchronize(CUevent handle) {
+    return driver_call("cuEventSynchronize", [&] {
+        Event event = event_of(handle);  // another thread may record it anew
+        if (event.stream) {
+            run_up_to(*event.stream, event.number);
+            host_waited_for(*event.stream, event.number, event.known);
+        }
+        return lasting_error();
+    });
+}
+
+CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
+    return driver_call("cuEventElapsedTime", [&] {
+        Event& first = event_of(start);
+        Event& second = event_of(end);
+        if (!first.stream || !second.stream) {
+            return CUDA_ERROR_INVALID_HANDLE;
+        }
+        if (!has_happened(first) || !has_happened(second)) {
+            return CUDA_ERROR_NOT_READY;
+        }
+        *milliseconds = float(*second.milliseconds - *first.milliseconds);
+        return CUDA_SUCCESS;
+    });
+}
+
+// -- graphs ------------------------------------------------------------------------------------------------------
+
+CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode) {
+    return driver_call("cuStreamBeginCapture", [&] {
+        Stream& stream = stream_of(handle);
+        if (stream.graph || is_default(stream)) {
+            return CUDA_ERROR_ILLEGAL_STATE;
+        }
+        run_up_to(stream, stream.num_put);
+        stream.graph = std::make_shared<Graph>();
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
+    return driver_call("cuStreamEndCapture", [&] {
+        std::shared_ptr<Graph> captured = stream_of(handle).graph;
+        if (!captured) {
+            return CUDA_ERROR_ILLEGAL_STATE;
+        }
+        for (Stream* stream : all_streams()) {
+            if (stream->graph == captured) {
+                stream->graph = nullptr;
+            }
+        }
+        captured->is_open = false;
+        *graph = reinterpret_cast<CUgraph>(new GraphHandle{captured});
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
+    Held held;
+    *status = capture_status(stream_of(handle));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetCaptureInfo(
+    CUstream handle, CUstreamCaptureStatus* status, cuuint64_t* id, CUgraph* graph, const CUgraphNode** dependencies,
+    const CUgraphEdgeData** edges, size_t* num_dependencies
+) {
+    Held held;
+    Stream& stream = stream_of(handle);
+    *status = capture_status(stream);
+    if (id) {
+        *id = stream.graph ? stream.graph->id : 0;
+    }
+    if (graph) {
+        *graph = reinterpret_cast<CUgraph>(stream.graph.get());
+    }
+    if (dependencies) {
+        *dependencies = nullptr;
+    }
+    if (edges) {
+        *edges = nullptr;
+    }
+    if (num_dependencies) {
+        *num_dependencies = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+    static thread_local CUstreamCaptureMode own = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    std::swap(own, *mode);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode*, size_t* num) {
+    Held held;
+    *num = reinterpret_cast<GraphHandle*>(graph)->graph->operations.size();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
+    return driver_call("cuGraphInstantiate", [&] {
+        auto* handle = reinterpret_cast<GraphHandle*>(graph);
+        *executable = reinterpret_cast<CUgraphExec>(new GraphHandle{handle->graph});
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuGraphLaunch(CUgraphExec executable, CUstream handle) {
+    return driver_call("cuGraphLaunch", [&] {
+        launch(*reinterpret_cast<GraphHandle*>(executable)->graph, stream_of(handle));
+        return lasting_error();
+    });
+}
+
+CUresult cuGraphUpload(CUgraphExec, CUstream) { return CUDA_SUCCESS; }
+
+static void release_graph(void* handle) {
+    std::shared_ptr<Graph> graph;
+    {
+        Held held;
+        graph = reinterpret_cast<GraphHandle*>(handle)->graph;
+        delete reinterpret_cast<GraphHandle*>(handle);
+    }
+    // What it holds goes without the lock: tensors among it may call the driver.
+}
+
+CUresult cuGraphDestroy(CUgraph graph) {
+    release_graph(graph);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphExecDestroy(CUgraphExec executable) {
+    release_graph(executable);
+    return CUDA_SUCCESS;
+}
+}

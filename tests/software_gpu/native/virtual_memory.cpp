@@ -1,0 +1,372 @@
+// CUDA's virtual memory management: address ranges, physical memory, mappings, access, descriptors for other processes.
+//
+// The rules are the driver's, as far as the product can break them: sizes and addresses are multiples of the
+// granularity, memory is mapped whole and at most once at a place, a range that is unmapped covers whole mappings, and
+// physical memory goes when its handles and its mappings are gone. Imported memory is counted by its owner alone.
+#include "driver.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace software_gpu {
+
+struct Allocation {
+    uint64_t handle;
+    int descriptor;
+    size_t nbytes;
+    int device;
+    bool is_own;        // not another process's
+    bool is_exportable;
+    bool is_shared = false;  // exported or imported
+    uint64_t file = 0;       // what the system calls its memory file
+    int num_handles = 1;
+    int num_mappings = 0;
+};
+
+static std::map<uint64_t, std::unique_ptr<Allocation>>& allocations() {
+    static auto* all = new std::map<uint64_t, std::unique_ptr<Allocation>>;
+    return *all;
+}
+
+static Allocation* allocation_of(CUmemGenericAllocationHandle handle) {
+    auto entry = allocations().find(handle);
+    bool is_held = entry != allocations().end() && entry->second->num_handles > 0;
+    return is_held ? entry->second.get() : nullptr;
+}
+
+static CUmemGenericAllocationHandle add_allocation(Allocation allocation) {
+    allocation.handle = new_id();
+    allocations()[allocation.handle] = std::make_unique<Allocation>(allocation);
+    return allocation.handle;
+}
+
+static void free_if_unused(Allocation* allocation) {
+    if (allocation->num_handles > 0 || allocation->num_mappings > 0) {
+        return;
+    }
+    if (allocation->is_own) {
+        give(allocation->device, allocation->nbytes);
+    }
+    close(allocation->descriptor);
+    allocations().erase(allocation->handle);
+}
+
+static bool is_whole_pages(size_t nbytes) { return nbytes > 0 && nbytes % kPageNbytes == 0; }
+
+// -- address ranges ----------------------------------------------------------------------------------------------
+
+static CUresult reserve(CUdeviceptr* start, size_t nbytes) {
+    if (!is_whole_pages(nbytes)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    size_t with_alignment = nbytes + kPageNbytes;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* mapping = mmap(nullptr, with_alignment, PROT_NONE, flags, -1, 0);
+    if (mapping == MAP_FAILED) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    uint64_t aligned = (uint64_t(mapping) + kPageNbytes - 1) / kPageNbytes * kPageNbytes;
+    reservations()[aligned] = {aligned, nbytes, mapping, with_alignment, current_device(), new_id()};
+    *start = aligned;
+    return CUDA_SUCCESS;
+}
+
+static bool has_mappings(uint64_t start, size_t nbytes) {
+    auto next = regions().lower_bound(start);
+    return region_at(start) || (next != regions().end() && next->first < start + nbytes);
+}
+
+static CUresult free_reservation(CUdeviceptr start, size_t nbytes) {
+    Reservation* reservation = reservation_at(start);
+    bool is_whole = reservation && reservation->start == start && reservation->nbytes == nbytes;
+    if (!is_whole || has_mappings(start, nbytes)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    munmap(reservation->mapping, reservation->mapping_nbytes);
+    reservations().erase(start);
+    return CUDA_SUCCESS;
+}
+
+// -- physical memory ---------------------------------------------------------------------------------------------
+
+static CUresult create(CUmemGenericAllocationHandle* handle, size_t nbytes, const CUmemAllocationProp& properties) {
+    bool is_known = properties.type == CU_MEM_ALLOCATION_TYPE_PINNED;
+    if (!is_whole_pages(nbytes) || !is_known) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    int device = properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE ? properties.location.id : -1;
+    if (device < 0 || device >= num_devices()) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    if (!take(device, nbytes)) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    int descriptor = new_memory_file(device, nbytes);
+    if (descriptor < 0) {
+        give(device, nbytes);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    bool is_exportable = properties.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    *handle = add_allocation({0, descriptor, nbytes, device, true, is_exportable});
+    return CUDA_SUCCESS;
+}
+
+static CUresult import(CUmemGenericAllocationHandle* handle, int descriptor) {
+    struct stat status;
+    if (fstat(descriptor, &status) != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    int device = device_of_memory_file(descriptor);
+    if (device < 0) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+    if (own < 0) {
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    *handle = add_allocation({0, own, size_t(status.st_size), device, false, true, true, status.st_ino});
+    return CUDA_SUCCESS;
+}
+
+static CUresult export_descriptor(int* descriptor, CUmemGenericAllocationHandle handle) {
+    Allocation* allocation = allocation_of(handle);
+    if (!allocation) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!allocation->is_exportable) {
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    struct stat status;
+    fstat(allocation->descriptor, &status);
+    allocation->file = status.st_ino;
+    allocation->is_shared = true;
+    *descriptor = fcntl(allocation->descriptor, F_DUPFD, 0);
+    return *descriptor < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+}
+
+// -- mappings ----------------------------------------------------------------------------------------------------
+
+static CUresult map(CUdeviceptr start, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle) {
+    Allocation* allocation = allocation_of(handle);
+    Reservation* reservation = reservation_at(start);
+    bool is_inside = reservation && start + nbytes <= reservation->end();
+    bool is_whole = allocation && nbytes == allocation->nbytes && offset == 0 && start % kPageNbytes == 0;
+    if (!is_inside || !is_whole || has_mappings(start, nbytes)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    void* place = reinterpret_cast<void*>(start);
+    if (mmap(place, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->descriptor, 0) == MAP_FAILED) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    Region region{start, nbytes, RegionKind::mapped, allocation->device};
+    region.is_readable = region.is_writable = false;  // until access is set
+    region.allocation = allocation;
+    add_region(region);
+    allocation->num_mappings++;
+    return CUDA_SUCCESS;
+}
+
+// Mappings that lie inside a range, if they cover it and none reaches out of it; otherwise none.
+static std::vector<Region*> mappings_of(uint64_t start, size_t nbytes) {
+    std::vector<Region*> covering;
+    uint64_t next = start;
+    uint64_t end = start + nbytes;
+    while (next < end) {
+        Region* region = region_at(next);
+        bool fits = region && region->kind == RegionKind::mapped && region->start == next && region->end() <= end;
+        if (!fits) {
+            return {};
+        }
+        covering.push_back(region);
+        next = region->end();
+    }
+    return covering;
+}
+
+static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDesc* rights, size_t num_rights) {
+    std::vector<Region*> mappings = mappings_of(start, nbytes);
+    if (mappings.empty() || num_rights < 1) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (size_t i = 0; i < num_rights; i++) {
+        int device = rights[i].location.id;
+        for (Region* region : mappings) {
+            if (device != region->device && !can_access_peer(device, region->device)) {
+                return CUDA_ERROR_INVALID_DEVICE;
+            }
+        }
+    }
+    bool is_readable = rights[0].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    bool is_writable = rights[0].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    int protection = (is_readable ? PROT_READ : 0) | (is_writable ? PROT_WRITE : 0);
+    for (Region* region : mappings) {
+        mprotect(reinterpret_cast<void*>(region->start), region->nbytes, protection);
+        region->is_readable = is_readable;
+        region->is_writable = is_writable;
+    }
+    return CUDA_SUCCESS;
+}
+
+static CUresult unmap(CUdeviceptr start, size_t nbytes) {
+    std::vector<Region*> mappings = mappings_of(start, nbytes);
+    if (mappings.empty()) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    check_release(start, nbytes, "memory of the device is unmapped");
+    for (Region* region : mappings) {
+        int flags = MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE;
+        mmap(reinterpret_cast<void*>(region->start), region->nbytes, PROT_NONE, flags, -1, 0);
+        Allocation* allocation = region->allocation;
+        regions().erase(region->start);
+        allocation->num_mappings--;
+        free_if_unused(allocation);
+    }
+    return CUDA_SUCCESS;
+}
+
+bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses) {
+    uint64_t end = start + nbytes;
+    while (start < end) {
+        Region* region = region_at(start);
+        if (!region) {
+            break;
+        }
+        uint64_t last = std::min(end, region->end());
+        if (region->allocation && region->allocation->is_shared) {
+            accesses.push_back({region->allocation->file, start - region->start, last - region->start});
+        }
+        start = last;
+    }
+    return !accesses.empty();
+}
+
+}  // namespace software_gpu
+
+using namespace software_gpu;
+
+extern "C" {
+
+// What is there now, for tests that count: handles, mappings and address ranges of this process.
+void software_gpu_virtual_memory(uint64_t* num_allocations, uint64_t* num_mappings, uint64_t* num_reservations) {
+    Held held;
+    *num_allocations = allocations().size();
+    *num_mappings = 0;
+    for (const auto& [start, region] : regions()) {
+        *num_mappings += region.kind == RegionKind::mapped;
+    }
+    *num_reservations = reservations().size();
+}
+
+CUresult cuMemGetAllocationGranularity(
+    size_t* nbytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags
+) {
+    *nbytes = kPageNbytes;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr* start, size_t nbytes, size_t, CUdeviceptr, unsigned long long flags) {
+    return driver_call("cuMemAddressReserve", [&] {
+        return flags ? CUDA_ERROR_INVALID_VALUE : reserve(start, nbytes);
+    });
+}
+
+CUresult cuMemAddressFree(CUdeviceptr start, size_t nbytes) {
+    return driver_call("cuMemAddressFree", [&] { return free_reservation(start, nbytes); });
+}
+
+CUresult cuMemCreate(
+    CUmemGenericAllocationHandle* handle, size_t nbytes, const CUmemAllocationProp* properties, unsigned long long flags
+) {
+    return driver_call("cuMemCreate", [&] {
+        return flags ? CUDA_ERROR_INVALID_VALUE : create(handle, nbytes, *properties);
+    });
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    return driver_call("cuMemRelease", [&] {
+        Allocation* allocation = allocation_of(handle);
+        if (!allocation) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        allocation->num_handles--;
+        free_if_unused(allocation);
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemMap(
+    CUdeviceptr start, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags
+) {
+    return driver_call("cuMemMap", [&] {
+        return flags ? CUDA_ERROR_INVALID_VALUE : map(start, nbytes, offset, handle);
+    });
+}
+
+CUresult cuMemSetAccess(CUdeviceptr start, size_t nbytes, const CUmemAccessDesc* rights, size_t num_rights) {
+    return driver_call("cuMemSetAccess", [&] { return set_access(start, nbytes, rights, num_rights); });
+}
+
+CUresult cuMemUnmap(CUdeviceptr start, size_t nbytes) {
+    return driver_call("cuMemUnmap", [&] { return unmap(start, nbytes); });
+}
+
+CUresult cuMemExportToShareableHandle(
+    void* descriptor, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long
+) {
+    return driver_call("cuMemExportToShareableHandle", [&] {
+        bool is_descriptor = type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        return is_descriptor ? export_descriptor(static_cast<int*>(descriptor), handle) : CUDA_ERROR_NOT_SUPPORTED;
+    });
+}
+
+CUresult cuMemImportFromShareableHandle(
+    CUmemGenericAllocationHandle* handle, void* descriptor, CUmemAllocationHandleType type
+) {
+    return driver_call("cuMemImportFromShareableHandle", [&] {
+        bool is_descriptor = type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        return is_descriptor ? import(handle, int(intptr_t(descriptor))) : CUDA_ERROR_NOT_SUPPORTED;
+    });
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
+    return driver_call("cuMemRetainAllocationHandle", [&] {
+        Region* region = region_at(uint64_t(address));
+        if (!region || !region->allocation) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        region->allocation->num_handles++;
+        *handle = region->allocation->handle;
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle) {
+    return driver_call("cuMemGetAllocationPropertiesFromHandle", [&] {
+        Allocation* allocation = allocation_of(handle);
+        if (!allocation) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        *properties = {};
+        properties->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        properties->location.id = allocation->device;
+        if (allocation->is_exportable) {
+            properties->requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        }
+        return CUDA_SUCCESS;
+    });
+}
+
+CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation*, CUdeviceptr address) {
+    return driver_call("cuMemGetAccess", [&] {
+        Region* region = region_at(address);
+        *flags = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+        if (region && region->is_readable) {
+            *flags = region->is_writable ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+        }
+        return CUDA_SUCCESS;
+    });
+}
+}

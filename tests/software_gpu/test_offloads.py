@@ -1,0 +1,57 @@
+"""Training state leaves the device and comes back, in each way, with its contents, in the order of streams."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.offload_items import Kind
+from tests.software_gpu.device import NOT_SUPPORTED, failing
+from tests.software_gpu.training_state import WAYS_TO_COME, WAYS_TO_LEAVE, TrainingState, leave_and_come_back
+
+
+@pytest.fixture(scope="module")
+def state() -> TrainingState:
+    return TrainingState(0)
+
+
+@pytest.mark.parametrize(("leave", "come"), [*itertools.product(WAYS_TO_LEAVE, WAYS_TO_COME)])
+def test_contents_come_back(state: TrainingState, leave: str, come: str) -> None:
+    leave_and_come_back(state, leave, come, seed=hash((leave, come)) % 1000)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_an_onload_that_fails_can_be_repeated(state: TrainingState, call: str, first: int) -> None:
+    """Twice in a row: the driver is asked again after torch has given back what it keeps."""
+    state.train()
+    state.offloader.offload()
+    with failing(call, first, 2), pytest.raises(OffloadError, match=call):
+        state.offloader.onload()
+    state.offloader.onload()
+    state.require_intact()
+
+
+@pytest.mark.parametrize("name", ["param", "optimizer"])
+def test_an_offload_whose_copy_fails_puts_everything_back(state: TrainingState, name: Kind) -> None:
+    state.train()
+    with failing("cuMemcpyAsync", error=NOT_SUPPORTED), pytest.raises(OffloadError, match="put back"):
+        state.offloader.offload([name])
+    state.require_intact(has_dropped=False)
+    state.offloader.offload()
+    state.offloader.onload()
+    state.require_intact()
+
+
+def test_host_memory_that_cannot_be_registered() -> None:
+    """The arena is taken once and kept, so a new state is needed."""
+    fresh = TrainingState(1)
+    fresh.train()
+    with failing("cuMemHostRegister", num=100), pytest.raises(OffloadError, match="everything was put back"):
+        fresh.offloader.offload()
+    fresh.require_intact(has_dropped=False)
+    fresh.offloader.offload()
+    fresh.offloader.onload()
+    fresh.require_intact()

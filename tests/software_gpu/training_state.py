@@ -1,0 +1,126 @@
+"""Training state on the device and an offloader of it, as Megatron's: elastic parameters and gradients, plain Adam."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.offload_items import Guards, Kind, OffloadItem, Part
+from hybrid_engine.memory.offloader import Offloader
+
+NUMEL = 20_000_000  # of the parameters: two chunks of bfloat16
+_PLAIN_NUMELS = (1_000, 400_000, 37_777)
+_COPIED: tuple[Kind, ...] = ("param", "optimizer")
+
+
+class TrainingState:
+    """The owner of the tensors, which also trains: it computes on a stream of its own, and does not wait for it.
+
+    Attributes:
+        offloader: of this state.
+        guard: where the offloader says what is away.
+        kept: what parameters and optimizer hold, elsewhere.
+    """
+
+    def __init__(self, seed: int) -> None:
+        device = torch.device("cuda", 0)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._param = allocate_elastic(NUMEL, torch.bfloat16, device, "param")
+        self._grad = allocate_elastic(NUMEL, torch.float32, device, "grad")
+        self._adam = [torch.zeros(numel, device=device) for numel in _PLAIN_NUMELS]
+        self._side = torch.cuda.Stream(device)
+        self.guard = Guards()
+        self.offloader = Offloader(self)
+        self.kept: list[torch.Tensor] = []
+
+    def offload_items(self) -> Iterable[OffloadItem]:
+        yield OffloadItem("param", "param", self._param, "copy")
+        yield OffloadItem("grad", "grad", self._grad, "drop")
+        for number, tensor in enumerate(self._adam):
+            yield OffloadItem(f"adam {number}", "optimizer", tensor, "copy")
+
+    def train(self) -> None:
+        """Write new values, the last of them on another stream, and return while that is under way."""
+        copied = [self._param, *self._adam]
+        for tensor in (*copied, self._grad):
+            tensor.normal_(generator=self._generator)
+        on_host = torch.ones(_PLAIN_NUMELS[0], pin_memory=True)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._adam[0].copy_(on_host, non_blocking=True)
+        self.kept = [self._param.clone(), on_host, *(tensor.clone() for tensor in self._adam[1:])]
+
+    def parts(self, generator: random.Random) -> list[Part]:
+        """The parameters, cut in places that fit no chunk."""
+        cuts = [0, *sorted(generator.randrange(NUMEL) for _ in range(4)), NUMEL]
+        return [Part(self._param, start, stop) for start, stop in itertools.pairwise(cuts)]
+
+    def require_intact(self, *, has_dropped: bool = True) -> None:
+        """Compare all values, and gradients with zeros if they were dropped. Raises AssertionError."""
+        for tensor, kept in zip([self._param, *self._adam], self.kept, strict=True):
+            assert torch.equal(tensor.cpu(), kept.cpu())
+        assert not (has_dropped and self._grad.any()), "gradients are dropped, and come back as zeros"
+
+
+Way = Callable[[TrainingState, random.Random], None]
+
+
+def _parts(state: TrainingState, generator: random.Random) -> None:
+    for part in state.parts(generator):
+        state.offloader.offload_parts("param", [part])
+
+
+def _saved_parts(state: TrainingState, generator: random.Random) -> None:
+    for part in state.parts(generator):
+        state.offloader.save_parts("param", [part])
+    _parts(state, generator)
+
+
+def _called_off(state: TrainingState, _generator: random.Random) -> None:
+    state.offloader.offload()
+    state.offloader.onload(wait=False)
+
+
+def _in_background(state: TrainingState, _generator: random.Random) -> None:
+    state.offloader.onload(wait=False)
+    state.offloader.wait()
+
+
+def _some_first(state: TrainingState, _generator: random.Random) -> None:
+    state.offloader.onload(limit=NUMEL)
+
+
+def _read_only_first(state: TrainingState, _generator: random.Random) -> None:
+    state.offloader.onload(["param"], read_only=True)
+
+
+WAYS_TO_LEAVE: dict[str, Way] = {
+    "whole": lambda _state, _generator: None,
+    "in parts": _parts,
+    "in parts that were saved": _saved_parts,
+    "begun in the background": lambda state, _generator: state.offloader.begin_offload(_COPIED),
+    "called off and again": _called_off,
+}
+"""What happens before `offload`."""
+WAYS_TO_COME: dict[str, Way] = {
+    "whole": lambda _state, _generator: None,
+    "in the background": _in_background,
+    "some first": _some_first,
+    "read only first": _read_only_first,
+}
+"""What happens before `onload`."""
+
+
+def leave_and_come_back(state: TrainingState, leave: str, come: str, seed: int) -> None:
+    """Train, offload in one way, onload in another, and compare."""
+    generator = random.Random(seed)
+    state.train()
+    WAYS_TO_LEAVE[leave](state, generator)
+    state.offloader.offload()
+    WAYS_TO_COME[come](state, generator)
+    state.offloader.onload()
+    state.require_intact()
