@@ -217,7 +217,7 @@ class Comparison:
 
     def _note(self, engine: str, expected: torch.Tensor, logits: torch.Tensor | None) -> None:
         if logits is not None:
-            difference = difference_of(logits, expected, self.verdict.statistic)
+            difference = difference_of(logits.to(expected.device), expected, self.verdict.statistic)
             setattr(self.verdict, engine, max(difference, getattr(self.verdict, engine) or 0.0))
 
 

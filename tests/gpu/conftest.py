@@ -29,7 +29,7 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import Ended, run_ranks
 from hybrid_engine.verification.machine import facts_of, this_machine
 from tests.gpu.needs import lacking
-from tests.gpu.sizes import is_software_gpu
+from tests.gpu.sizes import is_software_gpu, sizes_of
 from tests.harness import marks
 
 SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
@@ -88,8 +88,8 @@ def _nothing_is_reported(_reports: Any) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def vllm_arguments(pytestconfig: pytest.Config) -> dict[str, Any]:
-    return engine_arguments(pytestconfig.getoption("vllm"))
+def vllm_arguments(device: str, pytestconfig: pytest.Config) -> dict[str, Any]:
+    return {**sizes_of(device).vllm, **engine_arguments(pytestconfig.getoption("vllm"))}
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ class Sizes:
         flat_bucket_nbytes: of stage 1's switches.
         matrix_size: rows of the matrices that keep another stream busy.
         are_times_judged: whether a rate below its limit fails.
+        vllm: engine arguments, for what the device has no kernel.
         model: what differs from Qwen3-8B's config.json in stage 2.
         params_dtype: of training; vLLM's is the same.
         bucket_mb, kv_cache_mb: of stages 2 and 3.
@@ -53,6 +54,7 @@ class Sizes:
     flat_bucket_nbytes: int
     matrix_size: int
     are_times_judged: bool
+    vllm: Mapping[str, Any]
     model: Mapping[str, Any]
     params_dtype: str
     bucket_mb: int
@@ -68,6 +70,7 @@ GPU = Sizes(
     flat_bucket_nbytes=256 * MIB,
     matrix_size=2048,
     are_times_judged=True,
+    vllm={},
     model=_MODEL_OF_A_GPU,
     params_dtype="bfloat16",
     bucket_mb=64,
@@ -82,6 +85,11 @@ SOFTWARE_GPU = Sizes(
     flat_bucket_nbytes=MIB,
     matrix_size=64,
     are_times_judged=False,
+    vllm={
+        "attention_backend": "TRITON_ATTN",
+        "disable_custom_all_reduce": True,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},  # Inductor would compile for a GPU
+    },
     model=_TINY_MODEL,
     params_dtype="bfloat16",
     bucket_mb=1,
@@ -96,6 +104,7 @@ CPU = Sizes(
     flat_bucket_nbytes=2**15,
     matrix_size=8,
     are_times_judged=False,
+    vllm={},
     model=_TINY_MODEL,
     params_dtype="float32",
     bucket_mb=1,

@@ -37,8 +37,16 @@ def server_arguments(job: SmallJob) -> list[str]:
     arguments += ["--dtype", job.sizes.params_dtype, *(["--enforce-eager"] if job.eager else [])]
     nbytes = job.sizes.kv_cache_mb << 20
     arguments += ["--kv-cache-memory-bytes", str(nbytes), "--gpu-memory-utilization", str(MEMORY_SHARE)]
-    given = [part for name, value in job.vllm.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    given = [part for name, value in job.vllm.items() for part in _flag(name, value)]
     return [*arguments, *(["--enable-sleep-mode"] if on_gpu else []), *given]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An engine argument as `vllm serve` takes it."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag] if value else []
+    return [flag, value if isinstance(value, str) else json.dumps(value)]
 
 
 def config_of(job: SmallJob, url: str) -> HybridConfig:

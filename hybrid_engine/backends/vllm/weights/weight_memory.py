@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -147,10 +148,13 @@ class SleepMode(WeightMemory):
         self._is_asleep = False
         self._is_partly_awake = False  # a wake-up ran out of memory half-way
         self._sleeping: SleepingSegments | None = None
+        self._modules_without: set[str] = set()  # modules whose tensors lie elsewhere
         self.is_kv_cache_asleep = False
 
     def free(self, live: Live) -> None:
         if not self._is_asleep:
+            move_module_tensors_out(sys.modules.keys() - self._modules_without)
+            self._modules_without.update(sys.modules)
             self._is_asleep = self.is_kv_cache_asleep = self._is_partly_awake = True  # whatever comes of it
             self._sleeping = None
             self._vllm.sleep(level=2)
@@ -223,6 +227,28 @@ class SleepMode(WeightMemory):
             self._vllm.wake_up(["weights"])
         self._is_asleep = self._is_partly_awake = False
         self._sleeping = sleeping
+
+
+def move_module_tensors_out(names: Iterable[str]) -> None:
+    """Give the tensors that these modules hold as globals other memory than that of vLLM's allocator.
+
+    vLLM imports modules while it loads weights, when every new tensor of the device comes from the memory that it gives
+    back in its sleep. compressed_tensors makes its table of FP4 values then: the first sleep would lose its contents,
+    and it would keep the memory from the next engine of the process.
+    """
+    allocator = internals.CUMEM_ALLOCATOR.load().instance
+    if allocator is None:
+        return
+    segments = {start: start + data.handle[1] for start, data in allocator.pointer_to_data.items()}
+    for name in names:
+        for value in list(vars(sys.modules[name]).values()):
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_within(value, segments):
+                value.data = value.data.clone()
+
+
+def _is_within(tensor: torch.Tensor, segments: Mapping[int, int]) -> bool:
+    """Whether it lies in one of these segments, start -> end."""
+    return any(start <= tensor.data_ptr() < end for start, end in segments.items())
 
 
 def require_unused_allocator() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,20 @@ def memory(request: pytest.FixtureRequest, vllm: SleepingVllm) -> SleepMode:
 
 def storages(*names: str) -> list[Any]:
     return [SimpleNamespace(name=name) for name in names]
+
+
+@pytest.mark.slow  # imports vLLM
+def test_a_module_keeps_the_tensor_that_it_made_of_weights_memory(
+    vllm: SleepingVllm, memory: SleepMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compressed_tensors' table of FP4 values, which vLLM imports while it loads weights."""
+    module = ModuleType("imported_while_weights_are_loaded")
+    module.table = table = vllm.over("first", 0)
+    table.copy_(torch.arange(table.numel()))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    memory.free(vllm.live)
+    assert module.table is table
+    assert torch.equal(table, torch.arange(table.numel(), dtype=table.dtype))
 
 
 @pytest.mark.slow  # imports vLLM
