@@ -71,7 +71,7 @@ test-gpu: ## The same checks, and more, over a GPU in software: any machine (GPU
 	$(MAKE) env VENV='$(GPU_VENV)' REQUIREMENTS=requirements-software-gpu.txt PYTHON_ENV=
 	$(OVER_SOFTWARE_GPU) -m pytest tests/software_gpu -v -p no:cacheprovider --durations 10 $(ARGS)
 	$(OVER_SOFTWARE_GPU) -m pytest tests/gpu --confcutdir=tests/gpu -v -p no:cacheprovider --timeout 900 \
-	    --budget 5000 --device cuda --vllm attention_backend=TRITON_ATTN $(if $(JSON),--records '$(JSON)') $(ARGS)
+	    --budget 5000 --device cuda $(if $(JSON),--records '$(JSON)') $(ARGS)
 gpu-check: $(READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
 	COLUMNS=200 $(PY) -m pytest tests/gpu --confcutdir=tests/gpu -v --continue-on-collection-errors -p no:cacheprovider \
 	    --timeout 240 --device $(or $(DEVICE),cuda) $(if $(JSON),--records '$(JSON)') $(ARGS)

@@ -78,7 +78,8 @@ def environment(place: Path) -> dict[str, str]:
     }
     paths = {name: os.pathsep.join(filter(None, values)) for name, values in shared.items()}
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    return {**os.environ, **paths, **offline, "COLUMNS": "200"}
+    absent = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # vLLM's sampler imports FlashInfer, which the bundle leaves out
+    return {**os.environ, **paths, **offline, **absent, "COLUMNS": "200"}
 
 
 def main(arguments: list[str]) -> int:

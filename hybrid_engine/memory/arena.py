@@ -7,7 +7,7 @@ Forks do not inherit the memory, and a GPU can read it directly:
 
 Registering populates too, but in one thread, 4 KiB at a time: that would take most of the first switch. A forked child
 (a DataLoader's worker) gets no copy: the kernel would copy pages that a device reads at once, all of them. **Pinning
-has never been run on a GPU yet.**
+has never run on hardware.**
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The calls of the CUDA driver's virtual memory API that elastic buffers need, each checked.
 
 Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
-chapter of the driver API. **Never run on a GPU yet**: the tests run it with the real bindings over a driver whose
+chapter of the driver API. **Never run on hardware yet**: the tests run it with the real bindings over a driver whose
 memory is the host's (tests/harness/libcuda.c); tests/gpu and the tests marked gpu wait for a machine with one.
 
 The rules that the callers keep:

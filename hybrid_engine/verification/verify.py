@@ -88,7 +88,7 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
             if world.rank == 0:
                 Path(out).write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
                 shutil.rmtree(scratch, ignore_errors=True)
-            dist.barrier()
+            everyone.gather(b"")
     everyone.close()
     dist.destroy_process_group()
 

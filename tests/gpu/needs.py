@@ -87,6 +87,9 @@ def _packages(device: str, machine: Machine) -> Iterator[str]:
         instead = f"{other} {machine.versions[other]} is" if other in machine.versions else "it is not"
         state = f"{own} {found} is installed" if found else f"{own} is needed, and {instead} installed"
         yield f"{state}: pip install {own}=={TESTED_VERSION}"
-    for package, remedy in (("megatron-core", "pip install '.[train]'"), ("transformers", "pip install '.[infer]'")):
+    needed = {"megatron-core": "pip install '.[train]'", "transformers": "pip install '.[infer]'"}
+    if device == "cuda":  # vLLM imports it while it loads any model
+        needed["torchvision"] = "pip install torchvision, of the version that was built for this torch"
+    for package, remedy in needed.items():
         if package not in machine.versions:
             yield f"{package} is not installed: {remedy}"
