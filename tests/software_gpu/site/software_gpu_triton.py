@@ -10,6 +10,8 @@ Changed when `triton.runtime.interpreter` is imported (of TRITON_INTERPRET=1), i
    two tiles (`tl.dot`) is a product of bit patterns, and so are sums and comparisons. It also cuts float32 to bfloat16
    off, where the hardware rounds to nearest, ties to even. Triton documents the first ("the interpreter does not
    support operations on bfloat16"); vLLM's attention kernels multiply bfloat16 tiles all the same.
+5. `tl.range` counts in tensors, as compiled kernels do. The interpreter counts in numbers of Python, which have no
+   `.to(tl.int64)`.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ def register():
     # The one instance is known by several names, so it changes its class instead of being replaced.
     interpreter.interpreter_builder.__class__ = _make_builder(interpreter)
     interpreter.ReduceOps.sum = _make_sum(interpreter.ReduceOps.sum)
+    interpreter._patch_lang_core = _make_patch(interpreter, interpreter._patch_lang_core)
     executor = interpreter.GridExecutor
     executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda self, args, args_host, kwargs, kwargs_host: None
@@ -141,6 +144,29 @@ def _make_sum(original):
         return self.to_tensor(narrow(total), input.dtype)
 
     return sum_of_any_type
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def _make_patch(interpreter, original):
+    """The function that gives a module of Triton the interpreter's operations, for the time of a kernel."""
+    tl = interpreter.tl
+    semantic = interpreter.interpreter_semantic
+
+    def range_of_tensors(first, second=None, step=None, **options):
+        start, end = (0, first) if second is None else (first, second)
+        step = 1 if step is None else step
+        is_long = any(isinstance(bound, tl.tensor) and bound.dtype == tl.int64 for bound in (start, end, step))
+        for number in range(start, end, step):
+            counter = semantic.to_tensor(number)
+            yield semantic.cast(counter, tl.int64) if is_long else counter
+
+    def patch(lang, scope):
+        original(lang, scope)
+        scope.set_attr(lang, "range", range_of_tensors)
+
+    return patch
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
