@@ -4,6 +4,7 @@
                    │            └── revert() restores every original
                    │ imports, when they are asked for, the patches of
        ├── buffers          group "hooks": who allocates the flat buffers; `iter_buffers` reads them
+       ├── without_te       group "without_te": by default where Transformer Engine is not installed
        ├── cpu/             groups "cpu" (by default without CUDA), "cpu_training" and "cpu_rl"; never imported
        │                    where CUDA is
        ├── script           group "script": --enable-resharding on Megatron-LM's own scripts

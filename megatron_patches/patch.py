@@ -20,6 +20,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 GROUPS: Final = {
     "hooks": "megatron_patches.buffers",
+    "without_te": "megatron_patches.without_te",
     "cpu": "megatron_patches.cpu.core",
     "cpu_training": "megatron_patches.cpu.training",
     "script": "megatron_patches.script",
@@ -319,8 +321,14 @@ _registry = PatchRegistry()
 
 
 def default_groups() -> tuple[str, ...]:
-    """The hooks, and without a CUDA device the CPU patches. Those of megatron.training are applied on request only."""
-    return ("hooks",) if torch.cuda.is_available() else ("hooks", "cpu")
+    """The hooks, and stand-ins for what is missing. Patches of megatron.training are applied on request only."""
+    return ("hooks", *stand_in_groups())
+
+
+def stand_in_groups() -> tuple[str, ...]:
+    """Groups for what this machine lacks: Transformer Engine, a CUDA device."""
+    lacks = {"without_te": find_spec("transformer_engine") is None, "cpu": not torch.cuda.is_available()}
+    return tuple(group for group, is_lacking in lacks.items() if is_lacking)
 
 
 def patches_of(groups: Iterable[str] = GROUPS) -> list[Patch]:

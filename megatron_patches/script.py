@@ -42,7 +42,7 @@ from megatron_patches.engines import (
     performs_rl,
 )
 from megatron_patches.errors import MegatronPatchError, ScriptError
-from megatron_patches.patch import Patch, apply, check_version
+from megatron_patches.patch import Patch, apply, check_version, stand_in_groups
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +103,11 @@ def prepare() -> None:
 
 
 def run_without_cuda() -> None:
-    """Apply the CPU patches where there is no CUDA. Raises PatchSetError."""
-    if not torch.cuda.is_available():
-        apply(("cpu", "cpu_training"), allow_version=allows_version())
+    """Apply the stand-ins for what this machine lacks, and without CUDA those of scripts. Raises PatchSetError."""
+    groups = stand_in_groups()
+    if "cpu" in groups:
+        groups = (*groups, "cpu_training")
+    apply(groups, allow_version=allows_version())
 
 
 def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:

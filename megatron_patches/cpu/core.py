@@ -1,4 +1,4 @@
-"""Group "cpu": megatron-core on CPU tensors and gloo, without CUDA, Transformer Engine or apex.
+"""Group "cpu": megatron-core on CPU tensors and gloo, without CUDA or apex; beside group "without_te".
 
 Covers what `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP, VPP, EP, sequence parallel, both
 optimizers, fp32 and bf16. The caller passes ``use_cpu_initialization=True`` and turns fusions off. Gloo (torch 2.13)
@@ -13,14 +13,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import MISSING, Patch
+from megatron_patches.patch import Patch
 
 _CORE = "megatron.core"
 _ALWAYS = "megatron-core selects its device instead of naming CUDA"
@@ -76,26 +75,6 @@ def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., t
         return norm
 
     return __new__
-
-
-def _build_missing_kernel(original: Any) -> Any:
-    """None is what megatron tests for before it uses the kernel."""
-    return None if original is MISSING else original
-
-
-def _build_without_te(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        # megatron-core sets the flag without looking for the package; only this constructor reads it wrongly
-        names = original.__globals__
-        found = names["HAVE_TE"]
-        names["HAVE_TE"] = found and find_spec("transformer_engine") is not None
-        try:
-            original(*args, **kwargs)
-        finally:
-            names["HAVE_TE"] = found
-
-    return __init__
 
 
 def _build_eager(original: Any) -> Any:
@@ -200,21 +179,6 @@ PATCHES: tuple[Patch, ...] = (
         "refuses sequence parallel, which only needs the weights marked so that their gradients are summed over TP",
         _build_norm_new,
         remove_when="WrappedTorchNorm accepts sequence_parallel",
-    ),
-    _cpu_patch(
-        "te_general_gemm",
-        f"{_CORE}.transformer.moe.moe_utils:te_general_gemm",
-        "is compared with None by the router but undefined without Transformer Engine (NameError)",
-        _build_missing_kernel,
-        may_be_missing=True,
-        remove_when="moe_utils defines te_general_gemm without Transformer Engine",
-    ),
-    _cpu_patch(
-        "latent_attention",
-        f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__",
-        "assumes that Transformer Engine is installed, and then calls isinstance(..., None): TypeError",
-        _build_without_te,
-        remove_when="multi_latent_attention checks whether Transformer Engine is installed",
     ),
     _cpu_patch(
         "split_sizes",

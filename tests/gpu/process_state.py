@@ -18,8 +18,8 @@ from hybrid_engine.verification.machine import is_secret
 FROZEN = "objects frozen by the collector"
 """The setting that vLLM changes for as long as it lives: its start-up heap is not looked through again and again."""
 
-# The driver's own, of hardware (cuda.*) or of the software GPU, stays.
-_OWN_SHARED_MEMORY = re.compile(r"(/dev/shm/(?!cuda\.|software_gpu\.)\S+|/memfd:hybrid_engine\.\S+)")
+# What stays: the driver's own, of hardware (cuda.*) or of the software GPU, and tqdm's lock, a semaphore.
+_OWN_SHARED_MEMORY = re.compile(r"(/dev/shm/(?!cuda\.|software_gpu\.|sem\.)\S+|/memfd:hybrid_engine\.\S+)")
 _STAYING = ("multiprocessing.resource_tracker", "_inductor/compile_worker", "_inductor.compile_worker")
 """Python's and torch's helpers, which stay as long as the process that first needs them."""
 

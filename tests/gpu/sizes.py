@@ -89,6 +89,8 @@ SOFTWARE_GPU = Sizes(
         "attention_backend": "TRITON_ATTN",
         "disable_custom_all_reduce": True,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},  # Inductor would compile for a GPU
+        # The interpreter compiles nothing. vLLM's warm-up drops tensors that are still being copied, and their results.
+        "kernel_config": {"enable_jit_warmup": False},
     },
     model=_TINY_MODEL,
     params_dtype="bfloat16",

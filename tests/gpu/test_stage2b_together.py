@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labe
 from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
 from tests.gpu.process_state import FROZEN, ProcessState
+from tests.gpu.sizes import is_software_gpu
 from tests.gpu.small_job import GREEDY, SmallJob, differences
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class Engines:
         self.taken = {"before": self.observe()}  # makes the context, which changes the process
         self.before_vllm = self.at_first = ProcessState.now()
         self.peaks: list[int] = []
+        self.calls: dict[State, Counter[str]] = {}  # of the last switch to each state, over the software GPU
+        self.calls_of_switches = self.calls  # of the last of `switches`
         started = time.perf_counter()
         with mock.patch("hybrid_engine.assembly.build_inference_engine", self._noting(build_inference_engine)):
             self.worker = ActorHybridWorker(self.config)
@@ -130,9 +134,22 @@ class Engines:
         self.worker.update(tokens_and_labels(seed, self.worker.table.dims.vocab_size, 4), cross_entropy)
 
     def enter(self, state: State) -> ReshardReport:
-        report = self.worker.sharding.enter(state)
+        with self._counted(state):
+            report = self.worker.sharding.enter(state)
         assert report is not None, "another state"
         return report
+
+    @contextmanager
+    def _counted(self, state: State) -> Iterator[None]:
+        """Keeps what the switch asks of the driver, where the driver counts."""
+        if not is_software_gpu():
+            yield
+            return
+        from tests.software_gpu.device import counted
+
+        with counted() as calls:
+            yield
+        self.calls[state] = calls
 
     def draw(self) -> list[list[int]]:
         """Without what is cached of an earlier call, whose kernels would be others."""
@@ -228,6 +245,7 @@ class Together:
                 there.append(engines.enter(State.INFER))
             engines.taken["infer"] = engines.observe()
             back.append(engines.enter(State.TRAIN))
+        engines.calls_of_switches = dict(engines.calls)
         return switches
 
     @pytest.fixture(scope="class")
@@ -271,6 +289,19 @@ class Together:
     @pytest.mark.gpu
     def test_most_device_memory_in_a_switch(self, engines: Engines, switches: Switches, noted: Noted) -> None:
         judge_peak(engines, noted)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("state", [State.INFER, State.TRAIN])
+    def test_calls_of_a_switch(self, state: State, engines: Engines, switches: Switches, noted: Noted) -> None:
+        """Launches, copies, waits: no more than recorded."""
+        if not is_software_gpu():
+            pytest.skip("the driver of hardware does not count")
+        from tests.software_gpu.switch_calls import RECORDED, by_kind
+
+        calls = by_kind(engines.calls_of_switches[state])
+        noted(", ".join(f"{number} {kind}" for kind, number in calls.items()), **calls)
+        recorded = RECORDED[state.name.lower()]
+        assert {kind: number for kind, number in calls.items() if number > recorded.get(kind, 0)} == {}
 
     def test_completions_twice_the_same(self, drawn: list[list[list[int]]]) -> None:
         assert not differences(*drawn)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -261,7 +262,7 @@ def differences(before: Snapshot, after: Snapshot) -> set[tuple[str, str]]:
     return {key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)}
 
 
-ALL_GROUPS = ("hooks", "cpu")
+ALL_GROUPS = ("hooks", "without_te", "cpu")
 """All that need no source tree."""
 
 
@@ -338,7 +339,7 @@ def test_apply_and_revert_twice() -> None:
     assert differences(before, of_megatron()) == set()
 
 
-@pytest.mark.parametrize("order", [("hooks", "cpu"), ("cpu", "hooks")])
+@pytest.mark.parametrize("order", [ALL_GROUPS, ALL_GROUPS[::-1]])
 def test_groups_can_be_applied_one_after_the_other(order: tuple[str, ...]) -> None:
     before = of_megatron()
     for group in order:
@@ -350,6 +351,8 @@ def test_groups_can_be_applied_one_after_the_other(order: tuple[str, ...]) -> No
 
 def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert megatron_patches.default_groups() == ("hooks", "without_te")
+    monkeypatch.setattr("megatron_patches.patch.find_spec", lambda _name: ModuleSpec("transformer_engine", None))
     assert megatron_patches.default_groups() == ("hooks",)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert megatron_patches.default_groups() == ("hooks", "cpu")

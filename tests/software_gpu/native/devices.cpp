@@ -96,7 +96,8 @@ static const std::map<int, int>& attributes() {
     static const std::map<int, int> of_an_h100 = {
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
-        {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 132},
+        // An H100 has 132. vLLM starts so many programs of a kernel, and here they run one after another.
+        {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 8},
         {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
         {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
         {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},

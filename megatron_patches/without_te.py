@@ -1,0 +1,53 @@
+"""Group "without_te": megatron-core where Transformer Engine is not installed, with and without CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_patches.patch import MISSING, Patch
+
+_TRANSFORMER = "megatron.core.transformer"
+
+
+def _build_missing_kernel(original: Any) -> Any:
+    """Build None, which megatron tests for before it uses the kernel."""
+    return None if original is MISSING else original
+
+
+def _build_without_te(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # megatron-core sets the flag without looking for the package; only this constructor reads it wrongly
+        names = original.__globals__
+        has_te = names["HAVE_TE"]
+        names["HAVE_TE"] = has_te and find_spec("transformer_engine") is not None
+        try:
+            original(*args, **kwargs)
+        finally:
+            names["HAVE_TE"] = has_te
+
+    return __init__
+
+
+PATCHES = (
+    Patch(
+        "without_te.te_general_gemm",
+        "without_te",
+        f"{_TRANSFORMER}.moe.moe_utils:te_general_gemm",
+        "is compared with None by the router but undefined without Transformer Engine (NameError)",
+        build=_build_missing_kernel,
+        may_be_missing=True,
+        remove_when="moe_utils defines te_general_gemm without Transformer Engine",
+    ),
+    Patch(
+        "without_te.latent_attention",
+        "without_te",
+        f"{_TRANSFORMER}.multi_latent_attention:MultiLatentAttention.__init__",
+        "assumes that Transformer Engine is installed, and then calls isinstance(..., None): TypeError",
+        build=_build_without_te,
+        remove_when="multi_latent_attention checks whether Transformer Engine is installed",
+    ),
+)

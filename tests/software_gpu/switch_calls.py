@@ -1,0 +1,35 @@
+"""What a switch asks of the driver, in calls: the part of its speed that needs no clock.
+
+Recorded for the model of tests/gpu over the software GPU, both engines in one process, offload of everything. Numbers
+may fall; whoever raises one says why in the commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "kernels": ("kernel",),
+    "copies": ("cuMemcpy", "cuMemcpyAsync", "cuMemcpy2D", "cuMemcpy2DAsync"),
+    "fills": ("cuMemset",),
+    "waits between streams": ("cuStreamWaitEvent",),
+    "waits of the host": ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
+    "calls of virtual memory": (
+        *("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"),
+        *("cuMemAddressReserve", "cuMemAddressFree"),
+    ),
+    "descriptors": ("cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"),
+    "registrations of host memory": ("cuMemHostRegister", "cuMemHostUnregister"),
+}
+RECORDED: Mapping[str, Mapping[str, int]] = {
+    "infer": {},
+    "train": {},
+}
+"""Of the last of five switches; `verify: full` is part of it."""
+
+
+def by_kind(calls: Counter[str]) -> dict[str, int]:
+    """Sum calls by kind; kinds without any are left out."""
+    sums = {kind: sum(calls[name] for name in names) for kind, names in KINDS.items()}
+    return {kind: number for kind, number in sums.items() if number}
