@@ -22,7 +22,7 @@ CAUSES = {
     "ctrl-c": r"rank 1, generate: KeyboardInterrupt",
     "killed": r"rank 1 has ended \(process \d+\)",
     "stopped": r"rank 1 is stopped \(process \d+\)",
-    "store goes": r"rank 0 has ended",
+    "store goes": r"rank 0 has ended \(process \d+\)",
 }
 SECONDS_AT_MOST = 100  # a rank that is left waiting waits for minutes
 
