@@ -158,6 +158,7 @@ IN_FILES: Final = frozenset(
         "enable_sleep_mode",
         *(f"compilation_config.{part}" for part in ("mode", "cudagraph_mode", "cudagraph_capture_sizes")),
         *(f"compilation_config.{part}" for part in ("max_cudagraph_capture_size", "cudagraph_num_of_warmups")),
+        "kernel_config.enable_jit_warmup",
         # ranks and LoRA
         *("decode_context_parallel_size", "expert_placement_strategy", "enable_dbo", "ubatch_size"),
         *("dbo_decode_token_threshold", "dbo_prefill_token_threshold"),
