@@ -56,7 +56,10 @@ NOT_NOTED = mock.Mock()
 
 # -- what cannot run ---------------------------------------------------------------------------------------------------
 
-BOTH = {"torch": "2.13.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "transformers": "5.19.0", "torchvision": "0.28.0"}
+BOTH = {
+    **{"torch": "2.13.0", "torchvision": "0.28.0", "vllm": "0.32.0"},
+    **{"megatron-core": "0.16.1", "transformers": "5.19.0"},
+}
 H100 = Gpu("H100", "9.0", 80 * GIB, 79 * GIB, "GPU-1")
 T4 = Gpu("T4", "7.5", 15 * GIB, 15 * GIB, "GPU-2")
 FULL = replace(H100, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))

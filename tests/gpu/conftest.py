@@ -70,13 +70,16 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _reports() -> Any:
+def _reports() -> Iterator[Any]:
     """Reports of the software GPU's checker since the first check; None on hardware."""
     if not is_software_gpu():
-        return None
+        yield None
+        return
     from tests.software_gpu.device import Reports
 
-    return Reports()
+    reports = Reports()
+    yield reports
+    assert not reports.new(), "of what fixtures end"
 
 
 @pytest.fixture(autouse=True)

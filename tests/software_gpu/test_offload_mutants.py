@@ -1,4 +1,4 @@
-"""Each wait of the offloader is needed: without it the checker reports, or values are wrong."""
+"""Each wait of the offloader is needed: without it the checker reports."""
 
 from __future__ import annotations
 

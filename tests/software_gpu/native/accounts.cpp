@@ -17,8 +17,8 @@ namespace software_gpu {
 
 // -- the lock ----------------------------------------------------------------------------------------------------
 
-static std::mutex mutex;
-static std::condition_variable something_happened;
+static std::mutex& mutex = *new std::mutex;
+static std::condition_variable& something_happened = *new std::condition_variable;
 static thread_local std::unique_lock<std::mutex>* lock_of_thread;
 
 Held::Held() { lock_of_thread = new std::unique_lock(mutex); }
@@ -131,9 +131,10 @@ struct Failure {
 };
 
 // Of their own lock: other libraries count, too, outside of the driver's lock.
-static std::mutex counts_mutex;
-static std::map<std::string, uint64_t> counts;
-static std::map<std::string, Failure> failures;
+// They outlive threads that run until the process has ended.
+static std::mutex& counts_mutex = *new std::mutex;
+static std::map<std::string, uint64_t>& counts = *new std::map<std::string, uint64_t>;
+static std::map<std::string, Failure>& failures = *new std::map<std::string, Failure>;
 
 CUresult count(const char* name) {
     std::lock_guard guard(counts_mutex);

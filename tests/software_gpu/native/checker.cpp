@@ -11,7 +11,9 @@
 
 namespace software_gpu {
 
-static Clock host_clock;
+// These outlive threads that run until the process has ended.
+static Clock& host_clock = *new Clock;
+static thread_local Clock heard_by_thread;
 
 void learn(Clock& clock, const Stream* stream, uint64_t number) {
     uint64_t& known = clock[stream];
@@ -59,19 +61,28 @@ void Accesses::add(uint64_t start, uint64_t end, uint64_t number, const char* wh
     by_start_[start] = {end, number, what};
 }
 
-const Accesses::Access* Accesses::overlapping(uint64_t start, uint64_t end, uint64_t after, uint64_t* at) const {
+void Accesses::each_overlapping(
+    uint64_t start, uint64_t end, uint64_t after, const std::function<void(uint64_t, const Access&)>& use
+) const {
     auto entry = by_start_.upper_bound(start);
     if (entry != by_start_.begin() && std::prev(entry)->second.end > start) {
         --entry;
     }
-    const Access* latest = nullptr;
     for (; entry != by_start_.end() && entry->first < end; ++entry) {
-        const Access& access = entry->second;
-        if (access.number > after && (!latest || access.number > latest->number)) {
-            latest = &access;
-            *at = entry->first;
+        if (entry->second.number > after) {
+            use(entry->first, entry->second);
         }
     }
+}
+
+const Accesses::Access* Accesses::overlapping(uint64_t start, uint64_t end, uint64_t after, uint64_t* at) const {
+    const Access* latest = nullptr;
+    each_overlapping(start, end, after, [&](uint64_t access_start, const Access& access) {
+        if (!latest || access.number > latest->number) {
+            latest = &access;
+            *at = access_start;
+        }
+    });
     return latest;
 }
 
@@ -79,12 +90,16 @@ void Accesses::forget_up_to(uint64_t number) {
     std::erase_if(by_start_, [number](const auto& entry) { return entry.second.number <= number; });
 }
 
+static uint64_t known_by_host(const Stream& stream) {
+    return std::max(known_of(host_clock, &stream), known_of(heard_by_thread, &stream));
+}
+
 // -- what conflicts ----------------------------------------------------------------------------------------------
 
 static bool report_conflict(
     const Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what, const Stream& other
 ) {
-    uint64_t known = std::max(known_of(host_clock, &other), known_of(stream.known, &other));
+    uint64_t known = std::max(known_by_host(other), known_of(stream.known, &other));
     if (other.num_put <= known) {
         return false;
     }
@@ -128,7 +143,7 @@ void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, co
 
 static void report_release(Stream& stream, const Accesses& accesses, uint64_t start, size_t nbytes, const char* what) {
     uint64_t at = 0;
-    const auto* access = accesses.overlapping(start, start + nbytes, known_of(host_clock, &stream), &at);
+    const auto* access = accesses.overlapping(start, start + nbytes, known_by_host(stream), &at);
     if (!access) {
         return;
     }
@@ -170,10 +185,36 @@ void host_waited_for(Stream& stream, uint64_t number, const Clock& known) {
     }
 }
 
+// Up to what is done: another thread may have put more there meanwhile.
 void host_waited_for_all(int device) {
     for (Stream* stream : all_streams()) {
         if (device < 0 || stream->device == device) {
-            host_waited_for(*stream, stream->num_put, stream->known);
+            host_learns(*stream, stream->num_done);
+        }
+    }
+}
+
+void thread_heard_of(const Stream& stream, uint64_t number, const Clock& known) {
+    learn(heard_by_thread, &stream, number);
+    learn(heard_by_thread, known);
+}
+
+// -- memory that another process gets ----------------------------------------------------------------------------
+
+void publish_accesses(const Region& region) {
+    for (Stream* stream : all_streams()) {
+        for (bool writes : {false, true}) {
+            const Accesses& accesses = writes ? stream->writes : stream->reads;
+            auto publish = [&](uint64_t start, const Accesses::Access& access) {
+                uint64_t first = std::max(start, region.start);
+                std::vector<SharedAccess> shared;
+                find_shared(first, std::min(access.end, region.end()) - first, shared);
+                for (const SharedAccess& part : shared) {
+                    check_shared_access(*stream, part, writes, access.what);
+                }
+                stream->has_shared_accesses = true;
+            };
+            accesses.each_overlapping(region.start, region.end(), known_of(host_clock, stream), publish);
         }
     }
 }

@@ -77,6 +77,7 @@ struct Region {
     bool is_writable = true;
     bool is_registered = false;   // host memory of the program's own
     Allocation* allocation = nullptr;
+    uint64_t shared_file = 0;     // what the system calls the memory file, once another process may have it
     uint64_t id = 0;
 
     uint64_t end() const { return start + nbytes; }
@@ -110,6 +111,8 @@ bool is_pageable(uint64_t address);
 // A memory file of a device, filled with a pattern so that nobody takes new memory for zeros; -1 without memory.
 int new_memory_file(int device, size_t nbytes);
 int device_of_memory_file(int descriptor);
+// What the system calls a file.
+uint64_t file_number(int descriptor);
 
 // -- order -------------------------------------------------------------------------------------------------------
 
@@ -130,6 +133,10 @@ public:
     };
 
     void add(uint64_t start, uint64_t end, uint64_t number, const char* what);
+    // Call `use` with the start of each access after a number that overlaps, and the access.
+    void each_overlapping(
+        uint64_t start, uint64_t end, uint64_t after, const std::function<void(uint64_t, const Access&)>& use
+    ) const;
     // The latest overlapping access after a number, or none.
     const Access* overlapping(uint64_t start, uint64_t end, uint64_t after, uint64_t* at) const;
     void forget_up_to(uint64_t number);
@@ -150,13 +157,17 @@ struct SharedAccess {
     uint64_t end;
 };
 
-// Where an address lies in a memory file that another process may have; false if it does not.
+// Where bytes lie in memory files that another process may have; false if none of them does.
 bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& accesses);
+// Have other processes know what is pending on bytes that they may have from now on.
+void publish_accesses(const Region& region);
 // Report who else touches them, and keep what this process does until its host has waited for it.
 void check_shared_access(const Stream& stream, const SharedAccess& access, bool writes, const char* what);
 void forget_shared_accesses(const Stream& stream, uint64_t number);
 void host_waited_for(Stream& stream, uint64_t number, const Clock& known);
 void host_waited_for_all(int device);
+// A thread that asked heard that a stream is over up to a number. Others, such as NCCL's watchdog, do not know.
+void thread_heard_of(const Stream& stream, uint64_t number, const Clock& known);
 
 // -- streams -----------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,11 @@ int device_of_memory_file(int descriptor) {
     return -1;
 }
 
+uint64_t file_number(int descriptor) {
+    struct stat status;
+    return fstat(descriptor, &status) == 0 ? status.st_ino : 0;
+}
+
 static CUresult allocate(CUdeviceptr* address, size_t nbytes) {
     if (!nbytes) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -134,6 +139,7 @@ static CUresult free_memory(CUdeviceptr address) {
     // The real one waits for all work of the device, too.
     run_all(region->device);
     host_waited_for_all(region->device);
+    check_release(region->start, region->nbytes, "memory of the device is freed");  // by streams of other devices
     munmap(reinterpret_cast<void*>(region->start), region->nbytes);
     close(region->descriptor);
     give(region->device, region->nbytes);
@@ -253,12 +259,15 @@ static CUresult open_ipc_handle(CUdeviceptr* address, const IpcHandle& handle) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     int device = device_of_memory_file(descriptor);
+    uint64_t file = file_number(descriptor);
     void* mapping = mmap(nullptr, handle.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     close(descriptor);
     if (mapping == MAP_FAILED) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    add_region({uint64_t(mapping), handle.nbytes, RegionKind::imported, device < 0 ? current_device() : device});
+    Region region{uint64_t(mapping), handle.nbytes, RegionKind::imported, device < 0 ? current_device() : device};
+    region.shared_file = file;
+    add_region(region);
     *address = uint64_t(mapping);
     return CUDA_SUCCESS;
 }
@@ -373,6 +382,8 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
         if (!region || region->descriptor < 0) {
             return CUDA_ERROR_INVALID_VALUE;
         }
+        region->shared_file = file_number(region->descriptor);
+        publish_accesses(*region);
         IpcHandle own{getpid(), region->descriptor, region->nbytes};
         memset(handle, 0, sizeof *handle);
         memcpy(handle, &own, sizeof own);

@@ -79,18 +79,21 @@ static void report_conflict(const SharedAccess& access, bool writes, const char*
 
 static Entry* free_entry() {
     for (size_t i = 0; i < table().num_used; i++) {
-        if (!table().entries[i].pid) {
+        int pid = table().entries[i].pid;
+        bool is_free = !pid || (pid != getpid() && !is_other_living(pid));
+        if (is_free) {
             return &table().entries[i];
         }
     }
     return table().num_used < kMostEntries ? &table().entries[table().num_used++] : nullptr;
 }
 
-// An entry of the same stream that the access only makes longer.
+// An entry of the same operation that the access only makes longer.
 static Entry* touching_entry(const Stream& stream, const SharedAccess& access, bool writes) {
     for (size_t i = 0; i < table().num_used; i++) {
         Entry& entry = table().entries[i];
-        bool is_own = entry.pid == getpid() && entry.stream == uint64_t(&stream) && entry.writes == writes;
+        bool is_own = entry.pid == getpid() && entry.stream == uint64_t(&stream) && entry.writes == writes &&
+            entry.number == stream.num_put;
         bool touches = entry.file == access.file && entry.start <= access.end && access.start <= entry.end;
         if (is_own && touches) {
             return &entry;
@@ -106,7 +109,6 @@ void check_shared_access(const Stream& stream, const SharedAccess& access, bool 
     if (entry) {
         entry->start = std::min(entry->start, access.start);
         entry->end = std::max(entry->end, access.end);
-        entry->number = stream.num_put;
         return;
     }
     entry = free_entry();

@@ -61,11 +61,13 @@ static void put_implicit_waits(Stream& stream) {
     }
     if (!is_default(stream)) {
         Stream& first = default_stream(stream.device);
+        learn(stream.known, first.known);
         put_wait(stream, first, first.num_put);
         return;
     }
     for (Stream* other : created_streams()) {
         if (other != &stream && other->device == stream.device && other->is_blocking()) {
+            learn(stream.known, other->known);
             put_wait(stream, *other, other->num_put);
         }
     }
@@ -139,8 +141,9 @@ void set_lasting_error(CUresult error) { error_after_all = error; }
 
 static CUresult wait_for_stream(Stream& stream) {
     uint64_t number = stream.num_put;
+    Clock known = stream.known;  // others may put more there meanwhile
     run_up_to(stream, number);
-    host_waited_for(stream, number, stream.known);
+    host_waited_for(stream, number, known);
     return lasting_error();
 }
 
@@ -536,7 +539,7 @@ CUresult cuStreamQuery(CUstream handle) {
             }
             return CUDA_ERROR_NOT_READY;
         }
-        host_waited_for(stream, stream.num_put, stream.known);
+        thread_heard_of(stream, stream.num_put, stream.known);
         return lasting_error();
     });
 }
@@ -628,7 +631,7 @@ CUresult cuEventQuery(CUevent handle) {
             return CUDA_ERROR_NOT_READY;
         }
         if (event.stream) {
-            host_waited_for(*event.stream, event.number, event.known);
+            thread_heard_of(*event.stream, event.number, event.known);
         }
         return lasting_error();
     });
@@ -708,7 +711,7 @@ CUresult cuStreamGetCaptureInfo(
         *id = stream.graph ? stream.graph->id : 0;
     }
     if (graph) {
-        *graph = reinterpret_cast<CUgraph>(stream.graph.get());
+        *graph = nullptr;  // it has no handle before its capture ends
     }
     if (dependencies) {
         *dependencies = nullptr;
@@ -744,7 +747,8 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream handle) {
     return driver_call("cuGraphLaunch", [&] {
-        launch(*reinterpret_cast<GraphHandle*>(executable)->graph, stream_of(handle));
+        std::shared_ptr<Graph> graph = reinterpret_cast<GraphHandle*>(executable)->graph;  // it may be destroyed
+        launch(*graph, stream_of(handle));
         return lasting_error();
     });
 }

@@ -19,8 +19,7 @@ struct Allocation {
     int device;
     bool is_own;        // not another process's
     bool is_exportable;
-    bool is_shared = false;  // exported or imported
-    uint64_t file = 0;       // what the system calls its memory file
+    uint64_t shared_file = 0;  // what the system calls its memory file, once it is exported or imported
     int num_handles = 1;
     int num_mappings = 0;
 };
@@ -126,7 +125,7 @@ static CUresult import(CUmemGenericAllocationHandle* handle, int descriptor) {
     if (own < 0) {
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
-    *handle = add_allocation({0, own, size_t(status.st_size), device, false, true, true, status.st_ino});
+    *handle = add_allocation({0, own, size_t(status.st_size), device, false, true, status.st_ino});
     return CUDA_SUCCESS;
 }
 
@@ -138,10 +137,12 @@ static CUresult export_descriptor(int* descriptor, CUmemGenericAllocationHandle 
     if (!allocation->is_exportable) {
         return CUDA_ERROR_NOT_SUPPORTED;
     }
-    struct stat status;
-    fstat(allocation->descriptor, &status);
-    allocation->file = status.st_ino;
-    allocation->is_shared = true;
+    allocation->shared_file = file_number(allocation->descriptor);
+    for (const auto& [start, region] : regions()) {
+        if (region.allocation == allocation) {
+            publish_accesses(region);
+        }
+    }
     *descriptor = fcntl(allocation->descriptor, F_DUPFD, 0);
     return *descriptor < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
@@ -210,12 +211,11 @@ static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDe
 }
 
 static CUresult unmap(CUdeviceptr start, size_t nbytes) {
-    std::vector<Region*> mappings = mappings_of(start, nbytes);
-    if (mappings.empty()) {
+    if (mappings_of(start, nbytes).empty()) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     check_release(start, nbytes, "memory of the device is unmapped");
-    for (Region* region : mappings) {
+    for (Region* region : mappings_of(start, nbytes)) {  // asked anew: others may have been in meanwhile
         int flags = MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE;
         mmap(reinterpret_cast<void*>(region->start), region->nbytes, PROT_NONE, flags, -1, 0);
         Allocation* allocation = region->allocation;
@@ -234,8 +234,9 @@ bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& acces
             break;
         }
         uint64_t last = std::min(end, region->end());
-        if (region->allocation && region->allocation->is_shared) {
-            accesses.push_back({region->allocation->file, start - region->start, last - region->start});
+        uint64_t file = region->allocation ? region->allocation->shared_file : region->shared_file;
+        if (file) {
+            accesses.push_back({file, start - region->start, last - region->start});
         }
         start = last;
     }

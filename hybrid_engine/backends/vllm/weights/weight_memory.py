@@ -153,8 +153,9 @@ class SleepMode(WeightMemory):
 
     def free(self, live: Live) -> None:
         if not self._is_asleep:
-            move_module_tensors_out(sys.modules.keys() - self._modules_without)
-            self._modules_without.update(sys.modules)
+            modules = set(sys.modules)
+            move_module_tensors_out(modules - self._modules_without)
+            self._modules_without = modules
             self._is_asleep = self.is_kv_cache_asleep = self._is_partly_awake = True  # whatever comes of it
             self._sleeping = None
             self._vllm.sleep(level=2)
@@ -241,7 +242,7 @@ def move_module_tensors_out(names: Iterable[str]) -> None:
         return
     segments = {start: start + data.handle[1] for start, data in allocator.pointer_to_data.items()}
     for name in names:
-        for value in list(vars(sys.modules[name]).values()):
+        for value in list(getattr(sys.modules.get(name), "__dict__", {}).values()):
             if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_within(value, segments):
                 value.data = value.data.clone()
 
