@@ -7,6 +7,7 @@ and keeps its captured graphs over switches.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.harness.vllm_server import FILLED, serving
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
 NUM_SWITCHES = 3
+PASSED_ON = ("VLLM_USE_FLASHINFER_SAMPLER",)
+"""What the caller says of the installation; a server has no other variable of vLLM's that this process has."""
 MOST_KEPT = 0.25 * GIB
 """Device memory of a server that sleeps, beside what it had before its weights: allocators' own."""
 
@@ -65,7 +68,8 @@ def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     expected, taken = json.loads(job.answers.read_text()), list[int]()
     with ExitStack() as ends:
-        server = ends.enter_context(serving(str(job.checkpoint), directory, *server_arguments(job)))
+        own = {name: value for name, value in os.environ.items() if name in PASSED_ON}
+        server = ends.enter_context(serving(str(job.checkpoint), directory, *server_arguments(job), environment=own))
         before = taken_nbytes(device)  # with the server asleep, and no trainer
         worker = ends.enter_context(ActorHybridWorker(config_of(job, server.url)))
         at_first = taken_nbytes(device)
