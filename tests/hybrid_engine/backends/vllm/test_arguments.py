@@ -87,9 +87,10 @@ def test_arguments_of_which_the_configuration_speaks_are_this_vllms() -> None:
 
 def test_what_a_file_may_set_takes_no_text_but_vllms_own_words() -> None:
     from vllm import EngineArgs
-    from vllm.config import CompilationConfig, SpeculativeConfig
+    from vllm.config import CompilationConfig, KernelConfig, SpeculativeConfig
 
-    parts = {"compilation_config": CompilationConfig, "speculative_config": SpeculativeConfig}
+    parts = {"compilation_config": CompilationConfig, "kernel_config": KernelConfig}
+    parts["speculative_config"] = SpeculativeConfig
     of_our_rules = {"spec_method", "speculative_config.method"}  # `_speculation` names the three that can be
     for name in inference_rules.IN_FILES - of_our_rules:
         argument, _, part = name.partition(".")
