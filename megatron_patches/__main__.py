@@ -85,7 +85,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     importlib.import_module("megatron.training")  # if a dependency of it is missing, this says which
     try:
         apply(("script",), allow_version=script.allows_version())
-        script.run_without_cuda()
+        script.apply_stand_ins()
     except MegatronPatchError as error:
         if script.is_enabled():
             script.refuse(error)

@@ -99,15 +99,16 @@ def prepare() -> None:
     """
     if is_enabled():
         with _refusing():
-            run_without_cuda()
+            apply_stand_ins()
 
 
-def run_without_cuda() -> None:
+def apply_stand_ins() -> None:
     """Apply the stand-ins for what this machine lacks, and without CUDA those of scripts. Raises PatchSetError."""
     groups = stand_in_groups()
     if "cpu" in groups:
         groups = (*groups, "cpu_training")
-    apply(groups, allow_version=allows_version())
+    if groups:
+        apply(groups, allow_version=allows_version())
 
 
 def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:

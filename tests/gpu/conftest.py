@@ -79,15 +79,15 @@ def _reports() -> Iterator[Any]:
 
     reports = Reports()
     yield reports
-    assert not reports.new(), "of what fixtures end"
+    reports.require_none()  # of what fixtures end
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_reported(_reports: Any) -> Iterator[None]:
     """Fail a check in which something was touched or released without a wait, also in its fixtures."""
     yield
-    if _reports is not None and (text := _reports.new()):
-        pytest.fail(f"the checker of the software GPU reports:\n{text[:_MOST_TEXT]}", pytrace=False)
+    if _reports is not None:
+        _reports.require_none()
 
 
 @pytest.fixture(scope="session")

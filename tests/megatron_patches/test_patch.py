@@ -438,7 +438,7 @@ def test_with_a_gpu_the_stand_ins_for_it_are_not_imported() -> None:
     code = (
         "import sys, torch, megatron_patches.script, megatron.core.distributed.param_and_grad_buffer\n"
         "torch.cuda.is_available = lambda: True\n"
-        "megatron_patches.apply(); megatron_patches.script.run_without_cuda()\n"
+        "megatron_patches.apply(); megatron_patches.script.apply_stand_ins()\n"
         "assert megatron_patches.hooks_applied()\n"
         "sys.exit(str([m for m in sys.modules if m.startswith('megatron_patches.cpu')]).strip('[]') or 0)"
     )

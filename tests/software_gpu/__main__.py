@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.software_gpu.launcher import Machine, environment_of, with_variables
+from tests.software_gpu.launcher import Machine, environment_of
 
 
 def main() -> int:
@@ -23,7 +24,7 @@ def main() -> int:
         parser.error("name a command after --")
     machine = Machine(options.gpus, int(options.gib * 2**30), not options.no_peers, options.reports)
     with environment_of(machine) as variables:
-        return subprocess.run(command, env=with_variables(variables), check=False).returncode
+        return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 if __name__ == "__main__":

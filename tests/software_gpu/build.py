@@ -46,7 +46,7 @@ class Library:
         sources: files of `native/`.
         functions: pattern of the names of its functions.
         unsupported: what a function returns that does nothing: cudaErrorNotSupported, ncclInvalidUsage.
-            links: other libraries of the software GPU.
+        links: other libraries of the software GPU.
         is_versioned: its symbols carry the library's name as their version, and programs link them so.
     """
 
@@ -109,17 +109,8 @@ def _build_in(folder: Path) -> None:
 def _link_alias(folder: Path, name: str) -> None:
     """Link a runtime under the name that a package gave its own copy: the linker asks for names and versions."""
     runtime = "libcudart.so.13"
-    command = [
-        "g++",
-        "-shared",
-        "-x",
-        "c",
-        "/dev/null",
-        f"-Wl,-soname,{name}",
-        "-Wl,-rpath,$ORIGIN",
-        "-Wl,--no-as-needed",
-    ]
-    command += ["-L", folder, f"-l:{runtime}", f"-Wl,--version-script={folder / runtime}.map"]
+    command = ["g++", "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{name}", "-Wl,-rpath,$ORIGIN"]
+    command += ["-Wl,--no-as-needed", "-L", folder, f"-l:{runtime}", f"-Wl,--version-script={folder / runtime}.map"]
     _run(*command, "-o", folder / name)
 
 

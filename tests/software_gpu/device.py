@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 OUT_OF_MEMORY = 2
 NOT_SUPPORTED = 801
 
@@ -19,7 +21,6 @@ NOT_SUPPORTED = 801
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     library.software_gpu_counts.restype = ctypes.c_size_t
-    library.software_gpu_num_reports.restype = ctypes.c_uint64
     return library
 
 
@@ -85,6 +86,11 @@ class Reports:
             text = file.read()
         self._read_nbytes += len(text)
         return text.decode(errors="replace")
+
+    def require_none(self) -> None:
+        """Fail the test if there is any since the last call."""
+        if text := self.new():
+            pytest.fail(f"the checker of the software GPU reports:\n{text}", pytrace=False)
 
     def _nbytes(self) -> int:
         return self._path.stat().st_size if self._path.exists() else 0

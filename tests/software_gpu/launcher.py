@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,3 @@ def environment_of(machine: Machine) -> Iterator[dict[str, str]]:
 
 def _joined(first: str, rest: str | None) -> str:
     return f"{first}:{rest}" if rest else first
-
-
-def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with them."""
-    return {**os.environ, **variables}

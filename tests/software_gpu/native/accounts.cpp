@@ -153,8 +153,6 @@ CUresult count(const char* name) {
 
 // -- reports -----------------------------------------------------------------------------------------------------
 
-static std::atomic<uint64_t> num_reports;
-
 // Where Python is: what it was running when it came here, if it is Python that called.
 static void write_python_stack(int descriptor) {
     using Write = void (*)(int, void*);
@@ -168,7 +166,6 @@ static void write_python_stack(int descriptor) {
 }
 
 static void write_report(const char* kind, const char* text) {
-    num_reports++;
     fprintf(stderr, "SOFTWARE GPU %s: %s (pid %d)\n", kind, text, getpid());
     const char* path = getenv("SOFTWARE_GPU_REPORTS");
     int descriptor = path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600) : -1;
@@ -226,6 +223,4 @@ void software_gpu_give(int device, int64_t nbytes) {
 }
 
 void software_gpu_report(const char* kind, const char* text) { write_report(kind, text); }
-
-uint64_t software_gpu_num_reports(void) { return num_reports; }
 }

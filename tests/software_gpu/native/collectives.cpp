@@ -64,8 +64,6 @@ enum class Call : uint32_t {
     all_gather,
     reduce_scatter,
     all_to_all,
-    gather,
-    scatter,
     split,
     suspend,
     resume,
@@ -82,8 +80,6 @@ static const char* name_of(Call call) {
         "ncclAllGather",
         "ncclReduceScatter",
         "ncclAlltoAll",
-        "ncclGather",
-        "ncclScatter",
         "ncclCommSplit",
         "ncclCommSuspend",
         "ncclCommResume",
@@ -478,13 +474,20 @@ private:
 // -- collectives ---------------------------------------------------------------------------------------------------
 
 struct Collective {
+    Collective(
+        Call call, const void* source, void* destination, size_t count, ncclDataType_t type,
+        ncclRedOp_t operation = ncclSum, int root = 0
+    )
+        : call(call), source(static_cast<const char*>(source)), destination(static_cast<char*>(destination)),
+          count(count), type(type), operation(operation), root(root) {}
+
     Call call;
     const char* source;
     char* destination;
     size_t count;
     ncclDataType_t type;
-    ncclRedOp_t operation = ncclSum;
-    int root = 0;
+    ncclRedOp_t operation;
+    int root;
 
     size_t nbytes() const { return count * nbytes_of(type); }
 };
@@ -520,32 +523,6 @@ static void broadcast(Exchange& exchange, const Collective& task) {
 static void all_gather(Exchange& exchange, const Collective& task) {
     copy_block(task.destination + exchange.rank() * task.nbytes(), task.source, task.nbytes());
     share_blocks(exchange, task.destination, task.nbytes());
-}
-
-static void gather(Exchange& exchange, const Collective& task) {
-    if (exchange.rank() != task.root) {
-        exchange.send(task.root, task.source, task.nbytes());
-        exchange.run();
-        return;
-    }
-    for (int peer : exchange.peers()) {
-        exchange.receive(peer, task.destination + peer * task.nbytes(), task.nbytes());
-    }
-    exchange.run();
-    copy_block(task.destination + task.root * task.nbytes(), task.source, task.nbytes());
-}
-
-static void scatter(Exchange& exchange, const Collective& task) {
-    if (exchange.rank() != task.root) {
-        exchange.receive(task.root, task.destination, task.nbytes());
-        exchange.run();
-        return;
-    }
-    for (int peer : exchange.peers()) {
-        exchange.send(peer, task.source + peer * task.nbytes(), task.nbytes());
-    }
-    exchange.run();
-    copy_block(task.destination, task.source + task.root * task.nbytes(), task.nbytes());
 }
 
 static void all_to_all(Exchange& exchange, const Collective& task) {
@@ -647,10 +624,6 @@ static void carry_out(Exchange& exchange, const Collective& task) {
             return reduce_scatter(exchange, task);
         case Call::all_to_all:
             return all_to_all(exchange, task);
-        case Call::gather:
-            return gather(exchange, task);
-        case Call::scatter:
-            return scatter(exchange, task);
         default:
             throw Interrupted{ncclInternalError};
     }
@@ -1217,10 +1190,6 @@ struct NumBlocks {
                 return {num_ranks, 1};
             case Call::all_to_all:
                 return {num_ranks, num_ranks};
-            case Call::gather:
-                return {1, is_root ? num_ranks : 0};
-            case Call::scatter:
-                return {is_root ? num_ranks : 0, 1};
             default:
                 return {1, 1};
         }
@@ -1239,7 +1208,7 @@ static std::vector<Access> accesses_of(const Collective& task, int rank, int num
     add(task.source, num_blocks.source * task.nbytes(), false);
     // A block that is in its place already is not written.
     size_t own_at = num_blocks.destination > 1 ? rank * task.nbytes() : 0;
-    bool moves_bytes_only = task.call == Call::broadcast || task.call == Call::all_gather || task.call == Call::gather;
+    bool moves_bytes_only = task.call == Call::broadcast || task.call == Call::all_gather;
     bool is_in_place = moves_bytes_only && num_blocks.source && task.source == task.destination + own_at;
     if (!is_in_place) {
         add(task.destination, nbytes, true);
@@ -1547,9 +1516,7 @@ ncclResult_t ncclBroadcast(
     const void* source, void* destination, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
     cudaStream_t stream
 ) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::broadcast, from, to, count, type, ncclSum, root}, comm, stream);
+    return add_collective({Call::broadcast, source, destination, count, type, ncclSum, root}, comm, stream);
 }
 
 ncclResult_t ncclBcast(
@@ -1562,61 +1529,33 @@ ncclResult_t ncclReduce(
     const void* source, void* destination, size_t count, ncclDataType_t type, ncclRedOp_t operation, int root,
     ncclComm_t comm, cudaStream_t stream
 ) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::reduce, from, to, count, type, operation, root}, comm, stream);
+    return add_collective({Call::reduce, source, destination, count, type, operation, root}, comm, stream);
 }
 
 ncclResult_t ncclAllReduce(
     const void* source, void* destination, size_t count, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t comm,
     cudaStream_t stream
 ) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::all_reduce, from, to, count, type, operation}, comm, stream);
+    return add_collective({Call::all_reduce, source, destination, count, type, operation}, comm, stream);
 }
 
 ncclResult_t ncclReduceScatter(
     const void* source, void* destination, size_t count, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t comm,
     cudaStream_t stream
 ) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::reduce_scatter, from, to, count, type, operation}, comm, stream);
+    return add_collective({Call::reduce_scatter, source, destination, count, type, operation}, comm, stream);
 }
 
 ncclResult_t ncclAllGather(
     const void* source, void* destination, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream
 ) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::all_gather, from, to, count, type}, comm, stream);
+    return add_collective({Call::all_gather, source, destination, count, type}, comm, stream);
 }
 
 ncclResult_t ncclAlltoAll(
     const void* source, void* destination, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream
 ) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::all_to_all, from, to, count, type}, comm, stream);
-}
-
-ncclResult_t ncclGather(
-    const void* source, void* destination, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-    cudaStream_t stream
-) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::gather, from, to, count, type, ncclSum, root}, comm, stream);
-}
-
-ncclResult_t ncclScatter(
-    const void* source, void* destination, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-    cudaStream_t stream
-) {
-    auto* from = static_cast<const char*>(source);
-    auto* to = static_cast<char*>(destination);
-    return add_collective({Call::scatter, from, to, count, type, ncclSum, root}, comm, stream);
+    return add_collective({Call::all_to_all, source, destination, count, type}, comm, stream);
 }
 
 }  // extern "C"

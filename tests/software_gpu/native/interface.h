@@ -68,9 +68,6 @@ void software_gpu_give(int device, int64_t nbytes);
 // Say something about the program: to stderr, and to the file named by SOFTWARE_GPU_REPORTS.
 void software_gpu_report(const char* kind, const char* text);
 
-// Reports so far in this process.
-uint64_t software_gpu_num_reports(void);
-
 #ifdef __cplusplus
 }
 #endif

@@ -139,12 +139,26 @@ CUresult lasting_error() { return error_after_all; }
 
 void set_lasting_error(CUresult error) { error_after_all = error; }
 
-static CUresult wait_for_stream(Stream& stream) {
-    uint64_t number = stream.num_put;
-    Clock known = stream.known;  // others may put more there meanwhile
+// The clock is a copy: others may put more on the stream meanwhile.
+static CUresult wait_for(Stream& stream, uint64_t number, Clock known) {
     run_up_to(stream, number);
     host_waited_for(stream, number, known);
     return lasting_error();
+}
+
+static CUresult wait_for_stream(Stream& stream) { return wait_for(stream, stream.num_put, stream.known); }
+
+// Answer whether a stream is over up to a number, and go on with it now and then.
+static CUresult ask_for(Stream& stream, uint64_t number, const Clock& known) {
+    static thread_local int num_unready_answers;
+    if (is_over(stream, number)) {
+        thread_heard_of(stream, number, known);
+        return lasting_error();
+    }
+    if (++num_unready_answers % kQueriesPerStep == 0) {
+        run_up_to(stream, number, false);
+    }
+    return CUDA_ERROR_NOT_READY;
 }
 
 // A kernel, or a graph, which the calling thread runs next.
@@ -337,11 +351,6 @@ static void wait_for_event(Stream& stream, const Event& event) {
 
 static bool has_happened(Event& event) { return !event.stream || is_over(*event.stream, event.number); }
 
-static bool is_step_due() {
-    static thread_local int num_queries;
-    return ++num_queries % kQueriesPerStep == 0;
-}
-
 // -- graphs ------------------------------------------------------------------------------------------------------
 
 struct GraphHandle {
@@ -533,14 +542,7 @@ CUresult cuStreamSynchronize(CUstream handle) {
 CUresult cuStreamQuery(CUstream handle) {
     return driver_call("cuStreamQuery", [&] {
         Stream& stream = stream_of(handle);
-        if (!is_over(stream, stream.num_put)) {
-            if (is_step_due()) {
-                run_up_to(stream, stream.num_put, false);
-            }
-            return CUDA_ERROR_NOT_READY;
-        }
-        thread_heard_of(stream, stream.num_put, stream.known);
-        return lasting_error();
+        return ask_for(stream, stream.num_put, stream.known);
     });
 }
 
@@ -623,28 +625,15 @@ CUresult cuEventRecordWithFlags(CUevent handle, CUstream stream, unsigned) { ret
 
 CUresult cuEventQuery(CUevent handle) {
     return driver_call("cuEventQuery", [&] {
-        Event& event = event_of(handle);
-        if (!has_happened(event)) {
-            if (is_step_due()) {
-                run_up_to(*event.stream, event.number, false);
-            }
-            return CUDA_ERROR_NOT_READY;
-        }
-        if (event.stream) {
-            thread_heard_of(*event.stream, event.number, event.known);
-        }
-        return lasting_error();
+        const Event& event = event_of(handle);
+        return event.stream ? ask_for(*event.stream, event.number, event.known) : lasting_error();
     });
 }
 
 CUresult cuEventSynchronize(CUevent handle) {
     return driver_call("cuEventSynchronize", [&] {
-        Event event = event_of(handle);  // another thread may record it anew
-        if (event.stream) {
-            run_up_to(*event.stream, event.number);
-            host_waited_for(*event.stream, event.number, event.known);
-        }
-        return lasting_error();
+        const Event& event = event_of(handle);
+        return event.stream ? wait_for(*event.stream, event.number, event.known) : lasting_error();
     });
 }
 
