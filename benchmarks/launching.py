@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,25 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--vllm NAME=VALUE`, which may be repeated; `engine_arguments` reads what it gives."""
+    parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help="an engine argument of vLLM")
+
+
+def engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Read texts NAME=VALUE, the values as in JSON or else as texts. Raises ValueError naming all that are neither."""
+    if wrong := [text for text in texts if not all(text.partition("="))]:
+        raise ValueError(f"--vllm {', '.join(wrong)}: write name=value")
+    return {name: _value_of(value) for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def write_figures(path: Path | None, figures: object) -> None:

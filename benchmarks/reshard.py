@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
-from benchmarks.launching import ROOT, parser_of
+from benchmarks.launching import ROOT, add_engine_arguments, engine_arguments, parser_of
 from benchmarks.resharding.cases import Case, chosen
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.page import page, plot_memory, plot_phases
@@ -50,6 +50,7 @@ def main() -> int:
         "cycles": arguments.cycles,
         "timeline": arguments.plot_memory is not None,
         "bridge": arguments.bridge,
+        "vllm": engine_arguments(arguments.vllm),
     }
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
     parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
     parser.add_argument("--bridge", action="store_true", help="with Megatron-Bridge, which you have installed")
+    add_engine_arguments(parser)
     parser.add_argument("--keep", action="store_true", help="vLLM keeps its weights' memory (release_weights: false)")
     parser.add_argument("--markdown", type=Path, help="write tables here")
     parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import pull_figures
 from benchmarks.flat_models import TINY
+from benchmarks.launching import engine_arguments
 from benchmarks.targets import SIMULATED, Target, target_named
 from benchmarks.timings import timing
 from hybrid_engine.backends.vllm import Completion
@@ -110,10 +111,10 @@ def test_too_little_host_memory_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_engine_arguments_are_read() -> None:
-    found = conftest.engine_arguments(["attention_backend=TRITON_ATTN", "max_num_seqs=4"])
+    found = engine_arguments(["attention_backend=TRITON_ATTN", "max_num_seqs=4"])
     assert found == {"attention_backend": "TRITON_ATTN", "max_num_seqs": 4}
-    with pytest.raises(pytest.UsageError, match="--vllm x, =1: write name=value"):
-        conftest.engine_arguments(["x", "=1"])
+    with pytest.raises(ValueError, match="--vllm x, =1: write name=value"):
+        engine_arguments(["x", "=1"])
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -106,7 +106,9 @@ def transformer_engine_name(name: str, has_experts: bool) -> str:
 
 
 def _redirect_cuda() -> None:
-    """mbridge's modules see a `torch.cuda` that names the CPU; nobody else does."""
+    """Without a GPU, mbridge's modules see a `torch.cuda` that names the CPU; nobody else does."""
+    if torch.cuda.is_available():
+        return
     from mbridge.core import bridge, util
 
     for module in (bridge, util):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid_engine.config import HybridConfig, load_config
+from tests.zoo.published_configs import QWEN3_8B
 
 QWEN2_5: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -65,7 +69,20 @@ TINY: dict[str, Any] = {
 }
 """For the test of the script itself."""
 
-MODELS = {"qwen2.5-0.5b": QWEN2_5, "qwen3-moe-2304": QWEN3_MOE, "tiny": TINY}
+QWEN3_4B: dict[str, Any] = {
+    **QWEN3_8B,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "tie_word_embeddings": True,
+}
+
+MODELS = {
+    "qwen2.5-0.5b": QWEN2_5,
+    "qwen3-moe-2304": QWEN3_MOE,
+    "qwen3-4b": QWEN3_4B,
+    "qwen3-8b": QWEN3_8B,
+    "tiny": TINY,
+}
 
 
 _TRAIN_KEYS = {
@@ -116,8 +133,11 @@ class Case:
         (path / "config.json").write_text(json.dumps(MODELS[self.model], indent=2))
         return path
 
-    def config(self, directory: Path) -> HybridConfig:
-        """The checked configuration, with the model below `directory`. Raises ConfigError."""
+    def config(self, directory: Path, vllm: Mapping[str, Any] | None = None) -> HybridConfig:
+        """The checked configuration, with the model below `directory`. Raises ConfigError.
+
+        `vllm`: further engine arguments.
+        """
         training, inference = _keys(self.train, _TRAIN_KEYS), _keys(self.infer, _INFER_KEYS)
         values = {
             "model": str(self.write_model(directory)),
@@ -138,12 +158,16 @@ class Case:
                 "kv_cache_mb": 64,
                 "bucket_mb": BUCKET_MB,
                 "release_weights": not self.keeps,
+                "vllm": dict(vllm or {}),
+                **(ON_A_GPU if torch.cuda.is_available() else {}),
             },
         }
         return load_config(values, self.ranks, weights_only=True)
 
 
 BUCKET_MB = 64
+ON_A_GPU = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
+"""Beside Megatron's weights; capturing graphs would only make the start longer."""
 
 DENSE, EXPERTS = "qwen2.5-0.5b", "qwen3-moe-2304"
 
@@ -163,6 +187,9 @@ CASES: tuple[Case, ...] = (
     Case(EXPERTS, 4, "pp=2,dp=2,ep=2", "tp=2,dp=2"),
 )
 
+GPU_CASES = (Case("qwen3-8b", 1, "tp=1", "tp=1", in_quick=True), Case("qwen3-4b", 1, "tp=1", "tp=1"))
+"""On a machine with a GPU."""
+
 TINY_CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
 """Chosen by `--only tiny`; not part of a run otherwise."""
 
@@ -172,5 +199,6 @@ def chosen(only: str, quick: bool, *, trains: bool = False, keeps: bool = False)
     if only == TINY_CASE.model:
         cases = [TINY_CASE]
     else:
-        cases = [case for case in CASES if only in case.name and (case.in_quick or not quick)]
+        every = GPU_CASES if torch.cuda.is_available() else CASES
+        cases = [case for case in every if only in case.name and (case.in_quick or not quick)]
     return [replace(case, trains=trains, keeps=keeps) for case in sorted(cases, key=lambda case: case.ranks)]

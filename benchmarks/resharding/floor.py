@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.resharding.loading import Engines
 from benchmarks.resharding.measuring import Clock, Digests, gather
-from hybrid_engine.memory.elastic import export_tensor
-from hybrid_engine.memory.host_pages import map_pages
+from hybrid_engine.memory.elastic import export_tensor, reading
 
 
 class Floor:
@@ -32,10 +31,14 @@ class Floor:
         buffers = [flat for flat in worker.train.weights.buffers().values() if export_tensor(flat) is not None]
         handles = gather([export_tensor(flat) for flat in buffers])
         peer = (dist.get_rank() + 1) % dist.get_world_size()
-        sources = [map_pages(handle).view(source) for handle in handles[peer]]
-        for each in sources:
-            each.sum()  # its pages are in this process's tables from here on
-        own = torch.empty(worker.inference.adaptor.nbytes // destination.itemsize, dtype=destination).fill_(1)
+        device = worker.job.device
+        with ExitStack() as ends:
+            sources = [ends.enter_context(reading(handle, device)).view(source) for handle in handles[peer]]
+            for each in sources:
+                each.sum()  # its pages are in this process's tables from here on
+            self._ends = ends.pop_all()
+        numel = worker.inference.adaptor.nbytes // destination.itemsize
+        own = torch.empty(numel, dtype=destination, device=device).fill_(1)
         self._copies = list(_pairs(sources, own))
 
     def prepare(self) -> None:
@@ -51,6 +54,7 @@ class Floor:
 
     def close(self) -> None:
         self._copies.clear()
+        self._ends.close()
 
 
 def _pairs(sources: list[torch.Tensor], destination: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -107,10 +107,18 @@ def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing,
 def _one_run(contender: Contender) -> tuple[float, Clock]:
     contender.prepare()
     clock = Clock()
+    _synchronize()
     dist.barrier()
     started = time.perf_counter()
     contender.run(clock)
+    _synchronize()
     return time.perf_counter() - started, clock
+
+
+def _synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _slowest(whole: float, clock: Clock) -> tuple[float, dict[str, float]]:
@@ -132,7 +140,7 @@ def gather(value: Any) -> list[Any]:
 
 def digest(tensor: torch.Tensor) -> str:
     """Of shape, dtype and bytes."""
-    flat = tensor.detach().contiguous()
+    flat = tensor.detach().contiguous().cpu()
     # not by numpy, which would make the storage unfit for being released
     contents = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(contents).hexdigest()}"

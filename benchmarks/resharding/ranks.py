@@ -8,11 +8,12 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from benchmarks.resharding.growth import grow, trace_cycle
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
 from benchmarks.resharding.ours import Ours, OursCopies
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.ranks.job import default_backend, own_device
 from hybrid_engine.switch.sharding_manager import State
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
@@ -79,6 +81,7 @@ class Request:
         cycles: switches there and back over which growth is watched; 0 for none.
         timeline: trace memory over one cycle.
         bridge: time Megatron-Bridge too.
+        vllm: further engine arguments.
     """
 
     runs: int
@@ -86,13 +89,15 @@ class Request:
     cycles: int = 0
     timeline: bool = False
     bridge: bool = False
+    vllm: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main(job: str, out: str) -> None:
     """Run the cases of the job file; rank 0 writes all figures so far after each one."""
     values = json.loads(Path(job).read_text())
     request = Request(**values["request"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS_TO_WAIT))
+    own_device()
+    dist.init_process_group(default_backend(), timeout=timedelta(seconds=SECONDS_TO_WAIT))
     directory = Path(job).parent / f"rank{dist.get_rank()}"
     rows = []
     for case in (Case(**each) for each in values["cases"]):
@@ -110,7 +115,7 @@ def main(job: str, out: str) -> None:
 
 def run_case(case: Case, directory: Path, request: Request, figures: Figures) -> None:
     """Build, time, shut down. Errors of the build are raised; those of a contender are its reason."""
-    worker = ActorHybridWorker(case.config(directory), weights_only=True)
+    worker = ActorHybridWorker(case.config(directory, request.vllm), weights_only=True)
     try:
         _fill_with_values(worker)
         _switch_once(worker, figures)
@@ -132,7 +137,7 @@ def _fill_with_values(worker: ActorHybridWorker) -> None:
     """Give every canonical tensor values of its own, on all ranks that hold some of it the same."""
     adaptor = worker.train.weights
     layout, buffers = adaptor.layout(), adaptor.buffers()
-    values = torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)) * 0.02
+    values = (torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)) * 0.02).to(worker.job.device)
     for name, shards in layout.shards_by_tensor().items():
         shape = layout.tensors[name]
         first = zlib.crc32(name.encode()) % _NUM_VALUES

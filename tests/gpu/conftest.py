@@ -25,6 +25,7 @@ from typing import IO, Any, Protocol
 
 import pytest
 
+from benchmarks.launching import engine_arguments
 from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import Ended, run_ranks
 from hybrid_engine.verification.machine import facts_of, this_machine
@@ -92,7 +93,7 @@ def _nothing_is_reported(_reports: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vllm_arguments(device: str, pytestconfig: pytest.Config) -> dict[str, Any]:
-    return {**sizes_of(device).vllm, **engine_arguments(pytestconfig.getoption("vllm"))}
+    return {**sizes_of(device).vllm, **vllm_arguments_of(pytestconfig)}
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +156,7 @@ class _Run:
     def __init__(self, config: pytest.Config) -> None:
         self.config, self._told = config, config.getoption("device", None)
         self.device = self._told or "cpu"
-        engine_arguments(config.getoption("vllm", []))
+        vllm_arguments_of(config)
         ends = ExitStack()
         config.add_cleanup(ends.close)
         self.directory = ends.enter_context(scratch_directory("hybrid-engine-gpu-checks-"))
@@ -359,11 +360,12 @@ def _run_of(config: pytest.Config) -> _Run:
     return config.stash[_RUN]
 
 
-def engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Read name=value; values as in JSON, or else texts. Raises UsageError with what gives none."""
-    if wrong := [text for text in texts if not all(text.partition("="))]:
-        raise pytest.UsageError(f"--vllm {', '.join(wrong)}: write name=value")
-    return {name: _value_of(value) for name, _, value in (text.partition("=") for text in texts)}
+def vllm_arguments_of(config: pytest.Config) -> dict[str, Any]:
+    """What `--vllm` says. Raises UsageError for what is no name=value."""
+    try:
+        return engine_arguments(config.getoption("vllm", []))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def _opened(path: str) -> IO[str]:
@@ -371,10 +373,3 @@ def _opened(path: str) -> IO[str]:
         return Path(path).open("w")
     except OSError as error:
         raise pytest.UsageError(f"--records {path}: {error.strerror}") from error
-
-
-def _value_of(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

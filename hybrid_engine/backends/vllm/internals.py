@@ -413,7 +413,7 @@ MAKE_GROUP = Replacement(
 NEW_GROUP = Replacement(
     "torch.distributed:new_group",
     "counts the members of vLLM's process groups as listed; torch sorts them, and gathers come in that order",
-    keywords=("sort_ranks",),
+    # torch 2.11 has no sort_ranks; `group_in_listed_order` looks for it
     remove_when="vLLM passes sort_ranks=False",
 )
 REGISTER_GRAPH_BUFFERS = Replacement(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -177,12 +178,13 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
         @functools.wraps(make_group)
         def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
             kwargs["use_message_queue_broadcaster"] = False  # 24 MiB of shared memory each; see cpu/shm_cleanup.py
-            with internals.NEW_GROUP.replaced(lambda new_group: functools.partial(new_group, sort_ranks=False)):
+            with internals.NEW_GROUP.replaced(group_in_listed_order):
                 group = make_group([[order[position] for position in group] for group in group_ranks], *args, **kwargs)
             if group.rank_in_group != dist.get_rank(group.device_group):
                 raise StateError(
                     f"vLLM's group of ranks {group.ranks} is a process group in another order: rank_order needs groups "
-                    "that new_group made; unset VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or leave rank_order out"
+                    "that new_group made, and a torch whose new_group takes sort_ranks (2.13 does): unset "
+                    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP, install such a torch, or leave rank_order out"
                 )
             return group
 
@@ -195,6 +197,12 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
         internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers),
     ):
         yield
+
+
+def group_in_listed_order(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's `new_group`, told not to sort the ranks, where it can be told."""
+    takes_it = "sort_ranks" in inspect.signature(new_group).parameters
+    return functools.partial(new_group, sort_ranks=False) if takes_it else new_group
 
 
 def register_graph_buffers(communicator: Any) -> None:

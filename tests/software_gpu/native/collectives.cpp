@@ -1453,6 +1453,8 @@ ncclResult_t ncclCommDeregister(const ncclComm_t, void*) {
 
 // -- memory of communicators ---------------------------------------------------------------------------------------
 
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 7)  // which brought them
+
 ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     return public_call("ncclCommSuspend", [&] {
         if (flags != NCCL_SUSPEND_MEM) {
@@ -1482,6 +1484,8 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t statistic, uint
     }
     return invalid_argument("unknown statistic " + std::to_string(statistic));
 }
+
+#endif
 
 // -- groups --------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from hybrid_engine.backends.vllm.isolation import (
     building_groups,
     check_world,
     forget_import_frames,
+    group_in_listed_order,
     register_graph_buffers,
 )
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
@@ -107,6 +108,19 @@ def registered() -> tuple[list[list[int]], list[list[int]]]:
     dist.destroy_process_group()
     (once,) = given
     return once
+
+
+def test_a_torch_that_always_sorts_ranks_is_not_told_otherwise() -> None:
+    """As torch 2.11 does. What comes out sorted is refused after the group is made, where the order differs."""
+
+    def sorting(ranks: list[int] | None = None) -> list[int]:
+        return sorted(ranks or ())
+
+    def listed(ranks: list[int] | None = None, *, sort_ranks: bool = True) -> list[int]:
+        return sorted(ranks or ()) if sort_ranks else list(ranks or ())
+
+    assert group_in_listed_order(sorting)(ORDER) == sorted(ORDER)
+    assert group_in_listed_order(listed)(ORDER) == ORDER
 
 
 @pytest.mark.ranks

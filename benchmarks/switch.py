@@ -1,0 +1,223 @@
+"""Whole switches of both real engines with training state, beside plain copies of the bytes that they move.
+
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--vllm NAME=VALUE] [--json FILE]
+
+One rank. Each cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds are medians over the
+cycles but for the first, which takes page-locked memory of the host and plans. Beside them, of the same bytes, in the
+same process:
+
+    floor               one plain copy to or from page-locked memory, and one within the device for the weights
+    tensor by tensor    `tensor.to("cpu")` and back, as verl moves optimizer state (up to 8 GiB of it, scaled)
+
+Needs a GPU; on the CPU the tiny model tries the script, and its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launching import add_engine_arguments, engine_arguments, figures_of_ranks, main_or_rank, parser_of
+from benchmarks.launching import write_figures as write
+from benchmarks.resharding.cases import MODELS, Case
+from benchmarks.timings import plain_device_copy, plain_host_copies, seconds_of, synchronize
+from hybrid_engine.backends.vllm.engine_settings import Sampling
+from hybrid_engine.memory.cuda_driver import taken_nbytes
+from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.states import State
+from hybrid_engine.trainer.worker import ActorHybridWorker
+from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
+
+SECONDS = 1500
+MOST_COPIED = 8 * 2**30
+"""Bytes of optimizer state that are moved tensor by tensor, and of plain copies to and from the host."""
+SAMPLING = Sampling(temperature=1.0, max_tokens=16, ignore_eos=True)
+
+
+class PeakOfDevice:
+    """The most that everybody takes on the device, asked of its driver every two milliseconds within `watched`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.nbytes = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch during the block."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.002):
+                self.nbytes = max(self.nbytes, taken_nbytes(self._device))
+
+        thread = threading.Thread(target=watch, daemon=True)
+        if self._device.type == "cuda":
+            thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            if thread.ident is not None:
+                thread.join()
+
+
+def run_rank(job: dict[str, Any]) -> None:
+    """Build both engines, switch, and write the figures to the job's `out`."""
+    case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
+    with tempfile.TemporaryDirectory(prefix="switch-") as directory:
+        config = case.config(Path(directory), job["vllm"])
+        generate = config.generate_config.model_copy(update={"prefetch": job["prefetch"]})
+        worker = ActorHybridWorker(config.model_copy(update={"generate_config": generate}))
+        try:
+            write(Path(job["out"]), _figures(worker, job))
+        finally:
+            worker.shutdown()
+
+
+def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
+    device = worker.job.device
+    reports: dict[State, list[ReshardReport]] = {State.INFER: [], State.TRAIN: []}
+    taken: dict[str, int] = {}
+    peak = PeakOfDevice(device)
+    for number in range(job["cycles"]):
+        worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
+        _free_what_torch_keeps(device)
+        taken["training"] = taken_nbytes(device) if device.type == "cuda" else 0
+        for state in (State.INFER, State.TRAIN):
+            synchronize(device)
+            with peak.watched():
+                report = worker.sharding.enter(state)
+            assert report is not None, "the worker was in the other state"
+            reports[state].append(report)
+            if state is State.INFER:
+                taken["generation"] = taken_nbytes(device) if device.type == "cuda" else 0
+                worker.generate_sequences([[1, 2, 3], [4, 5, 6, 7]], SAMPLING)
+    to_vllm, to_training = reports[State.INFER][-1], reports[State.TRAIN][-1]
+    weights = worker.inference.adaptor.nbytes
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: these times mean nothing",
+        "model": job["model"],
+        "prefetch": job["prefetch"],
+        "cycles": job["cycles"],
+        "weights_nbytes": weights,
+        "to_vllm": {**_summary(reports[State.INFER]), "nbytes_offloaded": to_vllm.bytes_offloaded},
+        "to_training": {**_summary(reports[State.TRAIN]), "nbytes_onloaded": to_training.bytes_onloaded},
+        "taken_nbytes": {**taken, "most": peak.nbytes},
+        "floor": _floor(device, to_vllm.bytes_offloaded, to_training.bytes_onloaded, weights),
+        "tensor_by_tensor": _tensor_by_tensor(worker, device),
+    }
+
+
+def _free_what_torch_keeps(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
+    """Medians of seconds, of the whole and by phase; the first apart, and all of the whole."""
+    first, *later = reports
+    phases = {name for report in later for name in report.seconds_by_phase}
+    return {
+        "first_seconds": first.seconds,
+        "seconds": statistics.median(report.seconds for report in later),
+        "all_seconds": [report.seconds for report in later],
+        "by_phase": {
+            name: statistics.median(report.seconds_by_phase.get(name, 0.0) for report in later)
+            for name in sorted(phases)
+        },
+    }
+
+
+def _floor(device: torch.device, offloaded: int, onloaded: int, weights: int) -> dict[str, float]:
+    part = min(MOST_COPIED, max(offloaded, 1))
+    _free_what_torch_keeps(device)
+    copies = plain_host_copies(device, part, 3)
+    return {
+        "offload": copies["offload"] * offloaded / part,
+        "onload": copies["onload"] * onloaded / part,
+        "weights": plain_device_copy(device, weights, 3),
+    }
+
+
+def _tensor_by_tensor(worker: ActorHybridWorker, device: torch.device) -> dict[str, Any]:
+    """Seconds of moving optimizer state to ordinary host memory and back; with what share of it was moved."""
+    items = [item for item in worker.train.offload_items() if (item.kind, item.action) == ("optimizer", "copy")]
+    chosen: list[torch.Tensor] = []
+    for item in items:
+        if sum(tensor.nbytes for tensor in chosen) + item.tensor.nbytes <= MOST_COPIED:
+            chosen.append(item.tensor)
+    there: list[torch.Tensor] = []
+
+    def offload() -> None:
+        there.extend(tensor.to("cpu", non_blocking=True) for tensor in chosen)
+
+    def onload() -> None:
+        for tensor in there:
+            tensor.to(device, non_blocking=True)
+
+    seconds: dict[str, list[float]] = {"offload": [], "onload": []}
+    for _ in range(2):
+        there.clear()
+        seconds["offload"].append(seconds_of(device, offload))
+        seconds["onload"].append(seconds_of(device, onload))
+    moved = sum(tensor.nbytes for tensor in chosen)
+    return {
+        "nbytes": moved,
+        "of_nbytes": sum(item.tensor.nbytes for item in items),
+        **{f"{name}_gb_per_second": moved / min(each) / 1e9 for name, each in seconds.items()},
+    }
+
+
+def main() -> None:
+    """Run one rank, print and write its figures."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
+    parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
+    parser.add_argument("--prefetch", choices=["off", "auto"], default="off")
+    add_engine_arguments(parser)
+    arguments = parser.parse_args()
+    job = {
+        "model": arguments.model,
+        "cycles": arguments.cycles,
+        "prefetch": arguments.prefetch,
+        "vllm": engine_arguments(arguments.vllm),
+    }
+    figures = figures_of_ranks("benchmarks.switch", job, 1, SECONDS)
+    _print(figures)
+    write(arguments.json, figures)
+
+
+def _print(figures: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("", "seconds", "the first", "GB moved", "floor, seconds", "floor / seconds", title=figures["device"])
+    floor = figures["floor"]
+    for name, key, nbytes_key in (
+        ("to vLLM", "to_vllm", "nbytes_offloaded"),
+        ("to training", "to_training", "nbytes_onloaded"),
+    ):
+        row = figures[key]
+        least = floor["offload"] + floor["weights"] if key == "to_vllm" else floor["onload"]
+        table.add_row(
+            name,
+            f"{row['seconds']:.3f}",
+            f"{row['first_seconds']:.3f}",
+            f"{row[nbytes_key] / 1e9:.2f}",
+            f"{least:.3f}",
+            f"{least / row['seconds']:.0%}",
+        )
+    console.print(table)
+    for key in ("to_vllm", "to_training", "floor", "tensor_by_tensor", "taken_nbytes"):
+        console.print(key, figures[key])
+
+
+if __name__ == "__main__":
+    main_or_rank(main, run_rank)
