@@ -91,15 +91,16 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     for number in range(job["cycles"]):
         worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
         _free_what_torch_keeps(device)
-        taken["training"] = taken_nbytes(device) if device.type == "cuda" else 0
+        taken |= _memory(device, "training")
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
             with peak.watched():
                 report = worker.sharding.enter(state)
             assert report is not None, "the worker was in the other state"
+            print(report, flush=True)
             reports[state].append(report)
             if state is State.INFER:
-                taken["generation"] = taken_nbytes(device) if device.type == "cuda" else 0
+                taken |= _memory(device, "generation")
                 worker.generate_sequences([[1, 2, 3], [4, 5, 6, 7]], SAMPLING)
     to_vllm, to_training = reports[State.INFER][-1], reports[State.TRAIN][-1]
     weights = worker.inference.adaptor.nbytes
@@ -114,6 +115,17 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         "taken_nbytes": {**taken, "most": peak.nbytes},
         "floor": _floor(device, to_vllm.bytes_offloaded, to_training.bytes_onloaded, weights),
         "tensor_by_tensor": _tensor_by_tensor(worker, device),
+    }
+
+
+def _memory(device: torch.device, name: str) -> dict[str, int]:
+    """What everybody takes of the device now, and what torch's tensors and its allocator have of that."""
+    if device.type != "cuda":
+        return {name: 0}
+    return {
+        name: taken_nbytes(device),
+        f"{name}, torch's tensors": torch.cuda.memory_allocated(device),
+        f"{name}, torch's allocator": torch.cuda.memory_reserved(device),
     }
 
 

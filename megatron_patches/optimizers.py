@@ -239,6 +239,9 @@ StateAllocator = Callable[[int, torch.dtype, torch.device, str], torch.Tensor]
 MemoryGiver = Callable[[torch.Tensor, int], None]
 """(flat tensor of a `StateAllocator`, number of elements): from then on its first elements have memory."""
 
+_MOST_KEPT_NBYTES = 2**28
+"""Memory of tensors that have moved which torch's CUDA allocator may keep while others move."""
+
 _ALIGNMENT = 256  # bytes between the starts of two tensors in a flat one: what CUDA's own allocator gives
 
 
@@ -323,18 +326,24 @@ class _Home:
     ) -> None:
         """Move every tensor that is outside into its slot; make slots for those that have none.
 
-        In order of their addresses: torch's allocator has memory to give back only where all neighbours are gone.
+        In order of their addresses: torch's allocator has memory to give back only where all neighbours are gone. It
+        keeps what is freed, and is made to give it back as it comes together.
         """
         outside = [found for found in tensors if not self.holds(found.tensor)]
         outside.sort(key=lambda found: found.tensor.data_ptr())
         self._make_slots([found for found in outside if not self._has_slot(found, path)], path, allocate)
         flats = {flat.untyped_storage().data_ptr(): flat for flat in self.flats}
+        freed_nbytes = 0
         while outside:
             found = outside.pop(0)
             slot = self.slots[_name(found, path)]
             give_memory(flats[slot.untyped_storage().data_ptr()], int(slot.storage_offset()) + slot.numel())
             slot.copy_(found.tensor.reshape(-1))
             found.tensor.data = slot.view(found.tensor.shape)
+            freed_nbytes += found.tensor.nbytes
+            if slot.is_cuda and freed_nbytes >= _MOST_KEPT_NBYTES:
+                torch.cuda.empty_cache()
+                freed_nbytes = 0
 
     def _has_slot(self, found: OptimizerTensor, path: str) -> bool:
         slot, tensor = self.slots.get(_name(found, path)), found.tensor

@@ -69,6 +69,14 @@ TINY: dict[str, Any] = {
 }
 """For the test of the script itself."""
 
+QWEN3_1_7B: dict[str, Any] = {
+    **QWEN3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
 QWEN3_4B: dict[str, Any] = {
     **QWEN3_8B,
     "hidden_size": 2560,
@@ -79,6 +87,7 @@ QWEN3_4B: dict[str, Any] = {
 MODELS = {
     "qwen2.5-0.5b": QWEN2_5,
     "qwen3-moe-2304": QWEN3_MOE,
+    "qwen3-1.7b": QWEN3_1_7B,
     "qwen3-4b": QWEN3_4B,
     "qwen3-8b": QWEN3_8B,
     "tiny": TINY,
@@ -187,7 +196,10 @@ CASES: tuple[Case, ...] = (
     Case(EXPERTS, 4, "pp=2,dp=2,ep=2", "tp=2,dp=2"),
 )
 
-GPU_CASES = (Case("qwen3-8b", 1, "tp=1", "tp=1", in_quick=True), Case("qwen3-4b", 1, "tp=1", "tp=1"))
+GPU_CASES = (
+    Case("qwen3-1.7b", 1, "tp=1", "tp=1", in_quick=True),
+    Case("qwen3-8b", 1, "tp=1", "tp=1"),
+)
 """On a machine with a GPU."""
 
 TINY_CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")

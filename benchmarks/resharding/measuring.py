@@ -5,8 +5,6 @@ A slow contender is given fewer runs, so that it does not hold up the others.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from hybrid_engine.ranks.digests import box_digest
 
 COMMIT = "commit"
 """The phase that is reported apart: vLLM's own repacking, the same for every contender."""
@@ -140,10 +140,7 @@ def gather(value: Any) -> list[Any]:
 
 def digest(tensor: torch.Tensor) -> str:
     """Of shape, dtype and bytes."""
-    flat = tensor.detach().contiguous().cpu()
-    # not by numpy, which would make the storage unfit for being released
-    contents = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
-    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(contents).hexdigest()}"
+    return f"{tuple(tensor.shape)} {tensor.dtype} {box_digest(tensor.detach())}"
 
 
 @contextmanager

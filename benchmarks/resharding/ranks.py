@@ -197,6 +197,8 @@ def _time(
     figures.phases[entry.key] = dict(timing.by_phase)
     figures.spread[entry.key] = (timing.fastest, timing.slowest)
     figures.num_runs[entry.key] = timing.num_runs
+    if dist.get_rank() == 0:
+        print(f"{entry.key}: {timing.seconds:.4f} s, and {timing.commit_seconds:.4f} s of repacking", flush=True)
 
 
 def _difference(entry: Entry, results: dict[str, Digests]) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -85,6 +86,19 @@ class Ends(ExitStack):
     def is_inherited(self) -> bool:
         """Whether this is a forked child's copy."""
         return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """End everything. An error of that names the one in whose handling it was raised, which ExitStack forgets."""
+        handled = sys.exc_info()[1]
+        try:
+            super().close()
+        except BaseException as error:
+            first = error
+            while first.__context__ is not None and first is not handled:
+                first = first.__context__
+            if first is not handled:
+                first.__context__ = handled
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

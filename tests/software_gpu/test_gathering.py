@@ -1,0 +1,37 @@
+"""Optimizer state moves into elastic memory of the device without a second copy of it there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_engine.memory.cuda_driver import taken_nbytes
+from hybrid_engine.memory.device_pages import CHUNK_NBYTES
+from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
+from megatron_patches import optimizers
+from megatron_patches.optimizers import OptimizerTensor
+
+DEVICE = torch.device("cuda", 0)
+NUM_TENSORS, NUMEL = 32, 3 * 2**20
+MOST_KEPT_NBYTES = 48 * 2**20
+
+
+def test_memory_goes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the device's driver counts, with what torch keeps of tensors that have moved."""
+    monkeypatch.setattr(optimizers, "_MOST_KEPT_NBYTES", MOST_KEPT_NBYTES)
+    torch.cuda.empty_cache()
+    tensors = [torch.full((NUMEL,), float(number), device=DEVICE) for number in range(NUM_TENSORS)]
+    before, taken = taken_nbytes(DEVICE), list[int]()
+
+    def give_memory(flat: torch.Tensor, stop: int) -> None:
+        restore_elastic(flat, stop)
+        taken.append(taken_nbytes(DEVICE))
+
+    home = optimizers._Home()
+    moved = [OptimizerTensor(str(number), "moment", "exp_avg", tensor) for number, tensor in enumerate(tensors)]
+    home.adopt(moved, "", reserve_elastic, give_memory)
+    assert all(home.holds(tensor) for tensor in tensors)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+    state_nbytes, slack = 4 * NUM_TENSORS * NUMEL, CHUNK_NBYTES + 4 * NUMEL
+    assert state_nbytes > 4 * (MOST_KEPT_NBYTES + slack), "a second copy would not be seen"
+    assert max(taken) - before <= MOST_KEPT_NBYTES + slack
