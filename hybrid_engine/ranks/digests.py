@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -126,6 +127,15 @@ def _shrunk(flat: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """[_ROW, 8] int8, column by column; the same on all ranks and devices."""
+    """[_ROW, 8] int8, column by column; the same on all ranks and devices.
+
+    Made in a thread of its own: a pool that the caller allocates from, as vLLM while it loads weights, is the caller's
+    alone, and this stays for good.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_new_factors, device).result()
+
+
+def _new_factors(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-127, 128, (8, _ROW), generator=generator, dtype=torch.int8, device="cpu").to(device).t()

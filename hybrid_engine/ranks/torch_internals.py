@@ -104,6 +104,18 @@ def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(left, right)
 
 
+def make_workspaces(device: torch.device) -> None:
+    """Have torch take the memory that it gives cuBLAS on this thread and stream, unless it has; it keeps it for good.
+
+    Otherwise it is taken at the first matrix product, from the memory pool that is in use just then. Kernels of later
+    products write to it, also once the pool has no memory any more.
+    """
+    ones = torch.ones(32, 32, dtype=torch.bfloat16, device=device)
+    torch.addmm(ones[0], ones, ones)
+    torch.mm(ones, ones)
+    int8_product(ones.to(torch.int8), ones.to(torch.int8).t())
+
+
 def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """By attribute, the tensors that hold the data of a tensor subclass which only wraps them; empty for all others."""
     wrapper: Any = tensor

@@ -37,7 +37,7 @@ class SmallJob:
     vllm: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        others = {"max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
+        others = {"bos_token_id": 0, "eos_token_id": 1}
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         write_config(self.directory / "model", {**QWEN3_8B, **self.sizes.model, **others})
 

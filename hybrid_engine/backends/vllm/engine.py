@@ -53,7 +53,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
-from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.ranks.torch_internals import make_workspaces, torch_defaults
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -116,6 +116,7 @@ class InferenceEngine:
             with self._agreement.phase("looking for memory of an earlier vLLM"):
                 if sleeps:
                     require_unused_allocator()
+                    make_workspaces(job.device)  # else vLLM's memory, which sleeps, has the trainer's
             undo.callback(isolation.destroy_groups)
             self.taken_before = taken_nbytes(job.device)
             with sharing, random_state_kept():

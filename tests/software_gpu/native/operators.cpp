@@ -26,6 +26,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -349,6 +350,45 @@ void call_with_seed(const c10::OperatorHandle& op, Stack& stack, const at::Philo
     op.callBoxed(stack);
 }
 
+// -- workspaces of matrix products ---------------------------------------------------------------------------------
+
+// torch gives cuBLAS memory of its allocator for each thread and stream, at the first product there, and keeps it. What
+// memory that is depends on the pool that the thread allocates from just then.
+constexpr int64_t kWorkspaceNbytes = 1 << 20;
+
+const std::unordered_set<std::string> kMatrixProducts = {
+    "aten::mm",       "aten::addmm",    "aten::addmm_",      "aten::_addmm_activation", "aten::bmm",  "aten::baddbmm",
+    "aten::baddbmm_", "aten::addbmm",   "aten::addbmm_",     "aten::mv",                "aten::addmv", "aten::addmv_",
+    "aten::dot",      "aten::vdot",     "aten::_int_mm",     "aten::_scaled_mm",        "aten::_grouped_mm",
+};
+
+using Workspaces = std::map<std::pair<c10::DeviceIndex, cudaStream_t>, Tensor>;
+
+// The workspace of this call; undefined for an operator without one.
+Tensor workspace_of(const Call& call) {
+    if (!kMatrixProducts.count(call.name)) {
+        return {};
+    }
+    // Never freed, as torch's: at the end of the process its allocator may be gone.
+    static thread_local auto* workspaces = new Workspaces;
+    Tensor& workspace = (*workspaces)[{call.device.index(), call.stream}];
+    if (!workspace.defined()) {
+        workspace = at::empty({kWorkspaceNbytes}, at::TensorOptions().dtype(at::kByte).device(call.device));
+    }
+    return workspace;
+}
+
+// Returns what a graph keeps of the workspace: its bytes.
+std::optional<Tensor> use_workspace(const Call& call) {
+    Tensor workspace = workspace_of(call);
+    if (!workspace.defined()) {
+        return std::nullopt;
+    }
+    check_accessible(workspace, call.name);
+    declare_access(call.stream, workspace, true, call.name);
+    return over_same_bytes(workspace);
+}
+
 // -- running now ---------------------------------------------------------------------------------------------------
 
 struct Written {
@@ -449,6 +489,7 @@ bool host_waits_for(const Call& call) {
 void run_now(const Call& call, Stack& stack) {
     software_gpu_begin_kernel(call.stream, call.name);
     declare_arguments(call);
+    use_workspace(call);
     std::vector<Written> written;
     for (size_t index = 0; index < call.arguments.size(); ++index) {
         stack.push_back(argument_for_cpu(call, index, written));
@@ -481,9 +522,13 @@ struct Recorded {
     std::vector<IValue> arguments;
     std::vector<Tensor> results;  // in the order of the schema, without those that are arguments
     std::optional<at::PhiloxCudaState> random_state;
+    std::optional<Tensor> workspace;
 };
 
 void check_recorded_memory(const Recorded& recorded) {
+    if (recorded.workspace) {
+        check_accessible(*recorded.workspace, recorded.op.schema().name().c_str());
+    }
     for (const IValue& argument : recorded.arguments) {
         each_tensor(argument, [&](const Tensor& tensor) {
             check_accessible(tensor, recorded.op.schema().name().c_str());
@@ -591,7 +636,7 @@ bool is_over_device_memory(const Tensor& tensor) {
 void record(const Call& call, Stack& stack) {
     check_may_be_captured(call);
     declare_arguments(call);
-    auto recorded = std::make_unique<Recorded>(Recorded{call.op, {}, {}, {}});
+    auto recorded = std::make_unique<Recorded>(Recorded{call.op, {}, {}, {}, use_workspace(call)});
     std::vector<Written> written;
     for (size_t index = 0; index < call.arguments.size(); ++index) {
         IValue argument = argument_for_cpu(call, index, written);
