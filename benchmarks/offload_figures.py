@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -45,6 +45,12 @@ _STATE: tuple[tuple[str, Kind, torch.dtype, Action], ...] = (
 )
 
 
+def copied_nbytes(items: Iterable[OffloadItem]) -> int:
+    """Bytes that a whole offload of these copies to the host, each storage once."""
+    storages = (item.tensor.untyped_storage() for item in items if item.action == "copy")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 class DeviceUse:
     """Bytes taken on the device since this was made, at the moments when `observe` is called."""
 
@@ -67,7 +73,7 @@ def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing 
     use = DeviceUse(target)
     items = list(_training_state(target, numel))
     total = sum(item.tensor.untyped_storage().nbytes() for item in items)
-    copied = sum(item.tensor.untyped_storage().nbytes() for item in items if item.action == "copy")
+    copied = copied_nbytes(items)
     use.observe()
     step = max(1, numel // 1000)
     before = [item.tensor[::step].clone() for item in items if item.action == "copy"]

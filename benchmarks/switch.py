@@ -14,6 +14,7 @@ Needs a GPU; on the CPU the tiny model tries the script, and its times mean noth
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.launching import add_engine_arguments, engine_arguments, figures_of_ranks, main_or_rank, parser_of
 from benchmarks.launching import write_figures as write
+from benchmarks.offload_figures import copied_nbytes
 from benchmarks.resharding.cases import MODELS, Case
 from benchmarks.timings import plain_device_copy, plain_host_copies, seconds_of, synchronize
 from hybrid_engine.backends.vllm.engine_settings import Sampling
@@ -87,11 +89,12 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     device = worker.job.device
     reports: dict[State, list[ReshardReport]] = {State.INFER: [], State.TRAIN: []}
     taken: dict[str, int] = {}
-    peak = PeakOfDevice(device)
+    peak, copied = PeakOfDevice(device), 0
     for number in range(job["cycles"]):
         worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
         _free_what_torch_keeps(device)
         taken |= _memory(device, "training")
+        copied = copied_nbytes(worker.train.offload_items())
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
             with peak.watched():
@@ -102,7 +105,6 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
             if state is State.INFER:
                 taken |= _memory(device, "generation")
                 worker.generate_sequences([[1, 2, 3], [4, 5, 6, 7]], SAMPLING)
-    to_vllm, to_training = reports[State.INFER][-1], reports[State.TRAIN][-1]
     weights = worker.inference.adaptor.nbytes
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: these times mean nothing",
@@ -110,10 +112,11 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         "prefetch": job["prefetch"],
         "cycles": job["cycles"],
         "weights_nbytes": weights,
-        "to_vllm": {**_summary(reports[State.INFER]), "nbytes_offloaded": to_vllm.bytes_offloaded},
-        "to_training": {**_summary(reports[State.TRAIN]), "nbytes_onloaded": to_training.bytes_onloaded},
+        "copied_nbytes": copied,
+        "to_vllm": _summary(reports[State.INFER]),
+        "to_training": _summary(reports[State.TRAIN]),
         "taken_nbytes": {**taken, "most": peak.nbytes},
-        "floor": _floor(device, to_vllm.bytes_offloaded, to_training.bytes_onloaded, weights),
+        "floor": _floor(device, copied, weights),
         "tensor_by_tensor": _tensor_by_tensor(worker, device),
     }
 
@@ -149,24 +152,32 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
     }
 
 
-def _floor(device: torch.device, offloaded: int, onloaded: int, weights: int) -> dict[str, float]:
-    part = min(MOST_COPIED, max(offloaded, 1))
+def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
+    """Seconds of plain copies of as many bytes, those of the host from what a part of them takes."""
+    part = min(MOST_COPIED, copied)
     _free_what_torch_keeps(device)
     copies = plain_host_copies(device, part, 3)
     return {
-        "offload": copies["offload"] * offloaded / part,
-        "onload": copies["onload"] * onloaded / part,
+        "offload": copies["offload"] * copied / part,
+        "onload": copies["onload"] * copied / part,
         "weights": plain_device_copy(device, weights, 3),
     }
 
 
 def _tensor_by_tensor(worker: ActorHybridWorker, device: torch.device) -> dict[str, Any]:
-    """Seconds of moving optimizer state to ordinary host memory and back; with what share of it was moved."""
+    """Rates of moving optimizer state to ordinary host memory and back, in tensors as large as the parameters."""
+    sizes = [math.prod(shape) for shape in worker.table.shapes.values()]
     items = [item for item in worker.train.offload_items() if (item.kind, item.action) == ("optimizer", "copy")]
     chosen: list[torch.Tensor] = []
     for item in items:
-        if sum(tensor.nbytes for tensor in chosen) + item.tensor.nbytes <= MOST_COPIED:
-            chosen.append(item.tensor)
+        start = 0
+        for size in sizes:
+            if (
+                item.tensor.nbytes >= (start + size) * item.tensor.itemsize
+                and start * item.tensor.itemsize < MOST_COPIED
+            ):
+                chosen.append(item.tensor.view(-1)[start : start + size])
+                start += size
     there: list[torch.Tensor] = []
 
     def offload() -> None:
@@ -210,19 +221,16 @@ def main() -> None:
 
 def _print(figures: dict[str, Any]) -> None:
     console = Console()
-    table = Table("", "seconds", "the first", "GB moved", "floor, seconds", "floor / seconds", title=figures["device"])
+    table = Table("", "seconds", "the first", "GB copied", "floor, seconds", "floor / seconds", title=figures["device"])
     floor = figures["floor"]
-    for name, key, nbytes_key in (
-        ("to vLLM", "to_vllm", "nbytes_offloaded"),
-        ("to training", "to_training", "nbytes_onloaded"),
-    ):
+    for name, key in (("to vLLM", "to_vllm"), ("to training", "to_training")):
         row = figures[key]
         least = floor["offload"] + floor["weights"] if key == "to_vllm" else floor["onload"]
         table.add_row(
             name,
             f"{row['seconds']:.3f}",
             f"{row['first_seconds']:.3f}",
-            f"{row[nbytes_key] / 1e9:.2f}",
+            f"{figures['copied_nbytes'] / 1e9:.2f}",
             f"{least:.3f}",
             f"{least / row['seconds']:.0%}",
         )

@@ -102,6 +102,15 @@ def prune(vllm: Path, last_stage: int) -> None:
     (vllm / _FLASH_ATTENTION).touch()
 
 
+def write_metadata(packages: Path) -> None:
+    """Name this project and its entry points, by which vLLM finds its plugin, as where it is installed."""
+    project = metadata.distribution("hybrid-engine")
+    directory = packages / f"hybrid_engine-{project.version}.dist-info"
+    directory.mkdir()
+    (directory / "METADATA").write_text(str(project.metadata))
+    (directory / "entry_points.txt").write_text(project.read_text("entry_points.txt") or "")
+
+
 def tracked() -> Iterator[Path]:
     """Files of this checkout that git knows, relative to it."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -169,6 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
                     installed.pop(name, None)
                 todo = unsuitable(packages, installed) & wanted.keys()
             packages.mkdir(exist_ok=True)
+            if stage == 1:
+                write_metadata(packages)
             if (packages / "vllm").is_dir():
                 prune(packages / "vllm", given.last_stage)
             archives.append(Path(scratch) / f"stage{stage}.tar.xz")

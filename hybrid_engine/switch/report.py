@@ -36,7 +36,8 @@ class ReshardReport:
         bytes_across_hosts: those received from ranks of other hosts. What several ranks of a host need of them comes to
             one of these and counts there; the others have it from that rank.
         bytes_by_transport: from other ranks, by transport. pairs_by_transport: which ranks.
-        bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
+        bytes_offloaded, bytes_onloaded: of the device, given back and taken again, with what was prefetched since the
+            last switch. Gradients are among them, which are dropped; all else is copied to the host and back.
         bytes_prefetched: of bytes_onloaded, what came ahead of the switch.
         seconds_hidden: for which copies between device and host went on beside other work of this rank.
             Where trainers and servers are processes of their own, all of these are of all ranks together.

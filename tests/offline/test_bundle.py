@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,42 @@ def test_wheels_are_installed_for_the_other_machine(tmp_path: Path, monkeypatch:
     assert bundle.unsuitable(tmp_path / "packages", {"two": "2.5"}) == set()
     with pytest.raises(SystemExit):
         bundle.install(["no-such-package"], tmp_path / "packages", tmp_path)
+
+
+def test_the_plugin_of_vllm_is_found_there(tmp_path: Path) -> None:
+    """The tree is not installed there; vLLM looks for entry points."""
+    bundle.write_metadata(tmp_path)
+    (found,) = metadata.distributions(path=[str(tmp_path)])
+    (plugin,) = found.entry_points.select(group="vllm.general_plugins")
+    assert (found.name, plugin.value) == ("hybrid-engine", "hybrid_engine.backends.vllm.server.plugin:register")
+
+
+WITHOUT_STAGE_2 = """
+import importlib.abc, sys
+from importlib import metadata
+from packaging.utils import canonicalize_name
+
+lacking = set(sys.argv[1].split(","))
+names = {module for module, owners in metadata.packages_distributions().items()
+         if all(canonicalize_name(owner) in lacking for owner in owners)}
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in names:
+            raise ModuleNotFoundError(f"stage 1 has no {name}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import tests.gpu.conftest, tests.gpu.test_stage1_memory
+"""
+
+
+def test_stage_1_imports_nothing_of_stage_2() -> None:
+    """But for what torch requires, which is there."""
+    of_torch = {canonicalize_name(Requirement(text).name) for text in metadata.requires("torch") or ()}
+    lacking = {name for name, (stage, _) in bundle.read_list().items() if stage == 2} - of_torch
+    command = [sys.executable, "-c", WITHOUT_STAGE_2, ",".join(sorted(lacking))]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=bundle.REPOSITORY, timeout=120)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_both_formats_of_pip_list_are_read(tmp_path: Path) -> None:
