@@ -13,7 +13,7 @@ is as fast as the floor. Bytes are beside those they are a share of. A result th
 gpu-check` takes the same figures, of a smaller model, and judges them (tests/gpu/test_stage1_memory.py).
 
 Needs a GPU; without one it says so and ends with 2. `--device cpu` runs a tiny model on the CPU with a model of CUDA's
-driver, to see that the script works: those times mean nothing. **The GPU part has never run yet.**
+driver, to see that the script works: those times mean nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The calls of the CUDA driver's virtual memory API that elastic buffers need, each checked.
 
 Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
-chapter of the driver API. **Never run on hardware yet**: the tests run it with the real bindings over a driver whose
-memory is the host's (tests/harness/libcuda.c); tests/gpu and the tests marked gpu wait for a machine with one.
+chapter of the driver API. Run on one H200 by tests/gpu; tests on the CPU run it with the real bindings over a driver
+whose memory is the host's (tests/harness/libcuda.c).
 
 The rules that the callers keep:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole

@@ -13,7 +13,8 @@ masked_softmax_fusion stays off: its kernels ignore sliding windows, and with Tr
 persist_layer_norm stays off: without apex Megatron's norms refuse it. cross_entropy_loss_fusion stays off: its backward
 pass rounds to bfloat16 whatever the dtype, and it is compiled anew for other lengths. Kernels for experts
 (moe_permute_fusion, moe_router_fusion) ask for recent versions of Transformer Engine. `actor_config.overrides` turns
-all of them on and off, and `recompute_granularity` comes before what is said here. **Never run on hardware yet.**
+all of them on and off, and `recompute_granularity` comes before what is said here. **None that needs Transformer
+Engine or apex has run on hardware.**
 """
 
 from __future__ import annotations

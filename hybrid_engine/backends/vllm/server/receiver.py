@@ -1,8 +1,7 @@
 """vLLM's weight transfer engine of this name: its calls, as those of a `WeightReceiver`.
 
 On a GPU weights and KV cache sleep while trainers have the device, by vLLM's sleep mode in each worker
-(`vllm serve --enable-sleep-mode`). **Never run on hardware yet**; tested with vLLM's allocator over a stand-in for the
-driver.
+(`vllm serve --enable-sleep-mode`). **Never run on hardware yet**; tested over a GPU in software.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Live tensors keep their identity and every view of them; what changes is whether there is memory behind them.
 
 On a GPU vLLM's allocator maps memory segment by segment, a large parameter each, but its own wake-up maps all of a kind
-at once. `SleepingSegments` lets weights sleep on until they are asked for. **Never run on hardware yet**; tested with
-vLLM's allocator over a stand-in for the driver.
+at once. `SleepingSegments` lets weights sleep on until they are asked for.
 
     segments = SleepingSegments.of(...)           those in which nothing lies but weights that will be written
     with segments.overlooked():                   vLLM's own wake-up passes over them, and does all the rest:
