@@ -28,6 +28,9 @@ _PIECE_NUMEL = 1 << 24
 _ROW = 1 << 14
 """Bytes that become eight 32-bit sums; no sum overflows below 2**17."""
 
+_MOST_PENDING_NBYTES = 1 << 24
+"""Memory of a device for what is to be hashed."""
+
 _FEWEST_ROWS = 16  # cuBLAS multiplies more than so many
 
 
@@ -49,36 +52,58 @@ def are_same(extremes: torch.Tensor) -> bool:
     return bool(((highest == -negated_lowest) | (highest == _LOWEST)).all())
 
 
-@torch.no_grad()
 def box_digest(box: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     """The digest of the bytes that `box`, any view, has in `dtype` (default: its own), in row-major order.
 
     Returns a signed 64-bit number. Boxes of one shape and dtype have the same digest wherever and however they lie, on
     devices of one kind. Waits for the device.
     """
-    digest = xxhash.xxh3_64()
-    for flat in _flat_pieces(box, dtype or box.dtype):
-        _update(digest, flat.cpu())
-    return _number(digest)
+    return box_digests([box], [dtype or box.dtype])[0]
 
 
 @torch.no_grad()
-def box_digests(boxes: Iterable[torch.Tensor]) -> list[int]:
-    """The digest of each box, as `box_digest` has it. Waits for each device once, as one copy brings all from it."""
-    digests = []
-    on_devices: dict[torch.device, list[tuple[xxhash.xxh3_64, torch.Tensor]]] = {}
-    for box in boxes:
-        digests.append(digest := xxhash.xxh3_64())
-        for flat in _flat_pieces(box, box.dtype):
+def box_digests(boxes: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] | None = None) -> list[int]:
+    """The digest of each box, as `box_digest` has it; `dtypes`: one for each box.
+
+    One copy brings what is to be hashed from a device, and one more for every 16 MiB of that: the host waits for the
+    device as often, where a wait for each box takes longer than to read it.
+    """
+    boxes = list(boxes)
+    digests = [xxhash.xxh3_64() for _ in boxes]
+    on_devices: dict[torch.device, _Pending] = {}
+    for digest, box, dtype in zip(digests, boxes, dtypes or (box.dtype for box in boxes), strict=True):
+        for flat in _flat_pieces(box, dtype):
             if flat.device.type == "cpu":
                 _update(digest, flat)
             else:
-                on_devices.setdefault(flat.device, []).append((digest, flat))
-    for pairs in on_devices.values():
-        copied = torch.cat([flat for _, flat in pairs]).cpu()
-        for (digest, _), flat in zip(pairs, copied.split([flat.numel() for _, flat in pairs]), strict=True):
-            _update(digest, flat)
+                on_devices.setdefault(flat.device, _Pending()).add(digest, flat)
+    for pending in on_devices.values():
+        pending.hash()
     return [_number(digest) for digest in digests]
+
+
+class _Pending:
+    """What lies on one device and is to be hashed, in order."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[xxhash.xxh3_64, torch.Tensor]] = []
+        self._nbytes = 0
+
+    def add(self, digest: xxhash.xxh3_64, flat: torch.Tensor) -> None:
+        if self._nbytes + flat.numel() > _MOST_PENDING_NBYTES:
+            self.hash()
+        self._pairs.append((digest, flat))
+        self._nbytes += flat.numel()
+
+    def hash(self) -> None:
+        """Bring all from the device, and hash it."""
+        if not self._pairs:
+            return
+        flats = [flat for _, flat in self._pairs]
+        copied = (torch.cat(flats) if len(flats) > 1 else flats[0]).cpu()
+        for (digest, _), flat in zip(self._pairs, copied.split([flat.numel() for flat in flats]), strict=True):
+            _update(digest, flat)
+        self._pairs, self._nbytes = [], 0
 
 
 def _flat_pieces(box: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:

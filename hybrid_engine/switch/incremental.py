@@ -21,7 +21,7 @@ import torch
 from hybrid_engine.memory.offload_items import Spans
 from hybrid_engine.planning.buckets import Releases, Residency, release_schedule
 from hybrid_engine.planning.plan import Bucket
-from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import WeightContainer
 
@@ -84,7 +84,7 @@ class Incremental:
     def digests(self, buffers: Mapping[str, torch.Tensor]) -> Digests:
         """Digests of what is in these training buffers now; reads all of it."""
         return [
-            tuple(box_digest(buffers[name][start:stop]) for name, spans in runs.items() for start, stop in spans)
+            tuple(box_digests(buffers[name][start:stop] for name, spans in runs.items() for start, stop in spans))
             for runs in self._runs
         ]
 

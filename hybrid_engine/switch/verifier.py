@@ -35,7 +35,7 @@ import torch
 from hybrid_engine.errors import WeightError
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.ports import TrainingWeights
-from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.holdings import Box, TensorOwners, touching
 from hybrid_engine.records.layout import Layout, Place, Shard
@@ -127,8 +127,13 @@ class Verification:
             self._compared.difference_update(bucket.tensors)
             self._sent.update(names)
             self._num_tensors += len(names)
-            self._digest(names, self._regions.source, source, self._source)
-            self._digest(names, self._regions.destination, destination, self._destination)
+            sources = list(self._boxes(names, self._regions.source, source))
+            destinations = list(self._boxes(names, self._regions.destination, destination))
+            _, boxes, dtypes = zip(*sources, *destinations, strict=True) if sources or destinations else ((), (), ())
+            digests = box_digests(boxes, dtypes)  # together: each call waits for the device
+            self._nbytes += sum(box.numel() * box.element_size() for box in boxes)
+            self._source += zip((part for part, *_ in sources), digests[: len(sources)], strict=True)
+            self._destination += zip((part for part, *_ in destinations), digests[len(sources) :], strict=True)
 
     def skipped(self, buckets: Iterable[Bucket]) -> None:
         """Count what is not sent, if it was compared when it was: training has the digests of that, and vLLM holds it
@@ -154,19 +159,14 @@ class Verification:
         self._compared |= self._sent
         return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds["verify"])
 
-    def _digest(
-        self,
-        names: Sequence[str],
-        own: Mapping[str, Sequence[PlacedRegion]],
-        buffers: Mapping[str, torch.Tensor],
-        digests: list[tuple[PlacedRegion, int]],
-    ) -> None:
+    def _boxes(
+        self, names: Sequence[str], own: OwnRegions, buffers: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[PlacedRegion, torch.Tensor, torch.dtype]]:
+        """This rank's regions of some tensors, where they lie, and the dtype in which both sides are compared."""
         for name in names:
             dtype = getattr(torch, self._regions.dtypes[name])
             for part in own[name]:
-                box = strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place)
-                digests.append((part, box_digest(box, dtype)))
-                self._nbytes += box.numel() * box.element_size()
+                yield part, strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place), dtype
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
         rows = torch.cat(list(sources))

@@ -23,7 +23,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 from hybrid_engine.errors import ModelError, StateError, first_of
-from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.records.layout import Layout
 
 
@@ -199,7 +199,7 @@ class VllmAdaptor:
         tensors = (
             each for module in modules for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         )
-        return tuple(box_digest(tensor.detach()) for tensor in tensors)
+        return tuple(box_digests(tensor.detach() for tensor in tensors))
 
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""
