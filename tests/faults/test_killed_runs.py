@@ -55,6 +55,43 @@ class Findings:
     wrong: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Kill:
+    """What is killed, and when.
+
+    Attributes:
+        victims: "one" rank or "all" processes.
+        num_rows, seconds: so many seconds after the job has so many rows.
+    """
+
+    victims: str
+    num_rows: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"killed {self.victims}, {self.seconds:.1f} s after row {self.num_rows}"
+
+
+def run_and_kill(
+    command: list[str], directory: Path, mark: str, num_rows: Callable[[], int], kill: Kill
+) -> tuple[Outcome, bool]:
+    """Run a job of torchrun; whether it was killed before its end. `mark`: what is in the command line of a rank."""
+    with Running(command, directory, {"OMP_NUM_THREADS": "1"}) as running:
+        while num_rows() < kill.num_rows and running.launcher.poll() is None:
+            time.sleep(0.05)
+        deadline = time.monotonic() + kill.seconds
+        while time.monotonic() < deadline and running.launcher.poll() is None:
+            time.sleep(0.01)
+        is_killed = running.launcher.poll() is None
+        alive = running.processes() if is_killed else {}
+        ranks = [pid for pid, line in alive.items() if mark in line and TORCHRUN[1] not in line]
+        for pid in [random.choice(ranks)] if kill.victims == "one" and ranks else list(alive):
+            with suppress(ProcessLookupError):  # it has ended with another
+                os.kill(pid, signal.SIGKILL)
+        running.wait(SECONDS_TO_END)
+    return running.outcome(), is_killed
+
+
 class KilledJob:
     """README's job in one directory, started and killed."""
 
@@ -65,29 +102,10 @@ class KilledJob:
         self._script = directory / f"rl-{number}.py"
         self._script.write_text(CODE.replace(STEPS, LONGER).replace(OUT, repr(str(self.out))))
 
-    def run(self, victims: str, num_rows: int, seconds: float) -> tuple[Outcome, bool]:
-        """Start the job, and kill "one" rank or "all" processes; whether it was killed.
-
-        That is so many seconds after it has so many rows.
-        """
-        command = [*TORCHRUN, str(self._script)]
-        with Running(command, self.directory, {"OMP_NUM_THREADS": "1"}) as running:
-            while len(self.files.metrics.rows()) < num_rows and running.launcher.poll() is None:
-                time.sleep(0.05)
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and running.launcher.poll() is None:
-                time.sleep(0.01)
-            is_killed = running.launcher.poll() is None
-            for pid in self._victims(running, victims) if is_killed else ():
-                with suppress(ProcessLookupError):  # it has ended with another
-                    os.kill(pid, signal.SIGKILL)
-            running.wait(SECONDS_TO_END)
-        return running.outcome(), is_killed
-
-    def _victims(self, running: Running, victims: str) -> list[int]:
-        alive = running.processes()
-        ranks = [pid for pid, line in alive.items() if str(self._script) in line and TORCHRUN[1] not in line]
-        return [random.choice(ranks)] if victims == "one" and ranks else list(alive)
+    def run(self, kill: Kill) -> tuple[Outcome, bool]:
+        """Start the job, and kill it; whether it was killed."""
+        script = str(self._script)
+        return run_and_kill([*TORCHRUN, script], self.directory, script, lambda: len(self.files.metrics.rows()), kill)
 
     def rows(self) -> list[dict[str, Any]]:
         """Without what the clock and the memory say."""
@@ -102,7 +120,7 @@ class KilledJob:
 def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], None]) -> Findings:
     findings, chance = Findings(), random.Random(seed)
     job = KilledJob(directory, 0)
-    outcome, _ = job.run("none", 0, SECONDS_TO_END * 5)
+    outcome, _ = job.run(Kill("all", 0, SECONDS_TO_END * 5))
     whole, longest = job.rows(), outcome.total_seconds
     assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
     say(f"a run without kills: {longest:.0f} s")
@@ -118,11 +136,12 @@ def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], N
                 moment = (chance.randint(min(before + 1, NUM_STEPS), NUM_STEPS), chance.uniform(0, 2))
             if is_last:
                 moment = (0, SECONDS_TO_END * 5)
-            outcome, is_killed = job.run(victims, *moment)
+            kill = Kill(victims, *moment)
+            outcome, is_killed = job.run(kill)
             findings.starts += 1
             wrong = _faults(job, outcome, before, is_killed=is_killed)
             findings.kills[f"{victims} at step {len(job.rows())}"] += is_killed
-            did = f"killed {victims}, {moment[1]:.1f} s after row {moment[0]}" if is_killed else "finished"
+            did = str(kill) if is_killed else "finished"
             say(f"{did}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
             findings.wrong += [f"start {findings.starts}, {did}: {fault}" for fault in wrong]
             if wrong and not is_killed:

@@ -116,12 +116,17 @@ class Pairs:
         assert [left for pid in pids for left in processes_of(pid)] == []
 
 
+def save_served_model(directory: Path) -> Path:
+    """Write the model that all publish; returns the directory."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128, "eos_token_id": 9}
+    path = save_model(directory, "qwen2", **sizes)
+    save_numbers(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128, "eos_token_id": 9}
-    path = save_model(tmp_path_factory.mktemp("models") / "model", "qwen2", **sizes)
-    save_numbers(path)
-    return str(path)
+    return str(save_served_model(tmp_path_factory.mktemp("models") / "model"))
 
 
 @pytest.fixture(scope="module")
