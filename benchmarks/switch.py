@@ -1,6 +1,7 @@
 """Whole switches of both real engines with training state, beside plain copies of the bytes that they move.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--profile DIRECTORY]
+                                [--vllm NAME=VALUE] [--json FILE]
 
 One rank. Each cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds are medians over the
 cycles but for the first, which takes page-locked memory of the host and plans. Beside them, of the same bytes, in the
@@ -14,10 +15,11 @@ Needs a GPU; on the CPU the tiny model tries the script, and its times mean noth
 
 from __future__ import annotations
 
+import cProfile
 import math
+import pstats
 import statistics
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +33,7 @@ from benchmarks.launching import add_engine_arguments, engine_arguments, figures
 from benchmarks.launching import write_figures as write
 from benchmarks.offload_figures import copied_nbytes
 from benchmarks.resharding.cases import MODELS, Case
-from benchmarks.timings import plain_device_copy, plain_host_copies, seconds_of, synchronize
+from benchmarks.timings import PeakOfDevice, plain_device_copy, plain_host_copies, seconds_of, synchronize
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.switch.report import ReshardReport
@@ -43,33 +45,6 @@ SECONDS = 1500
 MOST_COPIED = 8 * 2**30
 """Bytes of optimizer state that are moved tensor by tensor, and of plain copies to and from the host."""
 SAMPLING = Sampling(temperature=1.0, max_tokens=16, ignore_eos=True)
-
-
-class PeakOfDevice:
-    """The most that everybody takes on the device, asked of its driver every two milliseconds within `watched`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.nbytes = 0
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch during the block."""
-        is_over = threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(0.002):
-                self.nbytes = max(self.nbytes, taken_nbytes(self._device))
-
-        thread = threading.Thread(target=watch, daemon=True)
-        if self._device.type == "cuda":
-            thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            if thread.ident is not None:
-                thread.join()
 
 
 def run_rank(job: dict[str, Any]) -> None:
@@ -97,7 +72,7 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         copied = copied_nbytes(worker.train.offload_items())
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
-            with peak.watched():
+            with peak.watched(), _profiled(job["profile"] if number == job["cycles"] - 1 else "", state):
                 report = worker.sharding.enter(state)
             assert report is not None, "the worker was in the other state"
             print(report, flush=True)
@@ -119,6 +94,18 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         "floor": _floor(device, copied, weights),
         "tensor_by_tensor": _tensor_by_tensor(worker, device),
     }
+
+
+@contextmanager
+def _profiled(directory: str, state: State) -> Iterator[None]:
+    """Write what the functions of this thread took in the block, the slowest first; an empty name writes nothing."""
+    if not directory:
+        yield
+        return
+    with cProfile.Profile() as profile:
+        yield
+    with Path(directory, f"{state.name.lower()}.txt").open("w") as file:
+        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(80)
 
 
 def _memory(device: torch.device, name: str) -> dict[str, int]:
@@ -206,12 +193,14 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
     parser.add_argument("--prefetch", choices=["off", "auto"], default="off")
+    parser.add_argument("--profile", metavar="DIRECTORY", default="", help="profiles of the last switches go there")
     add_engine_arguments(parser)
     arguments = parser.parse_args()
     job = {
         "model": arguments.model,
         "cycles": arguments.cycles,
         "prefetch": arguments.prefetch,
+        "profile": arguments.profile,
         "vllm": engine_arguments(arguments.vllm),
     }
     figures = figures_of_ranks("benchmarks.switch", job, 1, SECONDS)

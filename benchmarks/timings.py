@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from hybrid_engine.memory.cuda_driver import taken_nbytes
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,30 @@ def raise_unless_written(destinations: Mapping[str, torch.Tensor]) -> None:
     missing = [name for name, flat in destinations.items() if bool(flat.isnan().any())]
     if missing:
         raise AssertionError(f"never written in part: {', '.join(missing)}")
+
+
+class PeakOfDevice:
+    """The most that everybody takes on the device, asked of its driver every two milliseconds within `watched`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.nbytes = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch during the block."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.002):
+                self.nbytes = max(self.nbytes, taken_nbytes(self._device))
+
+        thread = threading.Thread(target=watch, daemon=True)
+        if self._device.type == "cuda":
+            thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            if thread.ident is not None:
+                thread.join()

@@ -21,7 +21,8 @@ device; after, 0 on the device and C in the arena, which is allocated at the fir
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -37,6 +38,7 @@ from hybrid_engine.memory.offload_items import (
     Saved,
     Spans,
     Storage,
+    Survey,
     checked,
     elastic_ranges,
     forget,
@@ -70,8 +72,22 @@ class Offloader:
         self._offloaded: dict[Kind, object] = {}  # those that left whole, until they are whole again; see `departure`
         self._unchanged: dict[Kind, dict[int, Saved]] = {}  # by storage: what the arena has of it
         self._hidden_seconds = 0.0
+        self._keeps_inventory = False
+        self._inventory: Survey | None = None  # of the block of `owner_rests`
         self._saves_ahead = self._device_type == "cuda"  # elsewhere a copy is done when the call returns
         owner.guard.add(self.require_present)
+
+    @contextmanager
+    def owner_rests(self) -> Iterator[None]:
+        """Within the block only this object makes and drops what the owner lists, so its sizes are asked for once.
+
+        To list thousands of tensors takes longer than to look behind a few storages. What leaves is listed anew.
+        """
+        self._keeps_inventory = True
+        try:
+            yield
+        finally:
+            self._keeps_inventory, self._inventory = False, None
 
     def require_present(self, kinds: Collection[str]) -> None:
         """Raise StateError where anything of these kinds is off the device, leaving it, or not back yet."""
@@ -106,7 +122,7 @@ class Offloader:
         moved = OffloadReport(to_move)
         self._call_off(to_move, moved)
         self._synchronize()
-        found = survey(self._owner.offload_items(), self._device_type)
+        found = self._survey()
         self._begin(to_move, found.storages)
         try:
             self._reserve_arenas(to_move)
@@ -117,7 +133,7 @@ class Offloader:
             self._undo(to_move, error)
         self._offloaded.update({kind: object() for kind in to_move})
         forget([item for item in found.caches if item.kind in requested], moved)
-        found.caches.clear()  # the last references to them
+        found.caches[:] = [item for item in found.caches if item.kind not in requested]  # the last references to others
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
         return moved.ended()
@@ -227,11 +243,17 @@ class Offloader:
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
-        return survey(self._owner.offload_items(), self._device_type).resident_nbytes()
+        return (self._inventory or self._survey()).resident_nbytes()
 
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
+
+    def _survey(self) -> Survey:
+        found = survey(self._owner.offload_items(), self._device_type)
+        if self._keeps_inventory:
+            self._inventory = found
+        return found
 
     def _synchronize(self) -> None:
         if self._device_type == "cuda":  # training may have used other streams; later releases wait for the current one
@@ -286,7 +308,7 @@ class Offloader:
         """Return the byte ranges of these parts by elastic storage; from here on the kind is leaving."""
         self._call_off({kind})
         if kind not in self._departed:
-            self._begin({kind}, survey(self._owner.offload_items(), self._device_type).storages)
+            self._begin({kind}, self._survey().storages)
             self._reserve_arenas({kind})
         return elastic_ranges(self._departed[kind], parts)
 

@@ -190,7 +190,8 @@ class ShardingManager(Switch):
             self._call_start_hooks(before, target)
         self.state, self._computation.is_asking = State.INTERRUPTED, False
         try:
-            self._switch(before, target)
+            with self.offloader.owner_rests():
+                self._switch(before, target)
         except Exception as error:
             if not isinstance(error, LostRankError):
                 self._restore(before, target, error)

@@ -10,7 +10,6 @@ import itertools
 import json
 import statistics
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
@@ -25,7 +24,7 @@ import pytest
 import torch
 
 from benchmarks.offload_figures import copied_nbytes
-from benchmarks.timings import plain_host_copies
+from benchmarks.timings import PeakOfDevice, plain_host_copies
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.errors import DeviceMemoryError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of, taken_nbytes
@@ -82,7 +81,7 @@ class Engines:
         self.taken = {"before": self.observe()}  # makes the context, which changes the process
         self.copied_nbytes = 0  # of the training state, to the host and back
         self.before_vllm = self.at_first = ProcessState.now()
-        self.peaks: list[int] = []
+        self.peak = PeakOfDevice(self.device)
         self.calls: dict[State, Counter[str]] = {}  # of the last switch to each state, over the software GPU
         self.calls_of_switches = self.calls  # of the last of `switches`
         started = time.perf_counter()
@@ -106,27 +105,6 @@ class Engines:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return taken_nbytes(self.device)
-
-    @contextmanager
-    def peak_observed(self) -> Iterator[None]:
-        """Asks the driver all the while: our buffers and vLLM's are outside of torch's allocator."""
-        if not self.on_gpu:
-            yield
-            return
-        done, seen = threading.Event(), [0]
-
-        def observe() -> None:
-            while not done.wait(0.002):
-                seen.append(taken_nbytes(self.device))
-
-        thread = threading.Thread(target=observe)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-        self.peaks.append(max(seen))
 
     def changed_settings(self, *but: str) -> list[str]:
         """Settings of the process that differ from those before vLLM was built."""
@@ -244,7 +222,7 @@ class Together:
             engines.train(number)
             engines.taken["train"] = engines.observe()
             engines.copied_nbytes = copied_nbytes(engines.worker.train.offload_items())
-            with engines.peak_observed():
+            with engines.peak.watched():  # the driver is asked: most memory is outside of torch's allocator
                 there.append(engines.enter(State.INFER))
             engines.taken["infer"] = engines.observe()
             back.append(engines.enter(State.TRAIN))
@@ -380,7 +358,7 @@ def seconds_of_plain_copy(device: torch.device, name: str, nbytes: int) -> float
 
 def judge_peak(engines: Engines, noted: Noted) -> None:
     """Of all switches to vLLM: at most what is there on either side of them, and two buckets."""
-    taken, peak = engines.taken, max(engines.peaks)
+    taken, peak = engines.taken, engines.peak.nbytes
     most = max(taken["train"], taken["infer"]) + 2 * engines.config.generate_config.bucket_mb * _MIB
     figure = f"{peak / GIB:.2f} GiB (training {taken['train'] / GIB:.2f}, vLLM {taken['infer'] / GIB:.2f})"
     limit = f"at most {SLACK:g} times the larger and two buckets, {most / GIB:.2f} GiB"
