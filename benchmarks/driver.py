@@ -8,7 +8,7 @@
     virtual memory    microseconds of a call for chunks of some sizes, idle and beside matrix products
     small copies      microseconds of one of many, one call each and in one call
 
-Needs a GPU and cuda-bindings. Best of three; nothing else should run on the GPU.
+Needs a GPU and cuda-bindings. Copies are the best of three; nothing else should run on the GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def copies(nbytes: int) -> Figures:
     """GB/s of one large copy, by its ends."""
     one, other = (torch.ones(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     locked, also_locked = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    ordinary = torch.ones(nbytes, dtype=torch.uint8)
+    ordinary = torch.ones(nbytes, dtype=torch.uint8)  # touched before
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def both_ways() -> None:
@@ -78,7 +78,7 @@ def page_locking(nbytes: int) -> Figures:
         ("huge pages", mmap.MADV_HUGEPAGE, 1),
         (f"huge pages, {NUM_THREADS} threads", mmap.MADV_HUGEPAGE, NUM_THREADS),
     ):
-        memory = mmap.mmap(-1, nbytes)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(advice)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         part = nbytes // num_threads
@@ -134,22 +134,27 @@ def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
 @contextmanager
 def products() -> Iterator[None]:
     """Matrix products all the while, in another thread."""
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def multiply() -> None:
-        matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-        while not is_over.is_set():
-            for _ in range(20):
-                matrix @ matrix
-            torch.cuda.current_stream(DEVICE).synchronize()
+        try:
+            matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+            while not is_over.is_set():
+                for _ in range(20):
+                    matrix @ matrix
+                torch.cuda.current_stream(DEVICE).synchronize()
+                has_begun.set()
+        finally:
+            has_begun.set()
 
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        multiplying = thread.submit(multiply)
+        has_begun.wait()
+        try:
+            yield
+        finally:
+            is_over.set()
+            multiplying.result()
 
 
 def small_copies() -> Figures:

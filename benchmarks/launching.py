@@ -27,6 +27,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help="an engine argument of vLLM")
 
 
+def parse_with_engine_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What a parser of `add_engine_arguments` finds in the command line; `vllm` becomes a dict."""
+    arguments = parser.parse_args()
+    try:
+        arguments.vllm = engine_arguments(arguments.vllm)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
 def engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Read texts NAME=VALUE, the values as in JSON or else as texts. Raises ValueError naming all that are neither."""
     if wrong := [text for text in texts if not all(text.partition("="))]:

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
-from benchmarks.launching import ROOT, add_engine_arguments, engine_arguments, parser_of
+from benchmarks.launching import ROOT, add_engine_arguments, parse_with_engine_arguments, parser_of
 from benchmarks.resharding.cases import Case, chosen
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.page import page, plot_memory, plot_phases
@@ -50,7 +50,7 @@ def main() -> int:
         "cycles": arguments.cycles,
         "timeline": arguments.plot_memory is not None,
         "bridge": arguments.bridge,
-        "vllm": engine_arguments(arguments.vllm),
+        "vllm": arguments.vllm,
     }
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")
     parser.add_argument("--plot-memory", type=Path, help="trace one cycle and draw the memory here (SVG)")
     parser.add_argument("--from", dest="source", type=Path, help="run nothing: tables and plots of this JSON")
-    return parser.parse_args()
+    return parse_with_engine_arguments(parser)
 
 
 def _render(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:

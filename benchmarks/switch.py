@@ -1,14 +1,11 @@
 """Whole switches of both real engines with training state, beside plain copies of the bytes that they move.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--profile DIRECTORY]
-                                [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--profile DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
 
 One rank. Each cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds are medians over the
-cycles but for the first, which takes page-locked memory of the host and plans. Beside them, of the same bytes, in the
-same process:
-
-    floor               one plain copy to or from page-locked memory, and one within the device for the weights
-    tensor by tensor    `tensor.to("cpu")` and back, as verl moves optimizer state (up to 8 GiB of it, scaled)
+cycles but for the first, which takes page-locked memory of the host and plans. Beside them, in the same process, the
+floor: one plain copy of as many bytes to or from page-locked memory, and of the weights within the device. Most device
+memory is looked for in the first cycle, for asking takes time.
 
 Needs a GPU; on the CPU the tiny model tries the script, and its times mean nothing.
 """
@@ -16,12 +13,11 @@ Needs a GPU; on the CPU the tiny model tries the script, and its times mean noth
 from __future__ import annotations
 
 import cProfile
-import math
 import pstats
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +25,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launching import add_engine_arguments, engine_arguments, figures_of_ranks, main_or_rank, parser_of
+from benchmarks.launching import (
+    add_engine_arguments,
+    figures_of_ranks,
+    main_or_rank,
+    parse_with_engine_arguments,
+    parser_of,
+)
 from benchmarks.launching import write_figures as write
 from benchmarks.offload_figures import copied_nbytes
 from benchmarks.resharding.cases import MODELS, Case
-from benchmarks.timings import PeakOfDevice, plain_device_copy, plain_host_copies, seconds_of, synchronize
+from benchmarks.timings import PeakOfDevice, plain_device_copy, plain_host_copies, synchronize
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.switch.report import ReshardReport
@@ -43,7 +45,7 @@ from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labe
 
 SECONDS = 1500
 MOST_COPIED = 8 * 2**30
-"""Bytes of optimizer state that are moved tensor by tensor, and of plain copies to and from the host."""
+"""Bytes of a plain copy to and from the host, whose time is scaled."""
 SAMPLING = Sampling(temperature=1.0, max_tokens=16, ignore_eos=True)
 
 
@@ -52,8 +54,7 @@ def run_rank(job: dict[str, Any]) -> None:
     case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
     with tempfile.TemporaryDirectory(prefix="switch-") as directory:
         config = case.config(Path(directory), job["vllm"])
-        generate = config.generate_config.model_copy(update={"prefetch": job["prefetch"]})
-        worker = ActorHybridWorker(config.model_copy(update={"generate_config": generate}))
+        worker = ActorHybridWorker(config)
         try:
             write(Path(job["out"]), _figures(worker, job))
         finally:
@@ -65,18 +66,23 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     reports: dict[State, list[ReshardReport]] = {State.INFER: [], State.TRAIN: []}
     taken: dict[str, int] = {}
     peak, copied = PeakOfDevice(device), 0
-    for number in range(job["cycles"]):
+    for number in range(job["cycles"] + bool(job["profile"])):
+        is_profiled = number == job["cycles"]
         worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
         _free_what_torch_keeps(device)
         taken |= _memory(device, "training")
         copied = copied_nbytes(worker.train.offload_items())
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
-            with peak.watched(), _profiled(job["profile"] if number == job["cycles"] - 1 else "", state):
+            with (
+                nullcontext() if number else peak.watched(),
+                _profiled(Path(job["profile"]), state) if is_profiled else nullcontext(),
+            ):
                 report = worker.sharding.enter(state)
             assert report is not None, "the worker was in the other state"
             print(report, flush=True)
-            reports[state].append(report)
+            if not is_profiled:
+                reports[state].append(report)
             if state is State.INFER:
                 taken |= _memory(device, "generation")
                 worker.generate_sequences([[1, 2, 3], [4, 5, 6, 7]], SAMPLING)
@@ -84,7 +90,6 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: these times mean nothing",
         "model": job["model"],
-        "prefetch": job["prefetch"],
         "cycles": job["cycles"],
         "weights_nbytes": weights,
         "copied_nbytes": copied,
@@ -92,19 +97,15 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         "to_training": _summary(reports[State.TRAIN]),
         "taken_nbytes": {**taken, "most": peak.nbytes},
         "floor": _floor(device, copied, weights),
-        "tensor_by_tensor": _tensor_by_tensor(worker, device),
     }
 
 
 @contextmanager
-def _profiled(directory: str, state: State) -> Iterator[None]:
-    """Write what the functions of this thread took in the block, the slowest first; an empty name writes nothing."""
-    if not directory:
-        yield
-        return
+def _profiled(directory: Path, state: State) -> Iterator[None]:
+    """Write what the functions of this thread took in the block, the slowest first."""
     with cProfile.Profile() as profile:
         yield
-    with Path(directory, f"{state.name.lower()}.txt").open("w") as file:
+    with (directory / f"{state.name.lower()}.txt").open("w") as file:
         pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(80)
 
 
@@ -151,57 +152,23 @@ def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
     }
 
 
-def _tensor_by_tensor(worker: ActorHybridWorker, device: torch.device) -> dict[str, Any]:
-    """Rates of moving optimizer state to ordinary host memory and back, in tensors as large as the parameters."""
-    sizes = [math.prod(shape) for shape in worker.table.shapes.values()]
-    items = [item for item in worker.train.offload_items() if (item.kind, item.action) == ("optimizer", "copy")]
-    chosen: list[torch.Tensor] = []
-    for item in items:
-        start = 0
-        for size in sizes:
-            if (
-                item.tensor.nbytes >= (start + size) * item.tensor.itemsize
-                and start * item.tensor.itemsize < MOST_COPIED
-            ):
-                chosen.append(item.tensor.view(-1)[start : start + size])
-                start += size
-    there: list[torch.Tensor] = []
-
-    def offload() -> None:
-        there.extend(tensor.to("cpu", non_blocking=True) for tensor in chosen)
-
-    def onload() -> None:
-        for tensor in there:
-            tensor.to(device, non_blocking=True)
-
-    seconds: dict[str, list[float]] = {"offload": [], "onload": []}
-    for _ in range(2):
-        there.clear()
-        seconds["offload"].append(seconds_of(device, offload))
-        seconds["onload"].append(seconds_of(device, onload))
-    moved = sum(tensor.nbytes for tensor in chosen)
-    return {
-        "nbytes": moved,
-        "of_nbytes": sum(item.tensor.nbytes for item in items),
-        **{f"{name}_gb_per_second": moved / min(each) / 1e9 for name, each in seconds.items()},
-    }
-
-
 def main() -> None:
     """Run one rank, print and write its figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
-    parser.add_argument("--prefetch", choices=["off", "auto"], default="off")
-    parser.add_argument("--profile", metavar="DIRECTORY", default="", help="profiles of the last switches go there")
+    parser.add_argument("--profile", metavar="DIRECTORY", type=Path, help="profiles of one more cycle go there")
     add_engine_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parse_with_engine_arguments(parser)
+    if arguments.cycles < 2:
+        parser.error("--cycles must be at least 2: the first is a warm-up")
+    if arguments.profile is not None:
+        arguments.profile.mkdir(parents=True, exist_ok=True)
     job = {
         "model": arguments.model,
         "cycles": arguments.cycles,
-        "prefetch": arguments.prefetch,
-        "profile": arguments.profile,
-        "vllm": engine_arguments(arguments.vllm),
+        "profile": "" if arguments.profile is None else str(arguments.profile.absolute()),
+        "vllm": arguments.vllm,
     }
     figures = figures_of_ranks("benchmarks.switch", job, 1, SECONDS)
     _print(figures)
@@ -224,7 +191,7 @@ def _print(figures: dict[str, Any]) -> None:
             f"{least / row['seconds']:.0%}",
         )
     console.print(table)
-    for key in ("to_vllm", "to_training", "floor", "tensor_by_tensor", "taken_nbytes"):
+    for key in ("to_vllm", "to_training", "floor", "taken_nbytes"):
         console.print(key, figures[key])
 
 

@@ -415,9 +415,10 @@ def test_a_fault_fails_its_checks(
 
 
 def test_more_device_memory_than_either_side_has_fails(job: SmallJob) -> None:
-    engines = SimpleNamespace(taken={"train": 2**30, "infer": 2**29}, peaks=[2**29, 2**30], config=job.config())
+    peak = SimpleNamespace(nbytes=2**30)
+    engines = SimpleNamespace(taken={"train": 2**30, "infer": 2**29}, peak=peak, config=job.config())
     test_stage2b_together.judge_peak(engines, NOT_NOTED)
-    engines.peaks.append(2**31)
+    peak.nbytes = 2**31
     with pytest.raises(AssertionError):
         test_stage2b_together.judge_peak(engines, NOT_NOTED)
 

@@ -9,8 +9,8 @@ Bytes that differ have the same digest with a probability of about 2**-64. It is
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,13 +65,14 @@ def box_digest(box: torch.Tensor, dtype: torch.dtype | None = None) -> int:
 def box_digests(boxes: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] | None = None) -> list[int]:
     """The digest of each box, as `box_digest` has it; `dtypes`: one for each box.
 
-    One copy brings what is to be hashed from a device, and one more for every 16 MiB of that: the host waits for the
-    device as often, where a wait for each box takes longer than to read it.
+    One copy brings what is to be hashed from a device, and one more for every 16 MiB of that, which lie on the device
+    twice: the host waits for the device as often, where a wait for each box takes longer than to read it.
     """
     boxes = list(boxes)
+    dtypes = [box.dtype for box in boxes] if dtypes is None else dtypes
     digests = [xxhash.xxh3_64() for _ in boxes]
     on_devices: dict[torch.device, _Pending] = {}
-    for digest, box, dtype in zip(digests, boxes, dtypes or (box.dtype for box in boxes), strict=True):
+    for digest, box, dtype in zip(digests, boxes, dtypes, strict=True):
         for flat in _flat_pieces(box, dtype):
             if flat.device.type == "cpu":
                 _update(digest, flat)
@@ -150,15 +151,21 @@ def _shrunk(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat([sums.view(-1).view(torch.uint8), rest])
 
 
-@functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
     """[_ROW, 8] int8, column by column; the same on all ranks and devices.
 
     Made in a thread of its own: a pool that the caller allocates from, as vLLM while it loads weights, is the caller's
     alone, and this stays for good.
     """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_new_factors, device).result()
+    with _one_at_a_time:
+        if device not in _made_factors:
+            with ThreadPoolExecutor(1) as thread:
+                _made_factors[device] = thread.submit(_new_factors, device).result()
+        return _made_factors[device]
+
+
+_made_factors: dict[torch.device, torch.Tensor] = {}
+_one_at_a_time = threading.Lock()
 
 
 def _new_factors(device: torch.device) -> torch.Tensor:

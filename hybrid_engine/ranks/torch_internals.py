@@ -111,8 +111,8 @@ def make_workspaces(device: torch.device) -> None:
     products write to it, also once the pool has no memory any more.
     """
     ones = torch.ones(32, 32, dtype=torch.bfloat16, device=device)
-    torch.addmm(ones[0], ones, ones)
-    torch.mm(ones, ones)
+    torch.mm(ones, ones)  # cuBLAS
+    torch.addmm(ones[0], ones, ones)  # cuBLASLt, which may have a workspace of its own
     int8_product(ones.to(torch.int8), ones.to(torch.int8).t())
 
 

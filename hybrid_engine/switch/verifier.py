@@ -129,11 +129,12 @@ class Verification:
             self._num_tensors += len(names)
             sources = list(self._boxes(names, self._regions.source, source))
             destinations = list(self._boxes(names, self._regions.destination, destination))
-            _, boxes, dtypes = zip(*sources, *destinations, strict=True) if sources or destinations else ((), (), ())
-            digests = box_digests(boxes, dtypes)  # together: each call waits for the device
-            self._nbytes += sum(box.numel() * box.element_size() for box in boxes)
-            self._source += zip((part for part, *_ in sources), digests[: len(sources)], strict=True)
-            self._destination += zip((part for part, *_ in destinations), digests[len(sources) :], strict=True)
+            both = [*sources, *destinations]  # together: each call waits for the device
+            digests = box_digests((one.box for one in both), [one.dtype for one in both])
+            self._nbytes += sum(one.box.numel() * one.box.element_size() for one in both)
+            pairs = [(one.part, digest) for one, digest in zip(both, digests, strict=True)]
+            self._source += pairs[: len(sources)]
+            self._destination += pairs[len(sources) :]
 
     def skipped(self, buckets: Iterable[Bucket]) -> None:
         """Count what is not sent, if it was compared when it was: training has the digests of that, and vLLM holds it
@@ -161,12 +162,13 @@ class Verification:
 
     def _boxes(
         self, names: Sequence[str], own: OwnRegions, buffers: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[PlacedRegion, torch.Tensor, torch.dtype]]:
-        """This rank's regions of some tensors, where they lie, and the dtype in which both sides are compared."""
+    ) -> Iterator[_PlacedBox]:
+        """This rank's regions of some tensors, where they lie."""
         for name in names:
             dtype = getattr(torch, self._regions.dtypes[name])
             for part in own[name]:
-                yield part, strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place), dtype
+                box = strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place)
+                yield _PlacedBox(part, box, dtype)
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
         rows = torch.cat(list(sources))
@@ -218,6 +220,15 @@ class PlacedRegion:
     number: int
     lengths: tuple[int, ...]
     place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedBox:
+    """A region where it lies in a buffer, and the dtype in which both sides are compared."""
+
+    part: PlacedRegion
+    box: torch.Tensor
+    dtype: torch.dtype
 
 
 OwnRegions = Mapping[str, Sequence[PlacedRegion]]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import planning, prefetch
-from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, MODELS, TINY_CASE, chosen
+from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
 from hybrid_engine.models import table_for
 from tests.harness.launch import REPO_ROOT
 
@@ -32,12 +33,19 @@ def test_every_case_is_possible_and_large_enough(tmp_path: Path) -> None:
     assert sum(".experts." in name for name in table_for(MODELS[EXPERTS]).shapes) >= 2000
 
 
-def test_the_quick_run_has_both_models_and_both_numbers_of_ranks() -> None:
+def test_the_quick_run_has_both_models_and_both_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     quick = chosen("", quick=True)
     assert {case.model for case in quick} == {DENSE, EXPERTS}
     assert {case.ranks for case in quick} == {2, 4}
     assert [case.ranks for case in quick] == sorted(case.ranks for case in quick)
     assert {case.model for case in chosen(DENSE, quick=False)} == {DENSE}
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+def test_cases_of_a_gpu_are_possible(case: Case, tmp_path: Path) -> None:
+    assert case.config(tmp_path, {"attention_backend": "TRITON_ATTN"}).generate_config.vllm
+    table_for(MODELS[case.model])  # raises for an impossible one
 
 
 @pytest.mark.slow

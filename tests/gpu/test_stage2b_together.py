@@ -340,6 +340,7 @@ def judge_seconds(engines: Engines, reports: list[ReshardReport], noted: Noted, 
     verified = [each.seconds_by_phase.get("verify", 0.0) for each in reports]
     seconds = statistics.median(each.seconds - more for each, more in zip(reports, verified, strict=True))
     direction = "offload" if reports[-1].bytes_offloaded else "onload"
+    assert min(each.bytes_offloaded + each.bytes_onloaded for each in reports) >= engines.copied_nbytes, "all moved"
     floor = seconds_of_plain_copy(engines.device, direction, engines.copied_nbytes)
     is_judged = engines.job.sizes.are_times_judged
     limit = f"at least {LEAST_SHARE:.0%}" if is_judged else "not judged"

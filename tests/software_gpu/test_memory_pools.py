@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hybrid_engine.backends.vllm.weights.weight_memory import after_workspaces
 from hybrid_engine.ranks import digests
-from hybrid_engine.ranks.torch_internals import make_workspaces
 
 DEVICE = torch.device("cuda", 0)
 
@@ -32,14 +33,18 @@ def digest_in_a_pool() -> int:
     return sum(segment["allocated_size"] for segment in pool.snapshot())
 
 
-def test_a_first_digest_leaves_nothing_in_the_pool(in_new_thread: Callable[[Callable[[], int]], int]) -> None:
-    digests._factors.cache_clear()
+@pytest.mark.parametrize("has_own_stream", [False, True])
+def test_a_first_digest_leaves_nothing_in_the_pool(
+    in_new_thread: Callable[[Callable[[], int]], int], has_own_stream: bool
+) -> None:
+    """On the stream that is current when vLLM loads: with tensor parallelism one of its own."""
+    digests._made_factors.clear()
 
-    def digest() -> int:
-        make_workspaces(DEVICE)
-        return digest_in_a_pool()
+    def load() -> int:
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE) if has_own_stream else None):
+            return after_workspaces(lambda worker: digest_in_a_pool())(SimpleNamespace(device=DEVICE))
 
-    assert in_new_thread(digest) == 0
+    assert in_new_thread(load) == 0
 
 
 def test_without_a_workspace_it_would(in_new_thread: Callable[[Callable[[], int]], int]) -> None:

@@ -42,6 +42,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepingLlm,
     SleepMode,
     WeightMemory,
+    after_workspaces,
     require_unused_allocator,
 )
 from hybrid_engine.errors import ModelError, StateError
@@ -53,7 +54,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process import Ends
-from hybrid_engine.ranks.torch_internals import make_workspaces, torch_defaults
+from hybrid_engine.ranks.torch_internals import torch_defaults
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -116,7 +117,6 @@ class InferenceEngine:
             with self._agreement.phase("looking for memory of an earlier vLLM"):
                 if sleeps:
                     require_unused_allocator()
-                    make_workspaces(job.device)  # else vLLM's memory, which sleeps, has the trainer's
             undo.callback(isolation.destroy_groups)
             self.taken_before = taken_nbytes(job.device)
             with sharing, random_state_kept():
@@ -344,6 +344,7 @@ class InferenceEngine:
         self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None, owner: contextlib.ExitStack
     ) -> tuple[LLM, ProcessedModel]:
         """vLLM, and its model as it was before and after its post-load processing; `owner` ends groups made here."""
+        sleeps = arguments.is_sleepy(self.settings, self._device_type)
         names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
         torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
 
@@ -375,6 +376,7 @@ class InferenceEngine:
         with (
             isolation.building_groups(self.settings, self.job),
             arguments.eager_stance(self.settings, self._device_type),
+            internals.LOAD_MODEL.replaced(after_workspaces) if sleeps else contextlib.nullcontext(),
         ):
             from vllm import LLM
 

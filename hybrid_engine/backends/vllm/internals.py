@@ -410,10 +410,15 @@ MAKE_GROUP = Replacement(
     keywords=("use_message_queue_broadcaster",),
     remove_when="vLLM takes an order of ranks, and makes no queue for ranks that never broadcast objects",
 )
+LOAD_MODEL = Replacement(
+    "vllm.v1.worker.gpu_worker:Worker.load_model",
+    "takes all that it allocates from memory that sleeps, on whatever stream vLLM has made the current one",
+    remove_when="torch takes its workspaces from no memory pool",
+)
 NEW_GROUP = Replacement(
     "torch.distributed:new_group",
     "counts the members of vLLM's process groups as listed; torch sorts them, and gathers come in that order",
-    # torch 2.11 has no sort_ranks; `group_in_listed_order` looks for it
+    # torch 2.11 has no sort_ranks: see `isolation.can_list_ranks`
     remove_when="vLLM passes sort_ranks=False",
 )
 REGISTER_GRAPH_BUFFERS = Replacement(

@@ -57,6 +57,11 @@ def check_world(settings: InferenceSettings, job: Job) -> None:
     if os.environ.get("RANK", str(job.rank)) != str(job.rank):
         problem = f"{os.environ['RANK']}, but this is rank {job.rank} of {job.world_size} in the process group"
         violations.append(Violation("RANK", problem, f"Launch with torchrun, or set it to {job.rank}"))
+    order = sizes.ranks.ravel().tolist()
+    if order != sorted(order) and not can_list_ranks(dist.new_group):
+        problem = f"the ranks are listed as {order}, and this torch's new_group sorts them"
+        remedy = "Set generate_config.infer_rank_order: sequential, or install torch 2.13"
+        violations.append(Violation("infer_rank_order", problem, remedy))
     if not job.world.is_default:
         remedy = "Join the job without a world of its own, in torch's default process group"
         violations.append(Violation("Job.join(world=...)", "vLLM's groups are of the default group's ranks", remedy))
@@ -183,8 +188,8 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
             if group.rank_in_group != dist.get_rank(group.device_group):
                 raise StateError(
                     f"vLLM's group of ranks {group.ranks} is a process group in another order: rank_order needs groups "
-                    "that new_group made, and a torch whose new_group takes sort_ranks (2.13 does): unset "
-                    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP, install such a torch, or leave rank_order out"
+                    "that new_group made: unset VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or set "
+                    "generate_config.infer_rank_order: sequential"
                 )
             return group
 
@@ -199,10 +204,14 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
         yield
 
 
+def can_list_ranks(new_group: Callable[..., Any]) -> bool:
+    """Whether torch's `new_group` can be told not to sort ranks; torch 2.11's cannot."""
+    return "sort_ranks" in inspect.signature(new_group).parameters
+
+
 def group_in_listed_order(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's `new_group`, told not to sort the ranks, where it can be told."""
-    takes_it = "sort_ranks" in inspect.signature(new_group).parameters
-    return functools.partial(new_group, sort_ranks=False) if takes_it else new_group
+    """torch's `new_group`, told not to sort the ranks, where it can be told; elsewhere they are listed in order."""
+    return functools.partial(new_group, sort_ranks=False) if can_list_ranks(new_group) else new_group
 
 
 def register_graph_buffers(communicator: Any) -> None:

@@ -18,6 +18,7 @@ again at any point.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import sys
@@ -31,6 +32,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.errors import StateError
+from hybrid_engine.ranks.torch_internals import make_workspaces
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +229,22 @@ class SleepMode(WeightMemory):
             self._vllm.wake_up(["weights"])
         self._is_asleep = self._is_partly_awake = False
         self._sleeping = sleeping
+
+
+def after_workspaces(load_model: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `Worker.load_model`, before which torch takes the workspaces of matrix products on the current stream.
+
+    Loading computes products, at least for digests of the model's constants, and takes all memory from what sleeps: the
+    next product on that stream, a trainer's, would write to memory that is not there. With tensor parallelism vLLM has
+    made a stream of its own the current one by now.
+    """
+
+    @functools.wraps(load_model)
+    def load(worker: Any, *arguments: Any, **named: Any) -> Any:
+        make_workspaces(worker.device)
+        return load_model(worker, *arguments, **named)
+
+    return load
 
 
 def move_module_tensors_out(names: Iterable[str]) -> None:

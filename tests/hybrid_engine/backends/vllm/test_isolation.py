@@ -123,6 +123,15 @@ def test_a_torch_that_always_sorts_ranks_is_not_told_otherwise() -> None:
     assert group_in_listed_order(listed)(ORDER) == ORDER
 
 
+def test_ranks_in_another_order_need_a_torch_that_can_list_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = InferenceParallelism(4, tensor=2, rank_order=tuple(ORDER))
+    check(sizes, 4)
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None: None)
+    with pytest.raises(ConfigError, match="infer_rank_order: sequential"):
+        check(sizes, 4)
+    check(InferenceParallelism(4, tensor=2), 4)
+
+
 @pytest.mark.ranks
 @pytest.mark.engines
 def test_vllm_takes_the_device_of_the_job(engines: Ranks) -> None:
