@@ -302,7 +302,7 @@ def gather_state(
         if member.optimizer.state:
             home.adopt([found for found in tensors if _is_movable(found)], path, allocate, give_memory)
         buffers += [StateBuffer(path, flat) for flat in home.flats]
-        outside += [found for found in tensors if not home.holds(found.tensor)]
+        outside += home.without(tensors)
     return GatheredState(tuple(buffers), tuple(outside))
 
 
@@ -317,8 +317,10 @@ class _Home:
     flats: list[torch.Tensor] = field(default_factory=list)
     slots: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return any(tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for flat in self.flats)
+    def without(self, tensors: Iterable[OptimizerTensor]) -> list[OptimizerTensor]:
+        """Those that lie in none of the flat tensors."""
+        addresses = {flat.untyped_storage().data_ptr() for flat in self.flats}
+        return [found for found in tensors if found.tensor.untyped_storage().data_ptr() not in addresses]
 
     @torch.no_grad()
     def adopt(
@@ -329,7 +331,7 @@ class _Home:
         In order of their addresses: torch's allocator has memory to give back only where all neighbours are gone. It
         keeps what is freed, and is made to give it back as it comes together.
         """
-        outside = [found for found in tensors if not self.holds(found.tensor)]
+        outside = self.without(tensors)
         outside.sort(key=lambda found: found.tensor.data_ptr())
         self._make_slots([found for found in outside if not self._has_slot(found, path)], path, allocate)
         flats = {flat.untyped_storage().data_ptr(): flat for flat in self.flats}
