@@ -146,7 +146,7 @@ class Offloader:
         begun = self._on_device(set(map(checked, kinds)))
         self._call_off(begun)
         self._synchronize()
-        self._begin(begun, survey(self._owner.offload_items(), self._device_type).storages)
+        self._begin(begun, self._survey().storages)
         try:
             self._reserve_arenas(begun)
             for storage in self._storages(begun):
