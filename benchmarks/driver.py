@@ -8,7 +8,7 @@
     virtual memory    microseconds of a call for chunks of some sizes, idle and beside matrix products
     small copies      microseconds of one of many, one call each and in one call
 
-Needs a GPU and cuda-bindings. Copies are the best of three; nothing else should run on the GPU.
+Needs a GPU and cuda-bindings. Copies are medians of three; nothing else should run on the GPU.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.launching import parser_of, write_figures
-from benchmarks.timings import seconds_of
+from benchmarks.resharding.measuring import Clock
+from benchmarks.timings import plain_device_copy, plain_host_copies, seconds_of
 from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
 
 GIB, MIB = 2**30, 2**20
 DEVICE = torch.device("cuda", 0)
 CHUNKS = (2 * MIB, 32 * MIB, 128 * MIB, 512 * MIB)
 NUM_CHUNKS = 8
+REPEAT = 3
 NUM_THREADS = 8
 NUM_SMALL, SMALL_NBYTES = 400, 512 * 1024
 
 Figures = dict[str, float]
 
 
-def best(action: Callable[[], object]) -> float:
-    """Seconds of the fastest of three."""
-    return min(seconds_of(DEVICE, action) for _ in range(3))
+def median(action: Callable[[], object]) -> float:
+    """Median seconds of some runs."""
+    return statistics.median(seconds_of(DEVICE, action) for _ in range(REPEAT))
 
 
 def copies(nbytes: int) -> Figures:
@@ -59,15 +61,16 @@ def copies(nbytes: int) -> Figures:
         with torch.cuda.stream(streams[1]):
             other.copy_(also_locked, non_blocking=True)
 
+    page_locked = plain_host_copies(DEVICE, nbytes, REPEAT)
     seconds = {
-        "within the device": best(lambda: other.copy_(one)),
-        "to page-locked memory": best(lambda: locked.copy_(one, non_blocking=True)),
-        "from page-locked memory": best(lambda: one.copy_(locked, non_blocking=True)),
-        "to ordinary memory": best(lambda: ordinary.copy_(one)),
-        "from ordinary memory": best(lambda: one.copy_(ordinary)),
+        "within the device": plain_device_copy(DEVICE, nbytes, REPEAT),
+        "to page-locked memory": page_locked["offload"],
+        "from page-locked memory": page_locked["onload"],
+        "to ordinary memory": median(lambda: ordinary.copy_(one)),
+        "from ordinary memory": median(lambda: one.copy_(ordinary)),
     }
     rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
-    return rates | {"to and from page-locked memory at once, together": 2 * nbytes / best(both_ways) / 1e9}
+    return rates | {"to and from page-locked memory at once, together": 2 * nbytes / median(both_ways) / 1e9}
 
 
 def page_locking(nbytes: int) -> Figures:
@@ -98,37 +101,30 @@ def page_locking(nbytes: int) -> Figures:
     return figures
 
 
-class Clock:
-    """Microseconds of calls, summed by name."""
-
-    def __init__(self) -> None:
-        self.totals: Figures = {}
-
-    def timed(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The call's result."""
-        started = time.perf_counter()
-        result = call(*arguments)
-        self.totals[name] = self.totals.get(name, 0.0) + (time.perf_counter() - started) * 1e6
-        return result
-
-
 def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
     """Microseconds of each call, for one chunk of some that are taken and given back."""
     clock, address = Clock(), driver.reserve(NUM_CHUNKS * chunk)
-    handles = []
-    for index in range(NUM_CHUNKS):
-        handles.append(clock.timed("create", driver.create, chunk))
-        clock.timed("map, with access", driver.map, address + index * chunk, chunk, handles[-1])
-    descriptors = [clock.timed("export", driver.export_descriptor, handle) for handle in handles]
-    imported = [clock.timed("import", driver.import_descriptor, descriptor) for descriptor in descriptors]
+    addresses = range(address, address + NUM_CHUNKS * chunk, chunk)
+    with clock.phase("create"):
+        handles = [driver.create(chunk) for _ in addresses]
+    with clock.phase("map, with access"):
+        for at, handle in zip(addresses, handles, strict=True):
+            driver.map(at, chunk, handle)
+    with clock.phase("export"):
+        descriptors = [driver.export_descriptor(handle) for handle in handles]
+    with clock.phase("import"):
+        imported = [driver.import_descriptor(descriptor) for descriptor in descriptors]
     for descriptor, handle in zip(descriptors, imported, strict=True):
         driver.release(handle)
         os.close(descriptor)
-    for index, handle in enumerate(handles):
-        clock.timed("unmap", driver.unmap, address + index * chunk, chunk)
-        clock.timed("release", driver.release, handle)
+    with clock.phase("unmap"):
+        for at in addresses:
+            driver.unmap(at, chunk)
+    with clock.phase("release"):
+        for handle in handles:
+            driver.release(handle)
     driver.unreserve(address, NUM_CHUNKS * chunk)
-    return {name: total / NUM_CHUNKS for name, total in clock.totals.items()}
+    return {name: seconds / NUM_CHUNKS * 1e6 for name, seconds in clock.seconds.items()}
 
 
 @contextmanager
@@ -167,8 +163,8 @@ def small_copies() -> Figures:
             destination.copy_(source)
 
     seconds = {
-        "a call each": best(one_by_one),
-        "one call": best(lambda: torch._foreach_copy_(destinations, sources)),
+        "a call each": median(one_by_one),
+        "one call": median(lambda: torch._foreach_copy_(destinations, sources)),
     }
     return {name: each / NUM_SMALL * 1e6 for name, each in seconds.items()}
 

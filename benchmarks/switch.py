@@ -31,8 +31,8 @@ from benchmarks.launching import (
     main_or_rank,
     parse_with_engine_arguments,
     parser_of,
+    write_figures,
 )
-from benchmarks.launching import write_figures as write
 from benchmarks.offload_figures import copied_nbytes
 from benchmarks.resharding.cases import MODELS, Case
 from benchmarks.timings import PeakOfDevice, plain_device_copy, plain_host_copies, synchronize
@@ -52,26 +52,23 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=16, ignore_eos=True)
 def run_rank(job: dict[str, Any]) -> None:
     """Build both engines, switch, and write the figures to the job's `out`."""
     case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
-    with tempfile.TemporaryDirectory(prefix="switch-") as directory:
-        config = case.config(Path(directory), job["vllm"])
-        worker = ActorHybridWorker(config)
-        try:
-            write(Path(job["out"]), _figures(worker, job))
-        finally:
-            worker.shutdown()
+    with (
+        tempfile.TemporaryDirectory(prefix="switch-") as directory,
+        ActorHybridWorker(case.config(Path(directory), job["vllm"])) as worker,
+    ):
+        write_figures(Path(job["out"]), _figures(worker, job))
 
 
 def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     device = worker.job.device
     reports: dict[State, list[ReshardReport]] = {State.INFER: [], State.TRAIN: []}
     taken: dict[str, int] = {}
-    peak, copied = PeakOfDevice(device), 0
+    peak = PeakOfDevice(device)
     for number in range(job["cycles"] + bool(job["profile"])):
         is_profiled = number == job["cycles"]
         worker.update(tokens_and_labels(number, worker.table.dims.vocab_size, 4), cross_entropy)
-        _free_what_torch_keeps(device)
+        torch.cuda.empty_cache()
         taken |= _memory(device, "training")
-        copied = copied_nbytes(worker.train.offload_items())
         for state in (State.INFER, State.TRAIN):
             synchronize(device)
             with (
@@ -87,6 +84,7 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
                 taken |= _memory(device, "generation")
                 worker.generate_sequences([[1, 2, 3], [4, 5, 6, 7]], SAMPLING)
     weights = worker.inference.adaptor.nbytes
+    copied = copied_nbytes(worker.train.offload_items())
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: these times mean nothing",
         "model": job["model"],
@@ -110,19 +108,12 @@ def _profiled(directory: Path, state: State) -> Iterator[None]:
 
 
 def _memory(device: torch.device, name: str) -> dict[str, int]:
-    """What everybody takes of the device now, and what torch's tensors and its allocator have of that."""
-    if device.type != "cuda":
-        return {name: 0}
+    """Bytes that are taken on the device now: by everybody, by torch's tensors, by torch's allocator."""
     return {
         name: taken_nbytes(device),
         f"{name}, torch's tensors": torch.cuda.memory_allocated(device),
         f"{name}, torch's allocator": torch.cuda.memory_reserved(device),
     }
-
-
-def _free_what_torch_keeps(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
 def _floor(device: torch.device, copied: int, weights: int) -> dict[str, float]:
     """Seconds of plain copies of as many bytes, those of the host from what a part of them takes."""
     part = min(MOST_COPIED, copied)
-    _free_what_torch_keeps(device)
+    torch.cuda.empty_cache()
     copies = plain_host_copies(device, part, 3)
     return {
         "offload": copies["offload"] * copied / part,
@@ -172,16 +163,17 @@ def main() -> None:
     }
     figures = figures_of_ranks("benchmarks.switch", job, 1, SECONDS)
     _print(figures)
-    write(arguments.json, figures)
+    write_figures(arguments.json, figures)
 
 
 def _print(figures: dict[str, Any]) -> None:
     console = Console()
     table = Table("", "seconds", "the first", "GB copied", "floor, seconds", "floor / seconds", title=figures["device"])
     floor = figures["floor"]
-    for name, key in (("to vLLM", "to_vllm"), ("to training", "to_training")):
-        row = figures[key]
-        least = floor["offload"] + floor["weights"] if key == "to_vllm" else floor["onload"]
+    for name, row, least in (
+        ("to vLLM", figures["to_vllm"], floor["offload"] + floor["weights"]),
+        ("to training", figures["to_training"], floor["onload"]),
+    ):
         table.add_row(
             name,
             f"{row['seconds']:.3f}",

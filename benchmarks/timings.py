@@ -116,11 +116,9 @@ class PeakOfDevice:
                 self.nbytes = max(self.nbytes, taken_nbytes(self._device))
 
         thread = threading.Thread(target=watch, daemon=True)
-        if self._device.type == "cuda":
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             is_over.set()
-            if thread.ident is not None:
-                thread.join()
+            thread.join()

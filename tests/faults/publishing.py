@@ -29,6 +29,8 @@ from types import TracebackType
 import torch
 
 from hybrid_engine import ActorHybridWorker, Sampling, load_config
+from hybrid_engine.backends.vllm import Completion
+from hybrid_engine.config import HybridConfig
 from hybrid_engine.ranks.launching import Ended, run_started
 from hybrid_engine.switch.states import State
 from tests.harness.launch import REPO_ROOT
@@ -217,12 +219,21 @@ def _end_with_the_launcher() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def obey(directory: str, model: str, url: str) -> None:
-    """A rank: what the commands say, until "end". What a switch raised where a trainer was lost ends it."""
+def config_of(model: str, url: str) -> HybridConfig:
+    """Of two ranks that publish to the server at this URL."""
     generate = {"servers": [url], "verify": "full", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
     actor = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, "tensor_model_parallel_size": 2}
-    config = load_config({"model": model, "actor_config": actor, "generate_config": generate})
-    with ActorHybridWorker(config) as worker:
+    return load_config({"model": model, "actor_config": actor, "generate_config": generate})
+
+
+def draw(worker: ActorHybridWorker) -> list[list[Completion]]:
+    """The likeliest completions of some prompts."""
+    return worker.generate_sequences(PROMPTS, Sampling(max_tokens=8, temperature=0.0))
+
+
+def obey(directory: str, model: str, url: str) -> None:
+    """A rank: what the commands say, until "end". What a switch raised where a trainer was lost ends it."""
+    with ActorHybridWorker(config_of(model, url)) as worker:
         trained = ""
         for number in itertools.count():
             command = Path(directory, f"command{number}.json")
@@ -256,8 +267,7 @@ def _do(worker: ActorHybridWorker, what: str, fault: Fault | None, trained: str)
             do_at(worker.sharding, fault.moment, act)
         if what == "publish":
             worker.sharding.enter(State.INFER)
-            answers = worker.generate_sequences(PROMPTS, Sampling(max_tokens=8, temperature=0.0))
-            tokens = str([(each[0].token_ids, each[0].logprobs) for each in answers])
+            tokens = str([(each[0].token_ids, each[0].logprobs) for each in draw(worker)])
         elif what == "withdraw":
             worker.sharding.enter(State.TRAIN)
         elif what == "train":

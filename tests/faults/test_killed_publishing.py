@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.faults.running import Outcome
-from tests.faults.test_killed_runs import SECONDS_TO_END, TORCHRUN, Findings, Kill, run_and_kill
+from tests.faults.test_killed_runs import NEVER, TORCHRUN, Findings, Kill, run_and_kill
 from tests.faults.test_servers import Servers, save_served_model
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
@@ -57,24 +57,19 @@ def kill_publishing(directory: Path, num_kills: int, seed: int, say: Callable[[s
     random.seed(seed)
     job = PublishingJob(directory)
     try:
-        never = Kill("all", 0, SECONDS_TO_END * 5)
-        outcome, _ = job.run(never)
+        outcome, _ = job.run(NEVER)
         whole, longest = job.rows(), outcome.total_seconds
         assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
         say(f"a run without kills: {longest:.0f} s")
         is_killed = True
         while is_killed or findings.kills.total() < num_kills:
-            kill = Kill(chance.choice(("one", "all")), 0, chance.uniform(0, longest))
-            if chance.random() < 0.7:  # most of the time it starts; that is not all to be killed
-                kill = Kill(kill.victims, chance.randint(1, NUM_STEPS), chance.uniform(0, 1))
-            outcome, is_killed = job.run(kill if findings.kills.total() < num_kills else never)
-            findings.starts += 1
+            is_last = findings.kills.total() >= num_kills
+            kill = NEVER if is_last else Kill.at_random(chance, longest, 1, NUM_STEPS, 1)
+            outcome, is_killed = job.run(kill)
             findings.whole += not is_killed
-            findings.kills[f"{kill.victims} at step {len(job.rows())}"] += is_killed
-            wrong = list(_faults(job, outcome, whole, is_killed=is_killed))
-            did = str(kill) if is_killed else "finished"
-            say(f"{did}; {len(job.rows())} rows; {wrong or 'well'}")
-            findings.wrong += [f"start {findings.starts}, {did}: {fault}" for fault in wrong]
+            wrong = _faults(job, outcome, whole, is_killed=is_killed)
+            ended = findings.add(kill, len(job.rows()), wrong, is_killed=is_killed)
+            say(f"{ended}; {len(job.rows())} rows; {wrong or 'well'}")
             if wrong and not is_killed:
                 break
     finally:

@@ -38,6 +38,31 @@ MEASURED = ("seconds", "rss_bytes", "peak_bytes")
 REFUSED = re.compile(r"\b(FileError|ConfigError|StateError)\b")
 
 
+@dataclass(frozen=True)
+class Kill:
+    """What is killed, and when.
+
+    Attributes:
+        victims: "one" rank or "all" processes.
+        num_rows, seconds: so many seconds after the job has so many rows.
+    """
+
+    victims: str
+    num_rows: int
+    seconds: float
+
+    @staticmethod
+    def at_random(chance: random.Random, longest: float, first_row: int, last_row: int, seconds: float) -> Kill:
+        """Within `longest` seconds of the start, or, most of the time, within `seconds` after one of these rows."""
+        victims, after_start = chance.choice(("one", "all")), chance.uniform(0, longest)
+        if chance.random() < 0.7:  # most of the time it starts; that is not all to be killed
+            return Kill(victims, chance.randint(first_row, last_row), chance.uniform(0, seconds))
+        return Kill(victims, 0, after_start)
+
+    def __str__(self) -> str:
+        return f"killed {self.victims}, {self.seconds:.1f} s after row {self.num_rows}"
+
+
 @dataclass
 class Findings:
     """What came of all kills.
@@ -54,22 +79,17 @@ class Findings:
     whole: int = 0
     wrong: list[str] = field(default_factory=list)
 
+    def add(self, kill: Kill, num_rows: int, wrong: list[str], *, is_killed: bool) -> str:
+        """Count a start of the job, which has so many rows now; returns how it ended."""
+        ended = str(kill) if is_killed else "finished"
+        self.starts += 1
+        self.kills[f"{kill.victims} at step {num_rows}"] += is_killed
+        self.wrong += [f"start {self.starts}, {ended}: {fault}" for fault in wrong]
+        return ended
 
-@dataclass(frozen=True)
-class Kill:
-    """What is killed, and when.
 
-    Attributes:
-        victims: "one" rank or "all" processes.
-        num_rows, seconds: so many seconds after the job has so many rows.
-    """
-
-    victims: str
-    num_rows: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"killed {self.victims}, {self.seconds:.1f} s after row {self.num_rows}"
+NEVER = Kill("all", 0, SECONDS_TO_END * 5)
+"""No job takes so long."""
 
 
 def run_and_kill(
@@ -120,7 +140,7 @@ class KilledJob:
 def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], None]) -> Findings:
     findings, chance = Findings(), random.Random(seed)
     job = KilledJob(directory, 0)
-    outcome, _ = job.run(Kill("all", 0, SECONDS_TO_END * 5))
+    outcome, _ = job.run(NEVER)
     whole, longest = job.rows(), outcome.total_seconds
     assert (outcome.status, len(whole)) == (0, NUM_STEPS), outcome.terminal
     say(f"a run without kills: {longest:.0f} s")
@@ -130,20 +150,12 @@ def kill_runs(directory: Path, num_kills: int, seed: int, say: Callable[[str], N
         is_killed = True
         while is_killed:
             is_last = findings.kills.total() >= num_kills
-            before, victims = job.newest(), chance.choice(("one", "all"))
-            moment = (0, chance.uniform(0, longest))
-            if chance.random() < 0.7:  # most of the time it starts; that is not all to be killed
-                moment = (chance.randint(min(before + 1, NUM_STEPS), NUM_STEPS), chance.uniform(0, 2))
-            if is_last:
-                moment = (0, SECONDS_TO_END * 5)
-            kill = Kill(victims, *moment)
+            before = job.newest()
+            kill = NEVER if is_last else Kill.at_random(chance, longest, min(before + 1, NUM_STEPS), NUM_STEPS, 2)
             outcome, is_killed = job.run(kill)
-            findings.starts += 1
             wrong = _faults(job, outcome, before, is_killed=is_killed)
-            findings.kills[f"{victims} at step {len(job.rows())}"] += is_killed
-            did = str(kill) if is_killed else "finished"
-            say(f"{did}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
-            findings.wrong += [f"start {findings.starts}, {did}: {fault}" for fault in wrong]
+            ended = findings.add(kill, len(job.rows()), wrong, is_killed=is_killed)
+            say(f"{ended}; checkpoint {before} -> {job.newest()}, {len(job.rows())} rows; {wrong or 'well'}")
             if wrong and not is_killed:
                 break
         findings.whole += 1
