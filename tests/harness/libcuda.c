@@ -7,9 +7,11 @@
  * It allows what NVIDIA documents, and no more than is used here:
  *     nothing before cuInit, and nothing in a forked child
  *     sizes and addresses are multiples of the granularity
- *     memory is mapped whole, inside one reserved range, where nothing is mapped; a mapping is unmapped whole
+ *     memory is mapped whole, inside one reserved range, where nothing is mapped; a mapping is unmapped whole, and a
+ *     range with what is mapped in it, also nothing (seen on an H100 with driver 580)
  *     a range in which something is mapped is not given back
- *     a handle is used until it is released; memory goes with its last handle and mapping
+ *     a handle is used until it is released, and its number then given away again; memory goes with its last handle
+ *     and mapping
  *     only memory that was created for it can be exported, once it is there
  */
 #define _GNU_SOURCE
@@ -57,7 +59,7 @@ typedef struct Mapping { struct Mapping *next; Address start; size_t nbytes; Mem
 static Memory *memories;
 static Range *ranges;
 static Mapping *mappings;
-static Handle next_handle = 0x1000;
+static const Handle first_handle = 0x1000;
 static pid_t user;
 static int context;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -89,15 +91,19 @@ static Mapping *mapping_of(Address start, size_t nbytes) {
     return found;
 }
 
-static int is_mapped_in(Address start, size_t nbytes) {
+static Mapping *mapping_in(Address start, size_t nbytes) {
     Mapping *found;
     FIND(found, mappings, found->start < start + nbytes && start < found->start + found->nbytes);
-    return found != NULL;
+    return found;
 }
 
+static int is_mapped_in(Address start, size_t nbytes) { return mapping_in(start, nbytes) != NULL; }
+
 static Handle new_memory(int fd, size_t nbytes, ino_t inode, int is_exportable) {
+    Handle handle = first_handle;
+    for (Memory *user = memories; user; handle += user != NULL) FIND(user, memories, user->handle == handle);
     Memory *made = calloc(1, sizeof *made);
-    *made = (Memory){NULL, next_handle++, nbytes, inode, fd, 1, 0, is_exportable};
+    *made = (Memory){NULL, handle, nbytes, inode, fd, 1, 0, is_exportable};
     ADD(memories, made);
     return made->handle;
 }
@@ -248,13 +254,21 @@ int cuMemSetAccess(Address start, size_t nbytes, const Access *access, size_t co
 
 int cuMemUnmap(Address start, size_t nbytes) {
     ENTER;
-    Mapping *mapping = mapping_of(start, nbytes);
-    if (!mapping) return INVALID_VALUE;
-    mmap((void *)start, nbytes, PROT_NONE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    REMOVE(mappings, mapping);
-    mapping->memory->num_mappings--;
-    free_unused(mapping->memory);
-    free(mapping);
+    Range *range;
+    FIND(range, ranges, range->start <= start && start + nbytes <= range->start + range->nbytes);
+    if (!range || !is_whole(nbytes)) return INVALID_VALUE;
+    for (Mapping *one = mappings; one; one = one->next) {
+        int is_touched = one->start < start + nbytes && start < one->start + one->nbytes;
+        int is_inside = start <= one->start && one->start + one->nbytes <= start + nbytes;
+        if (is_touched && !is_inside) return INVALID_VALUE;
+    }
+    for (Mapping *one; (one = mapping_in(start, nbytes));) {
+        mmap((void *)one->start, one->nbytes, PROT_NONE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        REMOVE(mappings, one);
+        one->memory->num_mappings--;
+        free_unused(one->memory);
+        free(one);
+    }
     return SUCCESS;
 }
 

@@ -43,7 +43,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepMode,
     WeightMemory,
     after_workspaces,
-    require_unused_allocator,
+    prepare_allocator,
 )
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
@@ -116,7 +116,7 @@ class InferenceEngine:
             sleeps = arguments.is_sleepy(settings, self._device_type)
             with self._agreement.phase("looking for memory of an earlier vLLM"):
                 if sleeps:
-                    require_unused_allocator()
+                    prepare_allocator()
             undo.callback(isolation.destroy_groups)
             self.taken_before = taken_nbytes(job.device)
             with sharing, random_state_kept():
@@ -321,22 +321,18 @@ class InferenceEngine:
         """End vLLM and its process groups, not the caller's; idempotent. Another engine may be built afterwards."""
         if self._llm is None or self._ends.is_inherited:
             return
-        llm, memory = self._llm, self._sleep_mode
+        llm = self._llm
         self.adaptor.close()
         self._llm = self._adaptor = self._loras = self._sleep_mode = None
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
         isolation.forget_import_frames()
         with self._ends:
-            if memory is not None:
-                memory.before_shutdown(internals.worker_of(llm))
             core = internals.core_of(llm)
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()
             core.scheduler.shutdown()
         del core, llm
         gc.collect()
-        if memory is not None:
-            memory.after_shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

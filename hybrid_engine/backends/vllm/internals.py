@@ -146,10 +146,7 @@ LENGTH_LIMITS = Internal(
     "reads keys of all families that limit the length of sequences, and change nothing that is computed",
 )
 ALLOCATOR_CONFIG = Internal("vllm.device_allocator.alloc_conf", "tells how torch's allocator is configured now")
-UNMAP = Internal(
-    "vllm.device_allocator.cumem:unmap_and_release",
-    "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",
-)
+CUMEM_EXTENSION = Internal("vllm.cumem_allocator", "keeps the error of a call that failed")
 TRANSFER_ENGINE = Internal(
     "vllm.distributed.weight_transfer.base:WeightTransferEngine", "is the base of what a worker is told of weights by"
 )
@@ -258,6 +255,7 @@ PACKED_PRODUCT = Internal("vllm._custom_ops:onednn_mm", "reads such a copy: `cer
 # -- attributes that are read by name ----------------------------------------------------------------------------------
 
 _IN_SLEEP = "let weights and KV cache sleep on a device, and wake segment by segment"
+_SLEEP_MODULES = ("vllm.device_allocator", "vllm.cumem_allocator")
 _OF_SERVERS = "let a server's requests wait, and its workers get weights"
 _OF_LORAS = "hold the LoRAs of a worker, and say which modules can have one"
 
@@ -304,7 +302,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.executor.abstract:Executor": ("discard",),
         "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
-        "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools", "get_current_usage"),
+        "vllm.device_allocator.cumem:CuMemAllocator": (
+            *("get_instance", "python_free_callback", "pointer_to_data", "allocator_and_pools", "get_current_usage"),
+        ),
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
     },
     _OF_SERVERS: {
@@ -484,7 +484,7 @@ def missing_names(device_type: str, *, with_lora: bool = True) -> Iterator[str]:
     """Describe each record of this module that does not load or takes other keywords, and each missing attribute of
     `READ`."""
     for record, names in [*((each, ()) for each in internal_names()), *_attributes(READ)]:
-        if device_type == "cpu" and (record.reason == _IN_SLEEP or record.target.startswith("vllm.device_allocator")):
+        if device_type == "cpu" and (record.reason == _IN_SLEEP or record.target.startswith(_SLEEP_MODULES)):
             continue
         if device_type != "cpu" and record.is_for_cpu:
             continue

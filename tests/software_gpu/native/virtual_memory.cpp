@@ -1,8 +1,10 @@
 // CUDA's virtual memory management: address ranges, physical memory, mappings, access, descriptors for other processes.
 //
 // The rules are the driver's, as far as the product can break them: sizes and addresses are multiples of the
-// granularity, memory is mapped whole and at most once at a place, a range that is unmapped covers whole mappings, and
-// physical memory goes when its handles and its mappings are gone. Imported memory is counted by its owner alone.
+// granularity, memory is mapped whole and at most once at a place, a range that is unmapped cuts no mapping, and physical
+// memory goes when its handles and its mappings are gone. The number of a handle that was released is given away again,
+// the lowest first, and a range may be unmapped in which nothing is mapped: both were seen on an H100 with driver 580.
+// Imported memory is counted by its owner alone.
 #include "driver.h"
 
 #include <fcntl.h>
@@ -24,6 +26,8 @@ struct Allocation {
     int num_mappings = 0;
 };
 
+constexpr uint64_t kFirstHandle = 0x1000;
+
 static std::map<uint64_t, std::unique_ptr<Allocation>>& allocations() {
     static auto* all = new std::map<uint64_t, std::unique_ptr<Allocation>>;
     return *all;
@@ -36,7 +40,10 @@ static Allocation* allocation_of(CUmemGenericAllocationHandle handle) {
 }
 
 static CUmemGenericAllocationHandle add_allocation(Allocation allocation) {
-    allocation.handle = new_id();
+    allocation.handle = kFirstHandle;
+    while (allocations().count(allocation.handle)) {
+        allocation.handle++;
+    }
     allocations()[allocation.handle] = std::make_unique<Allocation>(allocation);
     return allocation.handle;
 }
@@ -210,12 +217,28 @@ static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDe
     return CUDA_SUCCESS;
 }
 
+// Mappings of which any part lies in a range; `are_whole` becomes whether all of each does.
+static std::vector<Region*> mappings_in(uint64_t start, size_t nbytes, bool& are_whole) {
+    std::vector<Region*> touched;
+    are_whole = true;
+    for (auto& [first, region] : regions()) {
+        if (region.kind == RegionKind::mapped && first < start + nbytes && start < region.end()) {
+            touched.push_back(&region);
+            are_whole &= start <= first && region.end() <= start + nbytes;
+        }
+    }
+    return touched;
+}
+
 static CUresult unmap(CUdeviceptr start, size_t nbytes) {
-    if (mappings_of(start, nbytes).empty()) {
+    Reservation* reservation = reservation_at(start);
+    bool are_whole;
+    mappings_in(start, nbytes, are_whole);
+    if (!is_whole_pages(nbytes) || !reservation || start + nbytes > reservation->end() || !are_whole) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     check_release(start, nbytes, "memory of the device is unmapped");
-    for (Region* region : mappings_of(start, nbytes)) {  // asked anew: others may have been in meanwhile
+    for (Region* region : mappings_in(start, nbytes, are_whole)) {  // asked anew: others may have been in meanwhile
         int flags = MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE;
         mmap(reinterpret_cast<void*>(region->start), region->nbytes, PROT_NONE, flags, -1, 0);
         Allocation* allocation = region->allocation;

@@ -18,6 +18,7 @@ again at any point.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import logging
@@ -197,20 +198,6 @@ class SleepMode(WeightMemory):
                 raise
             self.is_kv_cache_asleep = False
 
-    def before_shutdown(self, worker: Any) -> None:
-        """Give back what is awake where anything sleeps; vLLM's memory pools have not ended yet.
-
-        vLLM's allocator unmaps once more what sleeps when its pool ends. The driver's error about that stays in the
-        allocator, which from then on gives nothing back: what was awake would be taken as long as the process lives.
-        """
-        if self.is_kv_cache_asleep:  # it sleeps as soon as anything does, and wakes last
-            worker.sleep_mode_backend.suspend(level=2)
-
-    def after_shutdown(self) -> None:
-        """Let others have memory from vLLM's allocator in this process; vLLM's memory has been freed."""
-        if self.is_kv_cache_asleep:
-            _take_error_away()
-
     def is_given_back(self, live: Live) -> bool:
         return self._is_asleep and not self._is_partly_awake
 
@@ -269,31 +256,59 @@ def _is_within(tensor: torch.Tensor, segments: Mapping[int, int]) -> bool:
     return any(start <= tensor.data_ptr() < end for start, end in segments.items())
 
 
-def require_unused_allocator() -> None:
+def prepare_allocator() -> None:
     """Make vLLM's allocator, of which a process has one, ready for an engine that is built now.
 
     Raises StateError when memory of an earlier engine is in use.
     """
-    allocator = internals.CUMEM_ALLOCATOR.load().instance
-    if allocator is None:
-        return
+    allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
     gc.collect()
-    _take_error_away()
+    torch.cuda.empty_cache()
+    _forget_error()
     if nbytes := allocator.get_current_usage():
         raise StateError(
             f"{nbytes} bytes of an earlier vLLM's weights or caches are in use in this process, and vLLM's sleep mode "
             "serves one engine at a time: call its shutdown(), and let go of its model and of tensors taken from it"
         )
+    if not isinstance(allocator.python_free_callback, FreeCallback):
+        allocator.python_free_callback = FreeCallback(allocator, allocator.python_free_callback)
 
 
-def _take_error_away() -> None:
-    """Clear the error that memory freed asleep leaves in vLLM's allocator, which gives none until a call raises it.
+class FreeCallback:
+    """What vLLM's allocator calls before it unmaps an allocation and releases its memory: one that sleeps gets memory.
 
-    This call always raises, for it cannot succeed. Memory that torch keeps of tensors that are gone is freed before.
+    Without it the allocator releases the number of the memory that it released when the allocation went to sleep. The
+    driver gives such numbers away again, so that may be anybody's memory in this process: on an H100 it was a training
+    buffer's.
     """
-    torch.cuda.empty_cache()
-    with contextlib.suppress(RuntimeError):
-        internals.UNMAP.load()((0, 0, 0, 0))
+
+    def __init__(self, allocator: Any, original: Callable[[int], Any]) -> None:
+        """`original`: vLLM's own callback, which the extension may go on to call."""
+        self._allocator = allocator
+        self._original = original
+
+    def __call__(self, address: int) -> Any:
+        """Return what vLLM's callback returns: device, bytes, address, and where the number of the memory is."""
+        _forget_error()  # or the extension would unmap, and not release
+        data = self._allocator.pointer_to_data[address]
+        if data.is_asleep:
+            device, nbytes, _, handle_address = data.handle
+            try:
+                # The driver unmaps a range of which only a part is mapped.
+                internals.CREATE_AND_MAP.load()((device, min(nbytes, _LEAST_NBYTES), address, handle_address))
+            except RuntimeError:  # the device is full: release a number that nobody's memory has, and fail
+                ctypes.c_uint64.from_address(handle_address).value = 0
+        return self._original(address)
+
+
+_LEAST_NBYTES = 2 * 2**20
+"""The driver's granularity on all GPUs so far."""
+
+
+def _forget_error() -> None:
+    """Clear the error that a failed call left in vLLM's allocator, which gives no memory and releases none after it."""
+    extension = ctypes.CDLL(internals.CUMEM_EXTENSION.load().__file__)
+    ctypes.c_int.in_dll(extension, "error_code").value = 0
 
 
 class SleepingSegments:

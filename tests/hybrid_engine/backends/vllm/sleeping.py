@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights import weight_memory
 from hybrid_engine.errors import DeviceMemoryError
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.host_pages import tensor_over
@@ -33,17 +35,19 @@ def compiled() -> SimpleNamespace:
     """vLLM's extension, of the installed vLLM or of a wheel that `make offline-bundle` downloaded."""
     for name in ("libtorch_cuda.so", "libc10_cuda.so", "libnvrtc.so.13"):  # it is linked with, and calls nothing of
         load_compiled(name)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / EXTENSION
-        path.write_bytes(_extension())
-        spec = importlib.util.spec_from_file_location("cumem_allocator", path)
-        assert spec is not None
-        module, functions = importlib.util.module_from_spec(spec), ctypes.CDLL(str(path))
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / EXTENSION
+    path.write_bytes(_extension())
+    spec = importlib.util.spec_from_file_location("cumem_allocator", path)
+    assert spec is not None
+    module, functions = importlib.util.module_from_spec(spec), ctypes.CDLL(str(path))
     functions.my_malloc.restype = ctypes.c_void_p
     functions.my_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
     functions.my_free.restype = None
     functions.my_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    return SimpleNamespace(**vars(module), my_malloc=functions.my_malloc, my_free=functions.my_free)
+    extension = SimpleNamespace(**vars(module), my_malloc=functions.my_malloc, my_free=functions.my_free)
+    extension.folder = folder  # the file is loaded once more, to forget an error
+    return extension
 
 
 def _extension() -> bytes:
@@ -59,8 +63,9 @@ class Ported:
     """The extension in Python, call by call: after an error it does nothing until Python has been told."""
 
     def __init__(self, cuda: LibCuda) -> None:
+        self._api = cuda.api
         self._driver = CudaDriver(cuda.api, torch.device("cpu"))
-        self._memory: dict[int, Any] = {}
+        self._slots: dict[int, Any] = {}  # allocation -> where the number of its memory is
         self._error: DeviceMemoryError | None = None
 
     def init_module(self, malloc: Callable[[tuple[int, ...]], None], free: Callable[[int], tuple[int, ...]]) -> None:
@@ -70,35 +75,50 @@ class Ported:
         if self._error:
             return None
         address = self._driver.reserve(nbytes)
-        self._on_malloc((device, nbytes, address, address))
-        self._create_and_map(nbytes, address)
+        self._slots[address] = ctypes.c_uint64()
+        slot = ctypes.addressof(self._slots[address])
+        self._on_malloc((device, nbytes, address, slot))
+        self._create_and_map(nbytes, address, slot)
         if self._error:
             self._driver.unreserve(address, nbytes)
         return None if self._error else address
 
     def my_free(self, address: int, nbytes: int, device: int, stream: None) -> None:
-        self._on_free(address)
-        self._unmap_and_release(nbytes, address)
+        _, _, _, slot = self._on_free(address)
+        self._unmap_and_release(nbytes, address, slot)
         self._driver.unreserve(address, nbytes)
+        del self._slots[address]
 
     def python_create_and_map(self, device: int, nbytes: int, address: int, slot: int) -> None:
-        self._create_and_map(nbytes, address)
+        self._create_and_map(nbytes, address, slot)
         self._raise()
 
     def python_unmap_and_release(self, device: int, nbytes: int, address: int, slot: int) -> None:
-        self._unmap_and_release(nbytes, address)
+        self._unmap_and_release(nbytes, address, slot)
         self._raise()
 
-    def _create_and_map(self, nbytes: int, address: int) -> None:
-        self._call(lambda: self._memory.update({address: self._driver.create(nbytes)}))
-        self._call(lambda: self._driver.map(address, nbytes, self._memory[address]))
+    def forget_error(self) -> None:
+        """As a program that writes to the C variable."""
+        self._error = None
 
-    def _unmap_and_release(self, nbytes: int, address: int) -> None:
+    def _create_and_map(self, nbytes: int, address: int, slot: int) -> None:
+        number = ctypes.c_uint64.from_address(slot)
+
+        def create() -> None:
+            number.value = int(self._driver.create(nbytes))
+
+        self._call(create)
+        self._call(lambda: self._driver.map(address, nbytes, self._handle(number)))
+
+    def _unmap_and_release(self, nbytes: int, address: int, slot: int) -> None:
         # As in C, where the first call is made whatever was before, and the second is not.
         before, self._error = self._error, None
         self._call(lambda: self._driver.unmap(address, nbytes))
         self._error = self._error or before
-        self._call(lambda: self._driver.release(self._memory[address]))
+        self._call(lambda: self._driver.release(self._handle(ctypes.c_uint64.from_address(slot))))
+
+    def _handle(self, number: ctypes.c_uint64) -> Any:
+        return self._api.CUmemGenericAllocationHandle(number.value)
 
     def _call(self, call: Callable[[], object]) -> None:
         if not self._error:
@@ -128,6 +148,7 @@ class SleepingVllm:
         self.cuda, self._extension = cuda, extension
         self.allocator = cumem.CuMemAllocator()
         patch.setattr(cumem.CuMemAllocator, "instance", self.allocator)
+        patch.setattr(cumem, "cumem_available", True)
         patch.setattr("vllm.device_allocator.get_mem_allocator_instance", lambda: self.allocator)
         for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
             patch.setattr(cumem, name, getattr(extension, name))
@@ -135,6 +156,12 @@ class SleepingVllm:
         for name, result in {"empty_cache": None, "synchronize": None, "get_memory_info": (0, 0)}.items():
             patch.setattr(torch.accelerator, name, lambda *_, result=result: result)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        if isinstance(extension, Ported):
+            patch.setattr(weight_memory, "_forget_error", extension.forget_error)
+        else:
+            patch.setitem(sys.modules, "vllm.cumem_allocator", extension)
+        weight_memory.prepare_allocator()
         extension.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
 
         self.segments: dict[str, int] = {}

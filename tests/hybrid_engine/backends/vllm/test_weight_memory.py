@@ -16,9 +16,10 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepingWorker,
     SleepMode,
     WeightMemory,
-    require_unused_allocator,
+    prepare_allocator,
 )
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.cuda_driver import CudaDriver
 from tests.harness.libcuda import GRANULE, LibCuda
 from tests.hybrid_engine.backends.vllm import sleeping
 from tests.hybrid_engine.backends.vllm.sleeping import SleepingVllm
@@ -176,24 +177,39 @@ def test_after_the_end_the_next_engine_gets_memory(vllm: SleepingVllm, memory: S
     elif asleep:
         memory.free_kv_cache()
     assert vllm.asleep() == asleep
-    memory.before_shutdown(vllm.worker)
+    # What released memory was known by, the driver gives away again: here to one who goes on using it.
+    driver = CudaDriver(vllm.cuda.api, torch.device("cpu"))
+    others = [driver.create(GRANULE) for _ in ALL]
     vllm.end("kv", *ALL[:-1])  # vLLM ends the cache's pool first
-    memory.after_shutdown()
-    assert vllm.cuda.taken_nbytes() == 0
+    assert vllm.cuda.leaks() == {"handles": len(others), "mappings": 0, "ranges": 0}
+    for handle in others:
+        driver.release(handle)
+    vllm.add("next", "weights")
+
+
+@pytest.mark.slow
+def test_an_engine_that_sleeps_ends_on_a_full_device(vllm: SleepingVllm, memory: SleepMode) -> None:
+    memory.free(vllm.live)
+    driver = CudaDriver(vllm.cuda.api, torch.device("cpu"))
+    others = [driver.create(GRANULE) for _ in ALL]
+    vllm.cuda.limit(vllm.cuda.taken_nbytes())
+    vllm.end()
+    assert vllm.cuda.leaks() == {"handles": len(others), "mappings": 0, "ranges": 0}
+    vllm.cuda.limit(None)
+    for handle in others:
+        driver.release(handle)
+    prepare_allocator()
     vllm.add("next", "weights")
 
 
 @pytest.mark.slow
 def test_tensors_that_outlive_their_engine_are_named_and_harmless(vllm: SleepingVllm, memory: SleepMode) -> None:
     memory.free(vllm.live)
-    memory.before_shutdown(vllm.worker)
     vllm.end("kv", "workspace")
-    memory.after_shutdown()
     with pytest.raises(StateError, match=f"{3 * GRANULE} bytes of an earlier vLLM's weights or caches are in use"):
-        require_unused_allocator()
+        prepare_allocator()
     vllm.end()
-    assert vllm.malloc() is None
-    require_unused_allocator()
+    prepare_allocator()
     vllm.add("next", "weights")
 
 
