@@ -122,6 +122,7 @@ def _summary(reports: Sequence[ReshardReport]) -> dict[str, Any]:
     phases = {name for report in later for name in report.seconds_by_phase}
     return {
         "first_seconds": first.seconds,
+        "first_by_phase": dict(first.seconds_by_phase),
         "seconds": statistics.median(report.seconds for report in later),
         "all_seconds": [report.seconds for report in later],
         "by_phase": {

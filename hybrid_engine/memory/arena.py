@@ -202,20 +202,27 @@ class Copier:
 
     On CUDA copies are queued, in chunks, on streams: one for each direction, so that both overlap with each other and
     with the device's other work, and one more for what is to go on in the background. On the CPU a copy is done when
-    the call returns, in the background by a thread. The CUDA half has never been run.
+    the call returns, in the background by a thread.
     """
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, Direction, bool], torch.cuda.Stream] = {}
         self._thread: ThreadPoolExecutor | None = None
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        """Copy flat bytes; neither side may be freed or written before `finish`."""
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction) -> Callable[[], None]:
+        """Copy flat bytes; neither side may be freed or written before the copy is done.
+
+        Returns what waits for this copy, and so for all before it in this direction on this device. So does `finish`.
+        """
         device = source.device if direction == "to host" else destination.device
-        if device.type == "cuda":
-            _queue_copy(destination, source, self._stream(device, direction, background=False))
-        else:
+        if device.type != "cuda":
             destination.copy_(source)
+            return _wait_for_nothing
+        stream = self._stream(device, direction, background=False)
+        _queue_copy(destination, source, stream)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event.synchronize
 
     def begin_copy(
         self, copies: list[BackgroundCopy], destination: torch.Tensor, source: torch.Tensor, direction: Direction
@@ -252,6 +259,10 @@ class Copier:
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(device)
         return self._streams[key]
+
+
+def _wait_for_nothing() -> None:
+    """The copy was done when the call returned."""
 
 
 def _queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:

@@ -44,6 +44,7 @@ from hybrid_engine.memory.offload_items import (
     forget,
     lay_out,
     names_of,
+    pieces,
     reuse_places,
     survey,
 )
@@ -126,8 +127,11 @@ class Offloader:
         self._begin(to_move, found.storages)
         try:
             self._reserve_arenas(to_move)
+            leaving = self._storages(to_move)
+            for storage in leaving:  # all of them first: on CUDA the copies go on while memory is released
+                moved.copied_nbytes[storage.kind] += self._save(storage, 0, storage.nbytes)
             # Dropped ones last: their contents are lost, so nothing that can fail may come after them.
-            for storage in sorted(self._storages(to_move), key=lambda storage: storage.action == "drop"):
+            for storage in sorted(leaving, key=lambda storage: storage.action == "drop"):
                 self._take_off(storage, moved)
         except Exception as error:
             self._undo(to_move, error)
@@ -175,12 +179,7 @@ class Offloader:
         given = self._leaving_ranges(kind, parts)
         try:
             self._save_all(given)
-            self._copier.finish("to host")
-            released = 0
-            for storage, ranges in given:
-                for joined in [storage.done.add(*span) for span in ranges]:
-                    released += storage.release_inside(*joined)
-            return released
+            return sum(self._release_saved(storage, *span) for storage, ranges in given for span in ranges)
         except Exception as error:
             raise OffloadError(
                 f"offload of parts of {kind} failed: {error}. Nothing is lost; onload {kind} to restore it"
@@ -222,8 +221,9 @@ class Offloader:
                     self._offloaded[kind] = object()
                 self._copier.finish("to host")  # what `save_parts` began
                 self._onload_kind(self._departed[kind], moved, limit, background=not wait)
-                if wait:
-                    self._complete(kind, read_only=read_only)
+        for kind in requested if wait else ():
+            if kind in self._departed:
+                self._complete(kind, read_only=read_only)
         return moved.ended()
 
     def wait(self) -> None:
@@ -318,27 +318,32 @@ class Offloader:
                 self._save(storage, start, stop)
 
     def _take_off(self, storage: Storage, moved: OffloadReport) -> None:
-        """Save what is not saved yet, then free the storage."""
+        """Free a storage that was saved; an elastic one piece by piece, as the copies end."""
         remaining = storage.nbytes - storage.released.nbytes
-        self._hidden_seconds += storage.complete()
-        copied = self._save(storage, 0, storage.nbytes)
-        self._copier.finish("to host")
+        for start, stop, _ in [] if storage.buffer is None else storage.saves.copy():
+            self._release_saved(storage, start, stop)
+        storage.wait_saved(0, storage.nbytes)
         storage.done.add(0, storage.nbytes)
         storage.free()
         storage.in_arena = storage.action == "copy"
         moved.nbytes[storage.kind] += remaining
-        moved.copied_nbytes[storage.kind] += copied
+
+    def _release_saved(self, storage: Storage, start: int, stop: int) -> int:
+        """Once this byte range of an elastic storage is saved, release the granules that need not be kept any more."""
+        storage.wait_saved(start, stop)
+        return storage.release_inside(*storage.done.add(start, stop))
 
     def _save(self, storage: Storage, start: int, stop: int) -> int:
         """Copy of this byte range to the arena what must be kept and is not there yet; return the bytes copied."""
         if storage.action == "drop" or storage.in_arena:
             return 0
         copied = 0
-        for gap_start, gap_stop in storage.saved.missing(start, stop):
-            gap = slice(gap_start, gap_stop)
-            self._copier.copy(self._slot(storage)[gap], storage.bytes_view()[gap], "to host")
-            storage.saved.add(gap_start, gap_stop)
-            copied += gap_stop - gap_start
+        for first, last in pieces(storage.saved.missing(start, stop)):
+            piece = slice(first, last)
+            wait = self._copier.copy(self._slot(storage)[piece], storage.bytes_view()[piece], "to host")
+            storage.saved.add(first, last)
+            storage.saves.append((first, last, wait))
+            copied += last - first
         return copied
 
     def _onload_kind(
@@ -352,6 +357,7 @@ class Offloader:
             try:
                 self._put_back(storage, moved, background=background)
             except Exception as error:
+                self._copier.finish("to device")
                 self._hidden_seconds += sum(earlier.complete() for earlier in storages[:index])
                 raise OffloadError(
                     f"onload of {storage.owner} ({storage.kind}, {storage.nbytes} bytes) failed: {error}. "
@@ -365,16 +371,15 @@ class Offloader:
         if not storage.released.nbytes:
             storage.forget_departure()
             return
-        storage.take_back()
-        if storage.action == "copy":
-            contents = storage.bytes_view()
-            for start, stop in storage.released:
-                pair = contents[start:stop], self._slot(storage)[start:stop]
-                if background:
-                    self._copier.begin_copy(storage.copies, *pair, "to device")
-                else:
-                    self._copier.copy(*pair, "to device")
-                moved.copied_nbytes[storage.kind] += stop - start
+        for start, stop in storage.take_back():
+            if storage.action != "copy":
+                continue
+            pair = storage.bytes_view()[start:stop], self._slot(storage)[start:stop]
+            if background:
+                self._copier.begin_copy(storage.copies, *pair, "to device")
+            else:
+                self._copier.copy(*pair, "to device")
+            moved.copied_nbytes[storage.kind] += stop - start
         moved.nbytes[storage.kind] += storage.released.nbytes
         storage.is_coming = True  # not before all of its copies have begun
 

@@ -1,7 +1,7 @@
 """Training memory goes while inference memory comes, bucket by bucket.
 
-    run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends: pages of b go
-                      copies of b to host memory begin, where they run by themselves
+    copies of all buckets to host memory begin, where they run by themselves
+    run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends, b is copied: pages of b go
 
 A fence ends when every rank of the host has read all it needs of a bucket; it runs while the next bucket is on its way.
 So a rank never holds more than its training weights, less those of the buckets before the last, and the inference
@@ -85,6 +85,11 @@ class ReleaseFence:
         self._num_ended = 0
         self._told_by: int | None = None  # the first fence that tells of a failure
 
+    def begin(self) -> None:
+        """The training weights are not written from here on: begin to save what will go, where copies are queued."""
+        for index in self._buckets:
+            self._offloader.save_parts("param", self._parts(index))
+
     def sent(self, index: int) -> None:
         """This rank has read all it needs of a bucket. Gives back the bucket before; without any, waits until others
         have.
@@ -100,8 +105,6 @@ class ReleaseFence:
             self._end_started()
         elif len(self._fences) > 1 and not self._is_apart:
             self._end_next()
-        # after the bucket before has gone, which waits for all copies
-        self._offloader.save_parts("param", self._parts(index))
 
     def finish(self) -> None:
         """All buckets are sent: give back the last. Raises as `sent`."""

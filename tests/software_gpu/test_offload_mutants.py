@@ -14,6 +14,7 @@ import torch
 from hybrid_engine.memory import arena
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.cuda_driver import CudaDriver
+from hybrid_engine.memory.offload_items import Storage
 from hybrid_engine.memory.offloader import Offloader
 from tests.software_gpu.device import Reports
 from tests.software_gpu.training_state import WAYS_TO_COME, WAYS_TO_LEAVE, TrainingState, leave_and_come_back
@@ -47,7 +48,8 @@ def _seconds_without_waiting(_begin: torch.cuda.Event, _end: torch.cuda.Event) -
 
 MUTANTS = {
     "copies do not wait for what is computed": Mutant(arena, "_queue_copy", _queue_copy_at_once),
-    "nobody waits for copies": Mutant(Copier, "finish", _does_nothing),
+    "pages go before they are saved": Mutant(Storage, "wait_saved", _does_nothing),
+    "contents are used before they are back": Mutant(Copier, "finish", _does_nothing),
     "nobody waits for copies in the background": Mutant(arena, "_seconds_between", _seconds_without_waiting),
     "pages go before the stream is done": Mutant(CudaDriver, "finish_stream", _does_nothing),
     "an offload does not wait for other streams": Mutant(Offloader, "_synchronize", _does_nothing),

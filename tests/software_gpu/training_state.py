@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 import torch
 
+from hybrid_engine.memory import offload_items
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Guards, Kind, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
@@ -119,8 +121,9 @@ def leave_and_come_back(state: TrainingState, leave: str, come: str, seed: int) 
     """Train, offload in one way, onload in another, and compare."""
     generator = random.Random(seed)
     state.train()
-    WAYS_TO_LEAVE[leave](state, generator)
-    state.offloader.offload()
-    WAYS_TO_COME[come](state, generator)
-    state.offloader.onload()
+    with mock.patch.object(offload_items, "_PIECE_NBYTES", 20 * 2**20 + 6):  # cuts chunks
+        WAYS_TO_LEAVE[leave](state, generator)
+        state.offloader.offload()
+        WAYS_TO_COME[come](state, generator)
+        state.offloader.onload()
     state.require_intact()

@@ -415,6 +415,11 @@ LOAD_MODEL = Replacement(
     "takes all that it allocates from memory that sleeps, on whatever stream vLLM has made the current one",
     remove_when="torch takes its workspaces from no memory pool",
 )
+SLEEPS_COLLECTOR = Replacement(
+    "vllm.device_allocator.cumem:gc",
+    "collects garbage among all objects of the process whenever vLLM goes to sleep or wakes up",
+    remove_when="vLLM collects garbage only where memory is short",
+)
 NEW_GROUP = Replacement(
     "torch.distributed:new_group",
     "counts the members of vLLM's process groups as listed; torch sorts them, and gathers come in that order",

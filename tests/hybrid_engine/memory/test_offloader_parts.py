@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory import offload_items
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import HostMemory
@@ -139,14 +141,15 @@ def pages_of(flat: torch.Tensor) -> list[range]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(STEP, max_size=12))
-def test_any_sequence_gives_back_the_exact_bytes_and_releases_whole_pages(steps: list[tuple]) -> None:
+@given(st.lists(STEP, max_size=12), st.sampled_from([PAGE - 3, 2 * PAGE + 10, 256 * 2**20]))
+def test_any_sequence_gives_back_the_exact_bytes_and_releases_whole_pages(steps: list[tuple], piece: int) -> None:
     rig = Rig()
-    for step in steps:
-        rig.step(*step)
-    rig.offloader.offload()
-    assert [on_device(flat) for flat in rig.flats] == [0, 0, 0]
-    rig.offloader.onload()
+    with mock.patch.object(offload_items, "_PIECE_NBYTES", piece):
+        for step in steps:
+            rig.step(*step)
+        rig.offloader.offload()
+        assert [on_device(flat) for flat in rig.flats] == [0, 0, 0]
+        rig.offloader.onload()
     rig.check_contents()
 
 
@@ -156,7 +159,9 @@ def test_what_was_saved_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
     offloader._saves_ahead = True
     copied = []
     real = Copier.copy
-    monkeypatch.setattr(Copier, "copy", lambda self, to, *rest, **_: (copied.append(to.numel()), real(self, to, *rest)))
+    monkeypatch.setattr(
+        Copier, "copy", lambda self, to, *rest, **_: (copied.append(to.numel()), real(self, to, *rest))[1]
+    )
     offloader.save_parts("param", [Part(flat, 0, PAGE)])
     assert copied == [4 * PAGE]
     assert offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) == 8 * PAGE

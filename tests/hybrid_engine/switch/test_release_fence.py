@@ -62,6 +62,7 @@ def fill(group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) 
     schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
     buffers = {} if has_none else BUFFERS
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), state, buffers, schedule, is_apart=is_apart)
+    fence.begin()
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -148,6 +149,7 @@ class Steps:
 def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
     steps, group, released = Steps(), Alone(), []
     fence = ReleaseFence(0, group, steps, State(), BUFFERS, SCHEDULE, released.append)
+    fence.begin()
     for bucket in BUCKETS:
         fence.sent(bucket)
     fence.finish()
@@ -158,6 +160,7 @@ def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
 def test_what_failed_on_another_host_comes_before_the_fence() -> None:
     steps, group, state = Steps(failing=2), Alone(), State()
     fence = ReleaseFence(0, group, steps, state, BUFFERS, SCHEDULE)
+    fence.begin()
     fence.sent(BUCKETS[0])
     fence.sent(BUCKETS[1])
     with pytest.raises(PeerTransportError, match="rank 9"):
@@ -173,6 +176,7 @@ def wait_for_a_rank_that_sends_nothing() -> str:
     group = RankGroup(World.of_default_group(), "fences", range(2), 0.5)
     schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule)
+    fence.begin()
     if dist.get_rank() == 1:
         dist.barrier()  # lives on, with its connections
         return ""
@@ -209,6 +213,7 @@ def wait_for_one_that_is_known_to_have_ended() -> tuple[str, float]:
     dist.init_process_group("gloo")
     group = RankGroup(World.of_default_group(), "fences", range(2), TIMEOUT)
     fence = ReleaseFence(dist.get_rank(), group, Loss(), State(), BUFFERS, SCHEDULE)
+    fence.begin()
     dist.barrier()
     if dist.get_rank() == 1:
         dist.barrier()
@@ -254,6 +259,7 @@ def hand_over(is_apart: bool) -> list[tuple[float, int]]:
         schedule = {bucket: {} for bucket in schedule}
     buffers = {} if rank in SERVERS else {"flat": torch.zeros(num)}
     fence = ReleaseFence(rank, group, on_one_host(), Going(), buffers, schedule, is_apart=is_apart)
+    fence.begin()
     for bucket in range(num):
         if rank in SERVERS:
             events.append((time.monotonic(), len(TRAINERS)))  # it takes all that they hold

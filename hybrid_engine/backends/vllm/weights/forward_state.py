@@ -57,16 +57,18 @@ class _Container:
             return
         assert isinstance(self.contents, dict)
         for key in {**self.contents, **self.table}:
-            before = self.contents.get(key, MISSING)
-            if key not in self.renewed and not _are_same([self.table.get(key, MISSING)], [before]):
+            before, now = self.contents.get(key, MISSING), self.table.get(key, MISSING)
+            # most are: there are thousands in a switch
+            if now is not before and key not in self.renewed and not _is_same(now, before):
                 yield Change(self.table, key, before)
 
 
 def _are_same(one: Collection[object], other: Collection[object]) -> bool:
-    if len(one) != len(other):
-        return False
-    pairs = zip(one, other, strict=True)
-    return all(a is b or (type(a) is type(b) and isinstance(a, _SCALARS) and a == b) for a, b in pairs)
+    return len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _SCALARS) and one == other)
 
 
 @dataclass(frozen=True)
