@@ -1,6 +1,7 @@
 """Whole switches of both real engines with training state, beside plain copies of the bytes that they move.
 
-    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--profile DIRECTORY] [--vllm NAME=VALUE] [--json FILE]
+    python -m benchmarks.switch [--model qwen3-4b] [--cycles N] [--prefetch auto] [--profile DIRECTORY]
+                                [--vllm NAME=VALUE] [--json FILE]
 
 One rank. Each cycle is a training step, a switch to vLLM, completions, and a switch back. Seconds are medians over the
 cycles but for the first, which takes page-locked memory of the host and plans. Beside them, in the same process, the
@@ -54,7 +55,7 @@ def run_rank(job: dict[str, Any]) -> None:
     case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
     with (
         tempfile.TemporaryDirectory(prefix="switch-") as directory,
-        ActorHybridWorker(case.config(Path(directory), job["vllm"])) as worker,
+        ActorHybridWorker(case.config(Path(directory), job["vllm"], prefetch=job["prefetch"])) as worker,
     ):
         write_figures(Path(job["out"]), _figures(worker, job))
 
@@ -89,6 +90,7 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: these times mean nothing",
         "model": job["model"],
         "cycles": job["cycles"],
+        "prefetch": job["prefetch"],
         "weights_nbytes": weights,
         "copied_nbytes": copied,
         "to_vllm": _summary(reports[State.INFER]),
@@ -149,6 +151,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
+    parser.add_argument(
+        "--prefetch", choices=("off", "auto"), default="off", help="auto: state moves beside the fill and completions"
+    )
     parser.add_argument("--profile", metavar="DIRECTORY", type=Path, help="profiles of one more cycle go there")
     add_engine_arguments(parser)
     arguments = parse_with_engine_arguments(parser)
@@ -159,6 +164,7 @@ def main() -> None:
     job = {
         "model": arguments.model,
         "cycles": arguments.cycles,
+        "prefetch": arguments.prefetch,
         "profile": "" if arguments.profile is None else str(arguments.profile.absolute()),
         "vllm": arguments.vllm,
     }

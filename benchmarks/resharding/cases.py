@@ -142,10 +142,10 @@ class Case:
         (path / "config.json").write_text(json.dumps(MODELS[self.model], indent=2))
         return path
 
-    def config(self, directory: Path, vllm: Mapping[str, Any] | None = None) -> HybridConfig:
+    def config(self, directory: Path, vllm: Mapping[str, Any] | None = None, **generate: Any) -> HybridConfig:
         """The checked configuration, with the model below `directory`. Raises ConfigError.
 
-        `vllm`: further engine arguments.
+        `vllm`: further engine arguments; `generate`: further keys of generate_config.
         """
         training, inference = _keys(self.train, _TRAIN_KEYS), _keys(self.infer, _INFER_KEYS)
         values = {
@@ -169,6 +169,7 @@ class Case:
                 "release_weights": not self.keeps,
                 "vllm": dict(vllm or {}),
                 **(ON_A_GPU if torch.cuda.is_available() else {}),
+                **generate,
             },
         }
         return load_config(values, self.ranks, weights_only=True)

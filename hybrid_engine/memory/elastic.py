@@ -44,10 +44,12 @@ class ElasticBuffer:
         device: torch.device | str = "cpu",
         *,
         resident: bool = True,
+        in_parts: bool = True,
     ) -> None:
         """Reserve `numel` elements: on the CPU zeros with no page resident, on CUDA resident with undefined contents.
 
-        Not `resident`: on CUDA nothing is, until `restore`. `label` shows up in /proc/<pid>/maps. Raises
+        Not `resident`: on CUDA nothing is, until `restore`. Not `in_parts`: on CUDA memory comes and goes in larger
+        chunks, in fewer calls. `label` shows up in /proc/<pid>/maps. Raises
         DeviceMemoryError when the device has not enough memory, and StateError where it has no elastic buffers
         (`allocate_elastic` then gives an ordinary tensor).
         """
@@ -57,7 +59,8 @@ class ElasticBuffer:
         if device.type == "cpu":
             self._attach(HostMemory.create(numel, dtype, label))
         else:
-            self._attach(DeviceMemory(_require_driver(device), numel, dtype, label, resident=resident))
+            driver = _require_driver(device)
+            self._attach(DeviceMemory(driver, numel, dtype, label, resident=resident, in_parts=in_parts))
 
     def _attach(self, memory: HostMemory | DeviceMemory) -> None:
         self._memory = memory
@@ -145,14 +148,15 @@ def is_elastic(device: torch.device | str | int) -> bool:
 def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
     """Zero-filled flat tensor for a training buffer of `kind` ("param" or "grad"), elastic where that exists.
 
-    The allocator that megatron_patches' buffer hook takes. The tensor lies in an `ElasticBuffer` that lives as long as
-    the tensor's storage (`exported_buffer_of` finds it). It is an ordinary tensor on a CUDA device without
-    cuda-bindings or the driver's virtual memory (one logged line says so), and on other kinds of devices.
+    The allocator that megatron_patches' buffer hook takes. Parameters leave bucket by bucket, all else whole.
+    The tensor lies in an `ElasticBuffer` that lives as long as the tensor's storage (`exported_buffer_of` finds it). It
+    is an ordinary tensor on a CUDA device without cuda-bindings or the driver's virtual memory (one logged line says
+    so), and on other kinds of devices.
     """
     device = torch.device(device)
     if numel == 0 or not is_elastic(device):
         return torch.zeros(numel, dtype=dtype, device=device)
-    flat = ElasticBuffer(numel, dtype, label=kind, device=device).tensor
+    flat = ElasticBuffer(numel, dtype, label=kind, device=device, in_parts=kind == "param").tensor
     return flat if device.type == "cpu" else flat.zero_()
 
 
@@ -161,7 +165,7 @@ def reserve_elastic(numel: int, dtype: torch.dtype, device: torch.device | str |
     device = torch.device(device)
     if device.type == "cpu" or numel == 0 or not is_elastic(device):
         return allocate_elastic(numel, dtype, device, kind)
-    return ElasticBuffer(numel, dtype, label=kind, device=device, resident=False).tensor
+    return ElasticBuffer(numel, dtype, label=kind, device=device, resident=False, in_parts=kind == "param").tensor
 
 
 def restore_elastic(flat: torch.Tensor, stop: int) -> None:

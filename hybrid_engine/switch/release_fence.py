@@ -1,6 +1,6 @@
 """Training memory goes while inference memory comes, bucket by bucket.
 
-    copies of all buckets to host memory begin, where they run by themselves
+    copies of all buckets to host memory begin, where they run by themselves, before the first bucket
     run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends, b is copied: pages of b go
 
 A fence ends when every rank of the host has read all it needs of a bucket; it runs while the next bucket is on its way.
@@ -81,13 +81,18 @@ class ReleaseFence:
         self._before_release = before_release
         self._is_apart, self._takes_only = is_apart, is_apart and not buffers
         self.released_nbytes = 0
+        self._has_begun = False
         self._fences: list[tuple[int, torch.Tensor]] = []  # the group's numbers of those started, in order of buckets
         self._num_ended = 0
         self._told_by: int | None = None  # the first fence that tells of a failure
 
     def begin(self) -> None:
-        """The training weights are not written from here on: begin to save what will go, where copies are queued."""
-        for index in self._buckets:
+        """The training weights are not written from here on: begin to save what will go, where copies are queued.
+
+        Idempotent.
+        """
+        for index in () if self._has_begun else self._buckets:
+            self._has_begun = True
             self._offloader.save_parts("param", self._parts(index))
 
     def sent(self, index: int) -> None:

@@ -274,8 +274,6 @@ class ShardingManager(Switch):
                 fence = self._fence(buffers, selection)
                 container = self.container
                 container.begin(selection.skipped, whole=selection.whole)
-                if fence is not None:
-                    fence.begin()
             with self._phase("fill"):
                 fill = container.fill(buffers, fence, verification)
                 observing.close()

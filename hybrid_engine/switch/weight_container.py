@@ -304,6 +304,9 @@ class WeightContainer:
 
         with timed_span(report.seconds, begin("allocate")):
             destination = self._weights.allocate(groups) if groups else {}
+        if fence is not None:  # not earlier: vLLM waits for all that is queued on the device as it wakes up
+            begin("release")
+            fence.begin()
         begin("transfer")
         report.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
         if fence is not None:

@@ -149,7 +149,11 @@ class Follower:
         self.calls: list[object] = []
         self._weights, self._fail_at = weights, fail_at
 
+    def begin(self) -> None:
+        self.has_begun = True
+
     def sent(self, index: int) -> None:
+        assert self.has_begun
         self.calls.append((index, len(self._weights.in_force)))
         if index == self._fail_at:
             raise WeightError(["tensor0: NaN"])

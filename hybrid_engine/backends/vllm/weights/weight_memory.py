@@ -151,6 +151,7 @@ class SleepMode(WeightMemory):
         self._is_asleep = False
         self._is_partly_awake = False  # a wake-up ran out of memory half-way
         self._sleeping: SleepingSegments | None = None
+        self._counted: tuple[Live, int] | None = None  # bytes of all of these, which are asked for in every bucket
         self._modules_without: set[str] = set()  # modules whose tensors lie elsewhere
         self.is_kv_cache_asleep = False
 
@@ -209,7 +210,9 @@ class SleepMode(WeightMemory):
         sleeping = self._sleeping
         if sleeping is None:
             return super().nbytes(live)
-        return super().nbytes({name: tensor for name, tensor in live.items() if not sleeping.hold(tensor)})
+        if self._counted is None or self._counted[0] is not live:
+            self._counted = live, super().nbytes(live)
+        return self._counted[1] - sleeping.nbytes
 
     def _wake_up(self, live: Live) -> None:
         sleeping = SleepingSegments.of(self._vllm.worker, live.values())
@@ -327,12 +330,18 @@ def _forget_error() -> None:
 
 
 class SleepingSegments:
-    """Those of vLLM's allocator that are left asleep."""
+    """Those of vLLM's allocator that are left asleep.
 
-    def __init__(self, segments: Iterable[Any]) -> None:
-        """`segments`: vLLM's `AllocationData`, asleep."""
+    Attributes:
+        nbytes: of the weights in them that have no memory yet.
+    """
+
+    def __init__(self, segments: Iterable[Any], taken: Mapping[int, int] | None = None) -> None:
+        """`segments`: vLLM's `AllocationData`, asleep. `taken`: bytes of weights in each, by its address."""
         self._segments = sorted(segments, key=_start)
         self._starts = [_start(segment) for segment in self._segments]
+        self._taken = taken or {}
+        self.nbytes = sum(self._taken.get(start, 0) for start in self._starts)
 
     @staticmethod
     def of(worker: Any, weights: Iterable[torch.Tensor]) -> SleepingSegments:
@@ -355,7 +364,8 @@ class SleepingSegments:
             storage = storages[address]
             for segment in asleep._in(address, storage.nbytes()):
                 taken[_start(segment)] += storage.nbytes()
-        return SleepingSegments(one for one in asleep._segments if 0 < taken[_start(one)] == given.get(_start(one)))
+        left = [one for one in asleep._segments if 0 < taken[_start(one)] == given.get(_start(one))]
+        return SleepingSegments(left, taken)
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
@@ -378,10 +388,7 @@ class SleepingSegments:
             if segment.is_asleep:
                 _map(segment)
                 segment.is_asleep = False
-
-    def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has no memory yet."""
-        return any(segment.is_asleep for segment in self._around(tensor))
+                self.nbytes -= self._taken.get(_start(segment), 0)
 
     def _around(self, tensor: torch.Tensor) -> list[Any]:
         """The segments in which a tensor's storage lies: one, in all that torch's allocator gives."""
