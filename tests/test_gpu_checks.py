@@ -42,7 +42,7 @@ from hybrid_engine.verification.machine import GIB, Gpu, Machine
 from tests.gpu import conftest, needs, test_stage1_memory, test_stage2b_together, test_stage2c_fresh, test_stage3_ranks
 from tests.gpu.process_state import FROZEN, ProcessState
 from tests.gpu.sizes import GPU
-from tests.gpu.small_job import SmallJob, differences
+from tests.gpu.small_job import Answer, SmallJob, differences, differences_of_answers
 from tests.gpu.test_stage1_memory import TestMemory, judge, pulled, shape_on
 from tests.gpu.test_stage2b_together import SHORTAGES, Engines, Shortage, Together, device_without_memory
 from tests.gpu.test_stage3_ranks import BY_READING, LAYOUTS
@@ -468,7 +468,7 @@ def test_so_much_memory_is_left_and_all_comes_back(left: int, units: int) -> Non
 def test_a_fresh_vllm_that_says_something_else_is_noticed(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.skip.Exception, match="both engines left no completions"):
         test_stage2c_fresh.differences_of(job)
-    job.answers.write_text("[[1, 2], [3, 4]]")
+    job.answers.write_text("[[[1, 2], [-1, -1]], [[3, 4], [-1, -1]]]")
     monkeypatch.setattr(test_stage2c_fresh, "fresh_completions", lambda *_: [[1, 2], [3, 4]])
     assert test_stage2c_fresh.differences_of(job) == ""
     monkeypatch.setattr(test_stage2c_fresh, "fresh_completions", lambda *_: [[1, 2], [3, 5]])
@@ -482,6 +482,21 @@ def test_the_small_job_is_a_valid_configuration(tmp_path: Path) -> None:
         assert config.generate_config.vllm == {"attention_backend": "TRITON_ATTN"}
         assert all(max(prompt) < config.hf_config()["vocab_size"] for prompt in job.prompts())
     assert differences([[1, 2], [3]], [[1, 2], [3]]) == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Answer([7, 8, 9], [-1.0, -0.5, -2.0]), ""),
+        (Answer([7, 6, 5], [-1.05, -0.55, -9.0]), ""),  # a tie at position 1, after which contexts differ
+        (Answer([7, 6, 9], [-1.0, -0.8, -2.0]), "prompt 0, position 1: token 6 with -0.800 nats, not token 8"),
+        (Answer([7, 8, 9], [-1.0, -0.5, -2.2]), "prompt 0, position 2: token 9"),
+    ],
+)
+def test_answers_of_an_engine_that_batches_otherwise(found: Answer, said: str) -> None:
+    difference = differences_of_answers([found], [Answer([7, 8, 9], [-1.0, -0.5, -2.0])])
+    assert difference.startswith(said)
+    assert bool(difference) == bool(said)
 
 
 def test_every_kind_of_change_of_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
 from tests.gpu.process_state import FROZEN, ProcessState
 from tests.gpu.sizes import is_software_gpu
-from tests.gpu.small_job import GREEDY, SmallJob, differences
+from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences
 
 if TYPE_CHECKING:
     from hybrid_engine.config import HybridConfig
@@ -132,10 +132,13 @@ class Engines:
         self.calls[state] = calls
 
     def draw(self) -> list[list[int]]:
+        return [answer.tokens for answer in self.draw_answers()]
+
+    def draw_answers(self) -> list[Answer]:
         """Without what is cached of an earlier call, whose kernels would be others."""
         self.worker.inference.reset_caches()
         completions = self.worker.generate_sequences(self.job.prompts(), GREEDY)
-        return [list(answers[0].token_ids) for answers in completions]
+        return [Answer(list(one[0].token_ids), list(one[0].logprobs)) for one in completions]
 
     def drawn_after_a_switch(self) -> list[list[int]]:
         self.enter(State.INFER)
@@ -234,10 +237,10 @@ class Together:
         """Completions, drawn twice after one switch, of weights that are saved."""
         engines.worker.save_hf_checkpoint(engines.job.checkpoint)
         engines.enter(State.INFER)
-        drawn = [engines.draw(), engines.draw()]
+        answers, again = engines.draw_answers(), engines.draw()
         engines.enter(State.TRAIN)
-        engines.job.answers.write_text(json.dumps(drawn[0]))
-        return drawn
+        engines.job.answers.write_text(json.dumps(answers))
+        return [[answer.tokens for answer in answers], again]
 
     @pytest.fixture(scope="class")
     def completions(self, drawn: list[list[list[int]]]) -> list[list[int]]:

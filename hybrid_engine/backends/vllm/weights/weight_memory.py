@@ -280,9 +280,12 @@ def prepare_allocator() -> None:
     Raises StateError when memory of an earlier engine is in use.
     """
     allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
-    gc.collect()
-    torch.cuda.empty_cache()
     _forget_error()
+    for _ in range(_MOST_COLLECTIONS):
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not allocator.get_current_usage():
+            break
     if nbytes := allocator.get_current_usage():
         raise StateError(
             f"{nbytes} bytes of an earlier vLLM's weights or caches are in use in this process, and vLLM's sleep mode "
@@ -290,6 +293,10 @@ def prepare_allocator() -> None:
         )
     if not isinstance(allocator.python_free_callback, FreeCallback):
         allocator.python_free_callback = FreeCallback(allocator, allocator.python_free_callback)
+
+
+_MOST_COLLECTIONS = 3
+"""An object whose finalizer lets go of others takes more than one."""
 
 
 class FreeCallback:
@@ -306,9 +313,23 @@ class FreeCallback:
         self._original = original
 
     def __call__(self, address: int) -> Any:
-        """Return what vLLM's callback returns: device, bytes, address, and where the number of the memory is."""
+        """Return what vLLM's callback returns: device, bytes, address, and where the number of the memory is.
+
+        torch calls it while it goes through its blocks. Garbage that was collected meanwhile would free tensors, and so
+        change these blocks.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._have_memory(self._allocator.pointer_to_data[address], address)
+            return self._original(address)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _have_memory(self, data: Any, address: int) -> None:
+        """`data`: vLLM's `AllocationData`."""
         _forget_error()  # or the extension would unmap, and not release
-        data = self._allocator.pointer_to_data[address]
         if data.is_asleep:
             device, nbytes, _, handle_address = data.handle
             try:
@@ -316,7 +337,6 @@ class FreeCallback:
                 internals.CREATE_AND_MAP.load()((device, min(nbytes, _LEAST_NBYTES), address, handle_address))
             except RuntimeError:  # the device is full: release a number that nobody's memory has, and fail
                 ctypes.c_uint64.from_address(handle_address).value = 0
-        return self._original(address)
 
 
 _LEAST_NBYTES = 2 * 2**20
