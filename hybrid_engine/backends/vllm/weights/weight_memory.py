@@ -34,6 +34,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory.host_pages import libc
 from hybrid_engine.ranks.torch_internals import make_workspaces
 
 logger = logging.getLogger(__name__)
@@ -300,11 +301,12 @@ _MOST_COLLECTIONS = 3
 
 
 class FreeCallback:
-    """What vLLM's allocator calls before it unmaps an allocation and releases its memory: one that sleeps gets memory.
+    """What vLLM's extension calls before it unmaps an allocation and releases its memory: there is some to release.
 
-    Without it the allocator releases the number of the memory that it released when the allocation went to sleep. The
-    driver gives such numbers away again, so that may be anybody's memory in this process: on an H100 it was a training
-    buffer's.
+    An allocation that sleeps has none. The extension would release the number of what it released when the allocation
+    went to sleep. The driver gives such numbers away again, so that may be anybody's memory in this process: on an H100
+    it was a training buffer's. Nor has an allocation that was free when vLLM had loaded weights: vLLM releases these
+    itself, and forgets them, while torch keeps them until the memory pool ends. vLLM's callback fails for them.
     """
 
     def __init__(self, allocator: Any, original: Callable[[int], Any]) -> None:
@@ -321,22 +323,33 @@ class FreeCallback:
         collects = gc.isenabled()
         gc.disable()
         try:
-            self._have_memory(self._allocator.pointer_to_data[address], address)
+            _forget_error()  # or the extension would unmap, and not release
+            data = self._allocator.pointer_to_data.get(address)
+            if data is None:
+                return _with_some_memory((torch.cuda.current_device(), _LEAST_NBYTES, address, _new_number()))
+            if data.is_asleep:
+                _with_some_memory(data.handle)
             return self._original(address)
         finally:
             if collects:
                 gc.enable()
 
-    def _have_memory(self, data: Any, address: int) -> None:
-        """`data`: vLLM's `AllocationData`."""
-        _forget_error()  # or the extension would unmap, and not release
-        if data.is_asleep:
-            device, nbytes, _, handle_address = data.handle
-            try:
-                # The driver unmaps a range of which only a part is mapped.
-                internals.CREATE_AND_MAP.load()((device, min(nbytes, _LEAST_NBYTES), address, handle_address))
-            except RuntimeError:  # the device is full: release a number that nobody's memory has, and fail
-                ctypes.c_uint64.from_address(handle_address).value = 0
+
+def _with_some_memory(handle: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """An allocation without memory, which gets a granule: the driver unmaps a range of which a part is mapped."""
+    device, nbytes, address, number_address = handle
+    try:
+        internals.CREATE_AND_MAP.load()((device, min(nbytes, _LEAST_NBYTES), address, number_address))
+    except RuntimeError:  # the device is full: release a number that nobody's memory has, and fail
+        ctypes.c_uint64.from_address(number_address).value = 0
+    return handle
+
+
+def _new_number() -> int:
+    """The address of a number, which the extension frees."""
+    malloc = libc().malloc
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    return int(malloc(ctypes.sizeof(ctypes.c_uint64)))
 
 
 _LEAST_NBYTES = 2 * 2**20

@@ -87,7 +87,6 @@ class Ported:
         _, _, _, slot = self._on_free(address)
         self._unmap_and_release(nbytes, address, slot)
         self._driver.unreserve(address, nbytes)
-        del self._slots[address]
 
     def python_create_and_map(self, device: int, nbytes: int, address: int, slot: int) -> None:
         self._create_and_map(nbytes, address, slot)
@@ -157,6 +156,8 @@ class SleepingVllm:
             patch.setattr(torch.accelerator, name, lambda *_, result=result: result)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(weight_memory, "_LEAST_NBYTES", GRANULE)
         if isinstance(extension, Ported):
             patch.setattr(weight_memory, "_forget_error", extension.forget_error)
         else:
@@ -210,6 +211,11 @@ class SleepingVllm:
         address = self.malloc(tag)
         assert address is not None, "vLLM's allocator gave no memory"
         self.segments[name] = address
+
+    def trim(self, name: str) -> None:
+        """Release a segment, as vLLM does with free ones."""
+        pool = SimpleNamespace(snapshot=lambda: [{"address": self.segments[name], "allocated_size": 0}])
+        self.allocator._trim(pool)
 
     def end(self, *names: str) -> None:
         """End of the pools of these segments; default: of all."""

@@ -203,6 +203,16 @@ def test_an_engine_that_sleeps_ends_on_a_full_device(vllm: SleepingVllm, memory:
 
 
 @pytest.mark.slow
+def test_what_vllm_has_released_itself_ends_with_its_pool(vllm: SleepingVllm, memory: SleepMode) -> None:
+    """As vLLM releases what is free once weights are loaded, of which torch hears nothing."""
+    vllm.add("free after loading", "weights")
+    vllm.trim("free after loading")
+    memory.free(vllm.live)
+    vllm.end()
+    assert vllm.cuda.leaks() == {"handles": 0, "mappings": 0, "ranges": 0}
+
+
+@pytest.mark.slow
 def test_tensors_that_outlive_their_engine_are_named_and_harmless(vllm: SleepingVllm, memory: SleepMode) -> None:
     memory.free(vllm.live)
     vllm.end("kv", "workspace")
