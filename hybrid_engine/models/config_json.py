@@ -265,6 +265,12 @@ class Gemma2(Windowed):
     final_logit_softcapping: Positive | None = 30.0
     use_bidirectional_attention: Flag = None
 
+    def relations(self) -> Iterator[Violation]:
+        yield from super().relations()
+        if self.use_bidirectional_attention:
+            problem = "is true, but vLLM's tokens attend to earlier ones alone"
+            yield Violation("use_bidirectional_attention", problem, "Set it to false, or name another model")
+
     @property
     def activation(self) -> str:
         return self.hidden_activation or super().activation

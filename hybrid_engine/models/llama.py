@@ -159,8 +159,7 @@ def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable
         replace(extras, embedding_scale=math.sqrt(config.hidden_size)),
         transformer={"layernorm_zero_centered_gamma": True, "softmax_scale": config.query_pre_attn_scalar**-0.5},
     )
-    bidirectional = ("use_bidirectional_attention",) if config.use_bidirectional_attention else ()
-    return replace(table, serving=Serving(ends_on_every_stage=True), not_built=(*table.not_built, *bidirectional))
+    return replace(table, serving=Serving(ends_on_every_stage=True))
 
 
 def family_table(

@@ -27,7 +27,7 @@ import torch
 from hybrid_engine.backends.vllm import arguments, internals, isolation, process_state, requests
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
-from hybrid_engine.backends.vllm.live_attention import live_attention
+from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept, random_state_kept
 from hybrid_engine.backends.vllm.prompts import ChatArguments, ModelTokenizer, Prompts, check_token_ids, token_ids_of
@@ -347,9 +347,10 @@ class InferenceEngine:
         llm_arguments = arguments.llm_arguments(self.settings, self._device_type)
         reads: ConfigReads = llm_arguments["hf_overrides"]
 
-        def trace(model: torch.nn.Module, _: object) -> TracedModel:
+        def trace(model: torch.nn.Module, model_config: Any) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):
                 reads.require_known(model)
+                require_positions(model, model_config.max_model_len)
                 reads.stop()
                 traced = trace_model(model, tensors, torch_dtypes, self.rank)
                 if self.settings.max_loras and traced.staged:

@@ -8,7 +8,26 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.errors import ModelError, first_of
 from hybrid_engine.probes import Attention, Rotary, rotary_of_table
+
+
+def require_positions(model: torch.nn.Module, max_model_len: int) -> None:
+    """Raise ModelError for a rotary table of vLLM's with fewer positions than a sequence may have.
+
+    Its kernels look positions up without a question: beyond the table they read what lies behind it. The table's length
+    follows the scaling's own keys (`original_max_position_embeddings` times `factor`), `max_model_len` other keys.
+    Weights and tables need no values.
+    """
+    tables = {name: _rotary_table(module) for name, module in model.named_modules()}
+    lengths = {name: len(table) for name, table in tables.items() if table is not None}
+    short = [name for name, length in lengths.items() if length < max_model_len]
+    if short:
+        raise ModelError(
+            f"vLLM's rotary table of {first_of(short, 2)} has {lengths[short[0]]} positions, and max_model_len is "
+            f"{max_model_len}: what vLLM computes beyond is undefined. Set generate_config.max_model_len to at most "
+            f"{min(lengths.values())}, or correct the lengths in config.json"
+        )
 
 
 def live_attention(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[int, Attention]:

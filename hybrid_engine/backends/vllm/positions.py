@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.live_attention import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
 from hybrid_engine.errors import HybridEngineError, ModelError
@@ -83,6 +84,7 @@ def _traced(
                 model = _model(config)
             undo.callback(_forget_layers, model)
             reads.require_known(model)
+            require_positions(model, config.model_config.max_model_len)
             return trace_without_memory(model, tensors, dtypes, job.rank)
         except HybridEngineError:
             raise

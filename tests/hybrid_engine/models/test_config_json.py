@@ -117,6 +117,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {**GROUPS, "n_group": None}, "n_group"),
     ("deepseek_v2", {**GROUPS, "topk_group": None}, "topk_group"),
     ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     *(("llama", {"architectures": value}, "architectures") for value in ("Llama", 5, {"a": 1}, [[]], [None])),
 ]  # fmt: skip
 

@@ -189,7 +189,6 @@ def test_experts_have_the_windows_that_transformers_gives_them() -> None:
         ("qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
         ("llama", {"hidden_act": "silux"}, "activation 'silux'"),
         ("llama", {"attention_bias": True}, "biases in only one of attention and MLP"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "'yarn'"),
         ("gpt2", {"activation_function": "tanh"}, "activation 'tanh'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

@@ -131,6 +131,17 @@ def test_attention_without_masks_leaves_windows_out(
     assert ("attention by 'ours' leaves out sliding_window 100: " in findings(model)) == is_refused
 
 
+def test_norms_within_latent_attention_have_the_configs_epsilon(tmp_path: Path) -> None:
+    """As vLLM and Megatron compute them; transformers gives them the default of its class."""
+    model = made(tmp_path, "deepseek_v3", rms_norm_eps=0.5)
+    model.set_attn_implementation("eager")
+    assert "variance_epsilon is 1e-06, by model.config 0.5" in findings(model)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5
+    assert findings(model) == ""
+
+
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "base": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceSettings, arguments, isolation
-from hybrid_engine.backends.vllm.live_attention import live_attention
+from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
 from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _model, _rotary_embeddings_kept
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.config import ActorConfig, GenerateConfig
+from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.probes import Attention, attention_differences, unread_layers
 from hybrid_engine.ranks.job import Job
@@ -195,3 +197,14 @@ def test_one_layer_that_was_changed_is_found(found: dict[str, Sides], trainer: s
 def test_an_expert_models_windows_are_those_of_transformers(found: dict[str, Sides]) -> None:
     sides_of = found["qwen3_moe with windows"]
     assert [attention.window for attention in sides_of["transformers"].values()] == [100, 100]
+
+
+def test_rotary_tables_that_are_shorter_than_a_sequence_are_named() -> None:
+    model = torch.nn.Module()
+    for name, length in {"whole": 201, "short": 128, "shorter": 64}.items():
+        rotary = torch.nn.Module()
+        rotary.register_buffer("cos_sin_cache", torch.empty(length, 32, device="meta"))
+        model.add_module(name, rotary)
+    require_positions(model, 64)
+    with pytest.raises(ModelError, match=r"of short, shorter has 128 positions, and max_model_len is 201.*at most 64"):
+        require_positions(model, 201)
