@@ -1,8 +1,8 @@
 """The calls of the CUDA driver's virtual memory API that elastic buffers need, each checked.
 
 Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
-chapter of the driver API. Run on one H200 by tests/gpu; tests on the CPU run it with the real bindings over a driver
-whose memory is the host's (tests/harness/libcuda.c).
+chapter of the driver API. Run on an H200 and an H100 by tests/gpu; tests on the CPU run it with the real bindings over
+a driver whose memory is the host's (tests/harness/libcuda.c).
 
 The rules that the callers keep:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole
@@ -14,6 +14,7 @@ The rules that the callers keep:
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ class CudaDriver:
     def create(self, nbytes: int) -> Any:
         """Allocate physical memory, contents undefined, mapped nowhere. Raises DeviceMemoryError for lack of memory.
 
-        When the device is full, the unused memory of torch's caching allocator is freed first, once.
+        When the device is full, garbage and the unused memory of torch's caching allocator are freed first, once.
         """
         try:
             return self._call("cuMemCreate", nbytes, self._properties, 0)
@@ -64,6 +65,7 @@ class CudaDriver:
             if not error.is_out_of_memory:
                 raise
             if self.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
             return self._call("cuMemCreate", nbytes, self._properties, 0)
 

@@ -1,6 +1,6 @@
 """Device memory whose chunks come and go under one address, and how peers on the host read it.
 
-Run on one H200, by two processes that read each other's; between GPUs only in software (tests/software_gpu).
+Run on an H200 and an H100, by two processes that read each other's; between GPUs only in software (tests/software_gpu).
 
     create     one address range; chunks of physical memory, created, mapped
     release    wait for the stream -> tell peers -> close descriptor -> unmap -> free the chunk

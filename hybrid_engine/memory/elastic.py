@@ -146,7 +146,7 @@ def is_elastic(device: torch.device | str | int) -> bool:
 
 
 def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
-    """Zero-filled flat tensor for a training buffer of `kind` ("param" or "grad"), elastic where that exists.
+    """Zero-filled flat tensor for a buffer of `kind` ("param", "grad", "relay"), elastic where that exists.
 
     The allocator that megatron_patches' buffer hook takes. Parameters leave bucket by bucket, all else whole.
     The tensor lies in an `ElasticBuffer` that lives as long as the tensor's storage (`exported_buffer_of` finds it). It

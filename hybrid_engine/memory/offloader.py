@@ -1,7 +1,8 @@
 """Moves training state off the device and back, under unchanged tensor objects.
 
     owner.offload_items() -> storages (views of one storage count once)                        memory/offload_items.py
-    offload:  copy -> host arena | drop -> nothing;  then the storage's device memory is freed
+    offload:  copy -> host arena | drop -> nothing;  then the storage's device memory is freed, on CUDA piece by piece
+              while later copies, all of which were queued first, go on
     onload:   memory comes back under the same storage object: contents from the arena | zeros
 
     offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind}) does the rest
@@ -128,7 +129,7 @@ class Offloader:
         try:
             self._reserve_arenas(to_move)
             leaving = self._storages(to_move)
-            for storage in leaving:  # all of them first: on CUDA the copies go on while memory is released
+            for storage in leaving if self._saves_ahead else ():  # the copies go on while memory is released
                 moved.copied_nbytes[storage.kind] += self._save(storage, 0, storage.nbytes)
             # Dropped ones last: their contents are lost, so nothing that can fail may come after them.
             for storage in sorted(leaving, key=lambda storage: storage.action == "drop"):
@@ -220,9 +221,13 @@ class Offloader:
                 if kind in self._offloaded:
                     self._offloaded[kind] = object()
                 self._copier.finish("to host")  # what `save_parts` began
+        begun: list[Kind] = []
+        try:
+            for kind in [kind for kind in requested if kind in self._departed]:
                 self._onload_kind(self._departed[kind], moved, limit, background=not wait)
-        for kind in requested if wait else ():
-            if kind in self._departed:
+                begun.append(kind)
+        finally:  # also what was begun before one that failed
+            for kind in begun if wait else ():
                 self._complete(kind, read_only=read_only)
         return moved.ended()
 
@@ -271,7 +276,10 @@ class Offloader:
 
     def _call_off(self, kinds: Collection[Kind], moved: OffloadReport | None = None) -> None:
         """Bring nothing of these kinds any more."""
-        for storage in (each for each in self._storages(kinds) if each.is_coming):
+        coming = [storage for storage in self._storages(kinds) if storage.is_coming]
+        if coming:
+            self._copier.finish("to device")
+        for storage in coming:
             storage.call_off()
             if moved is not None:
                 moved.nbytes[storage.kind] += storage.released.nbytes
@@ -318,8 +326,9 @@ class Offloader:
                 self._save(storage, start, stop)
 
     def _take_off(self, storage: Storage, moved: OffloadReport) -> None:
-        """Free a storage that was saved; an elastic one piece by piece, as the copies end."""
+        """Save what is not saved yet, then free the storage; an elastic one piece by piece, as the copies end."""
         remaining = storage.nbytes - storage.released.nbytes
+        moved.copied_nbytes[storage.kind] += self._save(storage, 0, storage.nbytes)
         for start, stop, _ in [] if storage.buffer is None else storage.saves.copy():
             self._release_saved(storage, start, stop)
         storage.wait_saved(0, storage.nbytes)
@@ -341,8 +350,8 @@ class Offloader:
         for first, last in pieces(storage.saved.missing(start, stop)):
             piece = slice(first, last)
             wait = self._copier.copy(self._slot(storage)[piece], storage.bytes_view()[piece], "to host")
+            storage.saves.append((first, last, wait))  # first: what is saved must have somebody to wait for
             storage.saved.add(first, last)
-            storage.saves.append((first, last, wait))
             copied += last - first
         return copied
 

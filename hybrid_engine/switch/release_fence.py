@@ -91,9 +91,12 @@ class ReleaseFence:
 
         Idempotent.
         """
-        for index in () if self._has_begun else self._buckets:
-            self._has_begun = True
-            self._offloader.save_parts("param", self._parts(index))
+        if self._has_begun:
+            return
+        self._has_begun = True
+        with span("save parameters"):
+            for index in self._buckets:
+                self._offloader.save_parts("param", self._parts(index))
 
     def sent(self, index: int) -> None:
         """This rank has read all it needs of a bucket. Gives back the bucket before; without any, waits until others

@@ -189,7 +189,7 @@ def require_configured(model: torch.nn.Module) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         with torch.device("meta"):
             configured = AutoModelForCausalLM.from_config(config_of(model))
-        _set_epsilon_of_norms(configured)
+        set_epsilon_of_norms(configured)
         modules = {plain_name(name): module for name, module in model.named_modules()}
         found: dict[_Difference, list[str]] = {}
         for name, module in configured.named_modules():
@@ -215,10 +215,10 @@ def require_configured(model: torch.nn.Module) -> None:
         )
 
 
-def _set_epsilon_of_norms(configured: torch.nn.Module) -> None:
+def set_epsilon_of_norms(model: torch.nn.Module) -> None:
     """Give all norms the config's epsilon, as vLLM does; transformers leaves those within DeepSeek's attention 1e-6."""
-    epsilon = getattr(configured.config, "rms_norm_eps", None)
-    for module in configured.modules() if epsilon is not None else ():
+    epsilon = getattr(model.config, "rms_norm_eps", None)
+    for module in model.modules() if epsilon is not None else ():
         if hasattr(module, "variance_epsilon"):
             vars(module)["variance_epsilon"] = epsilon
 

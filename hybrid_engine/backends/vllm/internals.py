@@ -146,7 +146,7 @@ LENGTH_LIMITS = Internal(
     "reads keys of all families that limit the length of sequences, and change nothing that is computed",
 )
 ALLOCATOR_CONFIG = Internal("vllm.device_allocator.alloc_conf", "tells how torch's allocator is configured now")
-CUMEM_EXTENSION = Internal("vllm.cumem_allocator", "keeps the error of a call that failed")
+CUMEM_LIBRARY = Internal("vllm.device_allocator.cumem:lib_name", "is the extension that keeps the error of a call")
 TRANSFER_ENGINE = Internal(
     "vllm.distributed.weight_transfer.base:WeightTransferEngine", "is the base of what a worker is told of weights by"
 )
@@ -255,7 +255,6 @@ PACKED_PRODUCT = Internal("vllm._custom_ops:onednn_mm", "reads such a copy: `cer
 # -- attributes that are read by name ----------------------------------------------------------------------------------
 
 _IN_SLEEP = "let weights and KV cache sleep on a device, and wake segment by segment"
-_SLEEP_MODULES = ("vllm.device_allocator", "vllm.cumem_allocator")
 _OF_SERVERS = "let a server's requests wait, and its workers get weights"
 _OF_LORAS = "hold the LoRAs of a worker, and say which modules can have one"
 
@@ -489,7 +488,7 @@ def missing_names(device_type: str, *, with_lora: bool = True) -> Iterator[str]:
     """Describe each record of this module that does not load or takes other keywords, and each missing attribute of
     `READ`."""
     for record, names in [*((each, ()) for each in internal_names()), *_attributes(READ)]:
-        if device_type == "cpu" and (record.reason == _IN_SLEEP or record.target.startswith(_SLEEP_MODULES)):
+        if device_type == "cpu" and (record.reason == _IN_SLEEP or record.target.startswith("vllm.device_allocator")):
             continue
         if device_type != "cpu" and record.is_for_cpu:
             continue

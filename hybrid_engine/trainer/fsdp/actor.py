@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import initialize_module
+from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
 from hybrid_engine.memory.offload_items import KINDS
@@ -49,6 +50,7 @@ def build_sharded_model(
     hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype))
+    set_epsilon_of_norms(model)
     if settings_left_out(model, hf_config._attn_implementation):
         model.set_attn_implementation("eager")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -152,7 +152,7 @@ class SleepMode(WeightMemory):
         self._is_asleep = False
         self._is_partly_awake = False  # a wake-up ran out of memory half-way
         self._sleeping: SleepingSegments | None = None
-        self._counted: tuple[Live, int] | None = None  # bytes of all of these, which are asked for in every bucket
+        self._nbytes_awake = 0  # once nothing sleeps any more: counted once, for it is asked for in every bucket
         self._modules_without: set[str] = set()  # modules whose tensors lie elsewhere
         self.is_kv_cache_asleep = False
 
@@ -211,9 +211,7 @@ class SleepMode(WeightMemory):
         sleeping = self._sleeping
         if sleeping is None:
             return super().nbytes(live)
-        if self._counted is None or self._counted[0] is not live:
-            self._counted = live, super().nbytes(live)
-        return self._counted[1] - sleeping.nbytes
+        return self._nbytes_awake - sleeping.nbytes
 
     def _wake_up(self, live: Live) -> None:
         sleeping = SleepingSegments.of(self._vllm.worker, live.values())
@@ -221,6 +219,7 @@ class SleepMode(WeightMemory):
         with sleeping.overlooked():
             self._take(["weights"])
         self._is_asleep = self._is_partly_awake = False
+        self._nbytes_awake = super().nbytes(live)
         self._sleeping = sleeping
 
     def _take(self, tags: list[str]) -> None:
@@ -228,7 +227,9 @@ class SleepMode(WeightMemory):
         try:
             with _leaving_garbage():
                 self._vllm.wake_up(tags)
-        except RuntimeError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self._vllm.wake_up(tags)
 
 
@@ -281,12 +282,12 @@ def prepare_allocator() -> None:
     Raises StateError when memory of an earlier engine is in use.
     """
     allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
-    _forget_error()
     for _ in range(_MOST_COLLECTIONS):
         gc.collect()
         torch.cuda.empty_cache()
         if not allocator.get_current_usage():
             break
+    _forget_error()
     if nbytes := allocator.get_current_usage():
         raise StateError(
             f"{nbytes} bytes of an earlier vLLM's weights or caches are in use in this process, and vLLM's sleep mode "
@@ -356,9 +357,14 @@ _LEAST_NBYTES = 2 * 2**20
 """The driver's granularity on all GPUs so far."""
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether vLLM's allocator, or torch's, found no memory: the former has no type for it."""
+    return "out of memory" in str(error).lower().replace("_", " ")
+
+
 def _forget_error() -> None:
     """Clear the error that a failed call left in vLLM's allocator, which gives no memory and releases none after it."""
-    extension = ctypes.CDLL(internals.CUMEM_EXTENSION.load().__file__)
+    extension = ctypes.CDLL(internals.CUMEM_LIBRARY.load())
     ctypes.c_int.in_dll(extension, "error_code").value = 0
 
 
@@ -442,10 +448,11 @@ def _nbytes(segment: Any) -> int:
 
 
 def _map(segment: Any) -> None:
-    """As vLLM does; torch's allocator may keep memory that nobody uses."""
+    """As vLLM does; garbage and torch's allocator may keep memory that nobody uses."""
     create_and_map = internals.CREATE_AND_MAP.load()
     try:
         create_and_map(segment.handle)
     except RuntimeError:
+        gc.collect()
         torch.accelerator.empty_cache()
         create_and_map(segment.handle)

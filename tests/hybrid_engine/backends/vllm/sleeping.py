@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -161,7 +160,7 @@ class SleepingVllm:
         if isinstance(extension, Ported):
             patch.setattr(weight_memory, "_forget_error", extension.forget_error)
         else:
-            patch.setitem(sys.modules, "vllm.cumem_allocator", extension)
+            patch.setattr(cumem, "lib_name", extension.__file__)
         weight_memory.prepare_allocator()
         extension.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
 
