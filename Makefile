@@ -51,7 +51,7 @@ test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, 
 	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
 	FAULTS_JSON='$(FAULTS_JSON)' $(PYTEST) -m faults $(PYTEST_ARGS) \
 	    tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
-test-long: $(READY) ## What takes minutes: servers in more families, whole runs of examples and of benchmarks
+test-long: $(READY) ## What takes minutes: servers in more families, changed config.json files, whole runs of examples
 	$(PYTEST) -m long $(PYTEST_ARGS) tests
 lint: $(READY) ## Check style, formatting and types
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

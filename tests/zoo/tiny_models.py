@@ -34,15 +34,19 @@ def build_hf_model(family: str, mtp_layers: int = 0, **overrides: Any) -> torch.
     # other implementations of attention leave out soft caps
     config._attn_implementation = "eager"
     model = getattr(transformers, name.removesuffix("Text") + suffix)(config).float().eval()
+    randomise(model, family)
+    return model
+
+
+def randomise(model: torch.nn.Module, family: str) -> None:
+    """Give every parameter and router bias a value that matters, the same for the same shapes."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            base = norm_base(family, parameter_name)
-            parameter.copy_(base + 0.2 * torch.randn(parameter.shape, generator=generator))
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+        for name, parameter in model.named_parameters():
+            parameter.copy_(norm_base(family, name) + 0.2 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-    return model
 
 
 def norm_base(family: str, name: str) -> float:

@@ -1,0 +1,298 @@
+"""Single changes of config.json: refused, or computed by vLLM as transformers computes them.
+
+Whatever a file says, the training model and vLLM's model that are built from it must be one function. Each change is
+tried on both sides, as a job builds them:
+
+    trainer    load_config, name table, transformers' model with random weights, its tensors against the table
+    vLLM       check_settings, construction with the record of reads, what its loader reads and fills, live layers
+    tokens     log-probabilities of 200 tokens by the same weights: more than `check_compute` asks for
+
+vLLM's own model class computes, without an engine: attention alone is computed here, with the scale, window and cap
+that each layer's implementation was given. A sample of what is accepted is tried in real engines, too.
+
+    make test-long PYTEST_ARGS="-s -k 'computed_by_one_side and qwen3'"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import ActorHybridWorker
+from hybrid_engine.assembly import inference_settings
+from hybrid_engine.backends.vllm import arguments, internals, isolation
+from hybrid_engine.backends.vllm.cpu.cpu_worker import _on_rows
+from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
+from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _rotary_embeddings_kept
+from hybrid_engine.backends.vllm.process_state import process_settings_kept
+from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.errors import ComputationError, HybridEngineError, PlanError
+from hybrid_engine.models import table_for
+from hybrid_engine.probes import Attention, ProbeAnswer, attention_differences
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.switch.computation import LENGTH, Gap
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm import support
+from tests.zoo.config_changes import Change, changes_of, wide_config
+from tests.zoo.families import FAMILIES, write_config
+from tests.zoo.tiny_models import randomise
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+NUM_TOKENS = 200
+TOLERANCE = 1e-3
+"""In nats, of the largest difference; rounding of float32 makes less than 1e-4."""
+NUM_WITH_ENGINES = 2
+"""Changes of each family that are tried in real engines."""
+SAME, BOTH, ONE_SIDE = "same", "both changed", "one side"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a change came to.
+
+    Attributes:
+        kind: SAME or BOTH where the two sides compute one function, ONE_SIDE where they do not, or who refused it.
+        text: the refusal, or how large the difference is.
+    """
+
+    change: Change
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Trial:
+    """One change on its way through both sides.
+
+    Attributes:
+        refusal: by whom, and with which error; None while it is accepted.
+        attention: of the trainer's layers.
+        weights: canonical tensors.
+        trained, served: log-probabilities [tokens - 1] by transformers and by vLLM.
+    """
+
+    change: Change
+    refusal: Verdict | None = None
+    config: HybridConfig | None = None
+    attention: Mapping[int, Attention] = field(default_factory=dict)
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    trained: torch.Tensor = field(default_factory=lambda: torch.full((NUM_TOKENS - 1,), torch.nan))
+    served: torch.Tensor = field(default_factory=lambda: torch.full((NUM_TOKENS - 1,), torch.nan))
+
+    @contextlib.contextmanager
+    def noting(self, side: str) -> Iterator[None]:
+        """Note an error, whoever raises it: none is a silent difference."""
+        try:
+            yield
+        except Exception as error:
+            kind = f"refused by {side}" if isinstance(error, HybridEngineError) else f"fails in {side}"
+            self.refusal = Verdict(self.change, kind, f"{type(error).__name__}: {error}")
+
+    def verdict(self, unchanged: torch.Tensor) -> Verdict:
+        """`unchanged`: log-probabilities without any change."""
+        if self.refusal is not None:
+            return self.refusal
+        if not _differ(self.trained, self.served):
+            return Verdict(self.change, BOTH if _differ(self.trained, unchanged) else SAME)
+        sides = {"trainer": self.trained, "vLLM": self.served}
+        changed = [name for name, side in sides.items() if _differ(side, unchanged)]
+        gap = (self.trained - self.served).abs()
+        first = 1 + int((~(gap <= TOLERANCE)).nonzero()[0])
+        probe = Gap(
+            _tokens()[None, :LENGTH], *(ProbeAnswer(each[None, : LENGTH - 1], each.dtype) for each in sides.values())
+        )
+        seen = "not seen" if probe.is_rounding else "seen"
+        text = f"{gap.max():.3g} nats, from token {first} on, {seen} by the probe; changed: {', '.join(changed)}"
+        return Verdict(self.change, ONE_SIDE, text)
+
+
+def sweep(root: str, family: str) -> list[Verdict]:
+    """Try the config without a change, then all changes. On one rank."""
+    dist.init_process_group("gloo")
+    trials = [Trial({}), *map(Trial, changes_of(family))]
+    with contextlib.closing(Job.join(60)) as job:
+        for number, trial in enumerate(trials):
+            with trial.noting("trainer"):
+                _train(trial, family, Path(root, str(number)))
+        # vLLM last: it changes transformers' classes where it serves a model through them
+        for trial in trials:
+            if trial.refusal is None:
+                with trial.noting("vLLM"):
+                    _serve(trial, job)
+    return [trial.verdict(trials[0].trained) for trial in trials]
+
+
+def with_engines(root: str, family: str, change: Change) -> float | str:
+    """The largest difference between a worker's vLLM and transformers, in nats; or the worker's refusal."""
+    from safetensors.torch import save_file
+
+    trial, directory = Trial(change), Path(root)
+    _train(trial, family, directory)
+    save_file({name: each.contiguous() for name, each in trial.weights.items()}, directory / "model.safetensors")
+    try:
+        with ActorHybridWorker(_job_config(directory, random_weights=False)) as worker, worker.rollout_context():
+            (served,) = worker.inference.prompt_logprobs([_tokens().tolist()])
+    except HybridEngineError as error:
+        return str(error)
+    return (trial.trained - served).abs().max().item()
+
+
+def _job_config(directory: Path, *, random_weights: bool) -> HybridConfig:
+    values = {
+        **{"model": str(directory), "random_weights": random_weights},
+        "actor_config": {"params_dtype": "float32", "seq_length": NUM_TOKENS, "micro_batch_size": 1, "fsdp": {}},
+        # vLLM adds a token to a prompt that it scores
+        "generate_config": {"max_model_len": NUM_TOKENS + 1, "max_num_seqs": 8, "kv_cache_mb": 16},
+    }
+    return load_config(values, 1)
+
+
+def _train(trial: Trial, family: str, directory: Path) -> None:
+    """Have transformers compute, by the model that trainer/fsdp/actor.py builds, not sharded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hybrid_engine.backends.fsdp.attention import settings_left_out
+    from hybrid_engine.backends.fsdp.internals import revert_weight_conversion
+    from hybrid_engine.backends.fsdp.live_attention import live_attention as of_transformers
+    from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
+    from hybrid_engine.backends.fsdp.names import packed_model
+
+    write_config(directory, wide_config(family) | trial.change)
+    trial.config = _job_config(directory, random_weights=True)
+    table = table_for(trial.config.hf_config())
+    hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    with torch.device("meta"):  # first, for a model of another type may have the sizes of its class
+        bare = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    packed_model(bare, bare.state_dict(keep_vars=True), table)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    if settings_left_out(bare, hf_config._attn_implementation):
+        model.set_attn_implementation("eager")
+    set_epsilon_of_norms(model)
+    randomise(model, family)
+    trial.attention = of_transformers(model)
+    with torch.no_grad():
+        trial.trained = _log_probs(model(_tokens()[None], use_cache=False).logits[0])
+        saved = revert_weight_conversion(model, model.state_dict())
+    trial.weights = {name: saved[name] for name in table.shapes if name in saved}
+
+
+def _serve(trial: Trial, job: Job) -> None:
+    """Have vLLM's model compute, constructed as `layout_of_position` does, but with memory."""
+    from vllm.forward_context import set_forward_context
+
+    assert trial.config is not None
+    settings, table = inference_settings(trial.config, 1), table_for(trial.config.hf_config())
+    with contextlib.ExitStack() as undo:
+        for context in (torch_defaults(), process_settings_kept(), _rotary_embeddings_kept()):
+            undo.enter_context(context)
+        device_type = arguments.check_settings(settings, job)
+        config = arguments.engine_config(settings, 0, device_type, load_format="dummy", enforce_eager=True)
+        undo.callback(gc.collect)
+        undo.callback(isolation.destroy_groups)
+        undo.enter_context(_at_position(job, settings, config))
+        undo.enter_context(internals.ROTATE.replaced(_on_rows))
+        reads = arguments.reads_of(config)
+        with reads.checked(), internals.DEFAULT_DTYPE.load()(config.model_config.dtype), torch.device("cpu"):
+            model = internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
+        undo.callback(_forget_layers, model)
+        reads.require_known(model)
+        require_positions(model, config.model_config.max_model_len)
+        reads.stop()
+        layers = config.compilation_config.static_forward_context
+        layout = trace_without_memory(model, table.shapes, dict.fromkeys(table.shapes, torch.float32), 0)
+        # as the planner and switch/computation.py
+        if unread := trial.weights.keys() - {shard.region.tensor for shard in layout.shards}:
+            raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])
+        sides = (trial.attention, live_attention(model, layers))
+        trainer, vllm = ({number: [one] for number, one in side.items()} for side in sides)
+        if found := attention_differences(trainer, vllm, NUM_TOKENS):
+            raise ComputationError("; ".join(found))
+        model.load_weights(trial.weights.items())
+        support.process(model, config)
+        for layer in (each for each in layers.values() if hasattr(each, "impl")):
+            layer.forward = partial(_latent_attention if hasattr(layer, "kv_b_proj") else _attention, layer)
+        undo.enter_context(set_forward_context(None, config, num_tokens=NUM_TOKENS))
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            hidden = model(_tokens(), torch.arange(NUM_TOKENS), None)
+            trial.served = _log_probs(model.compute_logits(hidden)[:, : table.dims.vocab_size])
+
+
+def _attention(layer: Any, *tensors: torch.Tensor, **_: Any) -> torch.Tensor:
+    """In place of vLLM's kernel, for one sequence; `tensors`: query, key and value [tokens, heads * size]."""
+    impl, sizes = layer.impl, (layer.head_size, layer.head_size, layer.head_size_v)
+    assert (layer.attn_type, impl.alibi_slopes, impl.sinks) == ("decoder", None, None)
+    query, key, value = (each.unflatten(1, (-1, size)) for each, size in zip(tensors, sizes, strict=True))
+    return _attend(query, key, value, impl.scale, impl.sliding_window, impl.logits_soft_cap)
+
+
+def _latent_attention(
+    layer: Any, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """The same for latent attention; `rotated`: the part of the keys that all heads share."""
+    heads = layer.kv_b_proj(latent)[0].unflatten(1, (layer.num_heads, -1))
+    plain, value = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+    key = torch.cat([plain, rotated.expand(-1, layer.num_heads, -1)], dim=-1)
+    return _attend(query, key, value, layer.impl.scale, layer.sliding_window, None)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, cap: float | None
+) -> torch.Tensor:
+    """Causal attention of [tokens, heads, size], in which heads may share keys; returns [tokens, heads * size]."""
+    num_sharing = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(num_sharing, dim=1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    distance = torch.arange(NUM_TOKENS)[:, None] - torch.arange(NUM_TOKENS)
+    sees = (distance >= 0) & (distance < (window if window is not None and window > 0 else NUM_TOKENS))
+    shares = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    # a kernel reads nothing that a query does not see, and 0 * NaN is NaN
+    return torch.einsum("hqk,khd->qhd", shares, value.nan_to_num()).flatten(1)
+
+
+def _tokens() -> torch.Tensor:
+    """Of every vocabulary that a change leaves."""
+    return torch.randint(60, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+def _log_probs(logits: torch.Tensor) -> torch.Tensor:
+    return logits[:-1].float().log_softmax(-1).gather(1, _tokens()[1:, None])[:, 0]
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two functions are not the same; NaN is none."""
+    return not bool((one - other).abs().max() <= TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_change_is_computed_by_one_side_alone(
+    engines: Ranks, tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ((unchanged, *found),) = engines.launch(sweep, 1, str(tmp_path), family, timeout=1500)
+    silent = [f"{each.change}: {each.text}" for each in found if each.kind == ONE_SIDE]
+    with capsys.disabled():
+        print(f"\n{family}: {len(found)} changes, {dict(Counter(each.kind for each in found))}")
+        print("\n    ".join([f"silent differences: {len(silent)}", *silent]))
+    assert unchanged.kind == SAME
+    assert len(found) >= 100
+    assert silent == []
+    accepted = [each for each in found if each.kind in (SAME, BOTH)]
+    for number, each in enumerate(random.Random(family).sample(accepted, NUM_WITH_ENGINES)):
+        (gap,) = engines.launch(with_engines, 1, str(tmp_path / f"engines {number}"), family, each.change)
+        assert isinstance(gap, float), f"{each}, by real engines {gap}"
+        assert gap <= TOLERANCE, each
