@@ -199,6 +199,7 @@ def test_an_expert_models_windows_are_those_of_transformers(found: dict[str, Sid
     assert [attention.window for attention in sides_of["transformers"].values()] == [100, 100]
 
 
+@pytest.mark.slow  # imports vLLM's and transformers' models
 def test_rotary_tables_that_are_shorter_than_a_sequence_are_named() -> None:
     model = torch.nn.Module()
     for name, length in {"whole": 201, "short": 128, "shorter": 64}.items():
