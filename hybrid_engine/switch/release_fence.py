@@ -81,7 +81,6 @@ class ReleaseFence:
         self._before_release = before_release
         self._is_apart, self._takes_only = is_apart, is_apart and not buffers
         self.released_nbytes = 0
-        self._has_begun = False
         self._fences: list[tuple[int, torch.Tensor]] = []  # the group's numbers of those started, in order of buckets
         self._num_ended = 0
         self._told_by: int | None = None  # the first fence that tells of a failure
@@ -89,11 +88,10 @@ class ReleaseFence:
     def begin(self) -> None:
         """The training weights are not written from here on: begin to save what will go, where copies are queued.
 
-        Idempotent.
+        Does nothing once a bucket was sent.
         """
-        if self._has_begun:
+        if self._fences:
             return
-        self._has_begun = True
         with span("save parameters"):
             for index in self._buckets:
                 self._offloader.save_parts("param", self._parts(index))

@@ -228,7 +228,7 @@ class SleepMode(WeightMemory):
             with _leaving_garbage():
                 self._vllm.wake_up(tags)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not _is_out_of_memory(error):
                 raise
             self._vllm.wake_up(tags)
 
@@ -357,7 +357,7 @@ _LEAST_NBYTES = 2 * 2**20
 """The driver's granularity on all GPUs so far."""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether vLLM's allocator, or torch's, found no memory: the former has no type for it."""
     return "out of memory" in str(error).lower().replace("_", " ")
 
