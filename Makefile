@@ -29,6 +29,8 @@ STAMP        := $(VENV)/.installed-$(notdir $(REQUIREMENTS))
 # Two processes, each with whole files, whose tests share launches, in the order of folders: the longest are not last.
 # One that crashes ends the run: with another in its place xdist loses tests, and waits for them without end.
 PYTEST       := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Tests of other folders that run over it, too.
+OF_THE_SWITCH = failures ranks sharding_manager incremental prefetch verifier reports
 OVER_SOFTWARE_GPU = $(GPU_VENV)/bin/python -m tests.software_gpu --gpus 4 -- $(GPU_VENV)/bin/python
 # Pytest rewrites each file's assertions, and keeps that where Python may write bytecode.
 test test-fast test-faults test-long: export PYTHONDONTWRITEBYTECODE =
@@ -60,7 +62,7 @@ format: $(READY) ## Fix style and formatting in place
 docs: $(READY) ## Make the pages of docs/ that have a source
 	$(PY) docs/make_configuration.py && $(PY) docs/make_seventy_billion.py && $(PY) docs/make_pictures.py
 matrix: $(READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file, RECORD=1)
-	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix \
+	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.tools.verify.matrix \
 	    $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(if $(filter 1,$(RECORD)),--record)
 bench: $(READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text, JSON=file)
 	$(PY) -m benchmarks.reshard --json '$(or $(JSON),runs/reshard.json)' \
@@ -70,13 +72,16 @@ bench: $(READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text
 test-gpu: ## The same checks, and more, over a GPU in software: any machine (GPU_VENV, ARGS, JSON)
 	$(MAKE) env VENV='$(GPU_VENV)' REQUIREMENTS=requirements-software-gpu.txt PYTHON_ENV=
 	$(OVER_SOFTWARE_GPU) -m pytest tests/software_gpu -v -p no:cacheprovider --durations 10 $(ARGS)
+	$(OVER_SOFTWARE_GPU) -m pytest -p tests.software_gpu.checks -v -p no:cacheprovider --durations 10 $(ARGS) \
+	    $(addprefix tests/hybrid_engine/switch/test_,$(addsuffix .py,$(OF_THE_SWITCH))) \
+	    tests/walk/test_walk.py::test_a_random_walk
 	$(OVER_SOFTWARE_GPU) -m pytest tests/gpu --confcutdir=tests/gpu -v -p no:cacheprovider --timeout 900 \
 	    --budget 5000 --device cuda $(if $(JSON),--records '$(JSON)') $(ARGS)
 gpu-check: $(READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
 	COLUMNS=200 $(PY) -m pytest tests/gpu --confcutdir=tests/gpu -v --continue-on-collection-errors -p no:cacheprovider \
 	    --timeout 240 --device $(or $(DEVICE),cuda) $(if $(JSON),--records '$(JSON)') $(ARGS)
 offline-bundle: $(READY) ## Collect what gpu-check needs on a machine without registries (DIR=folder, HAVE=file)
-	$(PY) -m offline.bundle '$(or $(DIR),$(error Name the folder: DIR=folder))' $(if $(HAVE),--have '$(HAVE)')
+	$(PY) -m tests.gpu.offline.bundle '$(or $(DIR),$(error Name the folder: DIR=folder))' $(if $(HAVE),--have '$(HAVE)')
 
 # VENV is made anew when the list of packages has changed, but only if it was made here. Stamps are written last, so
 # that an installation that was interrupted is made again. The CPU list is complete: --no-deps keeps out what it omits.
@@ -92,5 +97,7 @@ $(STAMP): $(REQUIREMENTS)
 	    echo 'Installing $< failed. If torch was not found, see the head of that file.' >&2; exit 1; }; \
 	$(if $(findstring cpu,$<),,$(PY) -c 'import torch; torch.version.cuda or exit("This torch has no CUDA: leave out PIP_EXTRA_INDEX_URL")';) \
 	cp '$<' '$@'
+# An old egg-info would stay, and its entry points come first where the checkout is on Python's path.
 $(VENV)/.installed-project: pyproject.toml $(STAMP)
+	@rm -rf hybrid_engine.egg-info
 	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e . && touch $@

@@ -22,7 +22,10 @@ import nox
 
 ROOT = Path(__file__).parent
 CORE_VERSIONS = re.findall(
-    r'"([\d.]+)"', re.search(r"^CORE_VERSIONS.*", (ROOT / "megatron_patches/patch.py").read_text(), re.MULTILINE)[0]
+    r'"([\d.]+)"',
+    re.search(r"^CORE_VERSIONS.*", (ROOT / "megatron_patches/patch.py").read_text(), re.MULTILINE)[
+        0
+    ],
 )
 CORE_TESTS = (
     "tests/megatron_patches",
@@ -30,9 +33,21 @@ CORE_TESTS = (
     "tests/hybrid_engine/layouts/test_training.py",
 )
 PURE_TESTS = (
-    *("planning", "advisor", "config", "cli", "records/test_layout.py", "records/test_sides.py"),
+    *(
+        "planning",
+        "tools/plan",
+        "config",
+        "tools/cli",
+        "records/test_layout.py",
+        "records/test_sides.py",
+    ),
     *("layouts/test_stages.py", "layouts/test_inference.py", "layouts/test_sharded.py"),
-    *("models/test_packing.py", "models/test_config_json.py", "test_tracing.py", "test_messages.py"),
+    *(
+        "models/test_packing.py",
+        "models/test_config_json.py",
+        "test_tracing.py",
+        "test_messages.py",
+    ),
 )
 PURE_PACKAGES = (
     *("huggingface-hub", "hypothesis", "msgspec", "numpy", "packaging", "pydantic", "pytest"),
@@ -76,14 +91,21 @@ def pure_tests(session: nox.Session) -> None:
     session.install(*(line for line in lines if line.partition("==")[0] in PURE_PACKAGES))
     session.install("--no-deps", "--no-build-isolation", "-e", ".")
     tests = [f"tests/hybrid_engine/{name}" for name in PURE_TESTS]
-    tests += ["--ignore", "tests/hybrid_engine/config/test_override_rules.py"]  # reads types of torch and Megatron
-    session.run("pytest", *session.posargs, *tests, env={**python_path(ROOT), "HYPOTHESIS_PROFILE": "fast"})
+    tests += [
+        "--ignore",
+        "tests/hybrid_engine/config/test_override_rules.py",
+    ]  # reads types of torch and Megatron
+    session.run(
+        "pytest", *session.posargs, *tests, env={**python_path(ROOT), "HYPOTHESIS_PROFILE": "fast"}
+    )
 
 
 @nox.session(name="vllm-tests")
 def vllm_tests(session: nox.Session) -> None:
     """Run the tests with the vLLM that is named; what else it needs (another torch) is edited in the copy, by hand."""
-    version, *arguments = session.posargs or session.error("Name the version: nox -s vllm-tests -- 0.33.0")
+    version, *arguments = session.posargs or session.error(
+        "Name the version: nox -s vllm-tests -- 0.33.0"
+    )
     copy, version_file = ROOT / f"build/vllm-{version}", "hybrid_engine/backends/vllm/version.py"
     if not copy.is_dir():
         copy.mkdir(parents=True)
@@ -105,14 +127,21 @@ def megatron_tests(session: nox.Session) -> None:
 
     The checkout's megatron is then also the one that the first tests import, to read its checkpoints.
     """
-    checkout = Path(session.posargs[0] if session.posargs else session.error("Name the checkout after --")).resolve()
+    checkout = Path(
+        session.posargs[0] if session.posargs else session.error("Name the checkout after --")
+    ).resolve()
     own = {"MEGATRON_LM_PATH": str(checkout)}
     scripts = [f"tests/hybrid_engine/megatron_script/test_{name}.py" for name in ("runs", "rl")]
     tests = ("tests/megatron_patches/test_training_sources.py", *scripts)
     with_checkout = {**own, **python_path(TYPING_OVERRIDE, ROOT, checkout)}
     session.run(sys.executable, "-m", "pytest", *session.posargs[1:], *tests, env=with_checkout)
     session.run(
-        sys.executable, "-m", "pytest", "-s", "tests/megatron_lm", env={**own, **python_path(TYPING_OVERRIDE, ROOT)}
+        sys.executable,
+        "-m",
+        "pytest",
+        "-s",
+        "tests/megatron_lm",
+        env={**own, **python_path(TYPING_OVERRIDE, ROOT)},
     )
 
 
@@ -131,8 +160,22 @@ def lock(session: nox.Session) -> None:
         ("requirements-docs.txt", ("--group", "pyproject.toml:docs")),
     ):
         # uv does not look at [tool.uv.sources], so that the place of torch's CPU build may be one without a network
-        command = ["uv", "pip", "compile", *source, "--no-sources", *(session.posargs or ["--upgrade"])]
-        options = ["--quiet", "--python-version", "3.11", "--no-header", "--no-annotate", "--output-file"]
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            *source,
+            "--no-sources",
+            *(session.posargs or ["--upgrade"]),
+        ]
+        options = [
+            "--quiet",
+            "--python-version",
+            "3.11",
+            "--no-header",
+            "--no-annotate",
+            "--output-file",
+        ]
         head = re.match(r"(#.*\n)*", (ROOT / name).read_text())[0]
         answer = Path(session.create_tmp()) / name
         shutil.copy(ROOT / name, answer)

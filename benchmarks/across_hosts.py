@@ -92,15 +92,24 @@ class PlainWeights:
 
     def checksum(self) -> float:
         """Of all elements, in float64."""
-        return sum(float(flat.double().sum()) for buffers in self._groups.values() for flat in buffers.values())
+        return sum(
+            float(flat.double().sum())
+            for buffers in self._groups.values()
+            for flat in buffers.values()
+        )
 
 
 def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[str, torch.Tensor]]:
     """One for each way, over the same buffers; and this rank's source. Collective."""
     rank, hosts = dist.get_rank(), arguments.hosts.split(",")
     table = table_for(ModelShape(arguments.layers, 1024, 2816, 16, 8, 16384).config())
-    sides = TrainParallelism(len(hosts), *arguments.train), InferenceParallelism(len(hosts), *arguments.infer)
-    source, destination = (side(table, sizes).layout() for side, sizes in zip(_SIDES, sides, strict=True))
+    sides = (
+        TrainParallelism(len(hosts), *arguments.train),
+        InferenceParallelism(len(hosts), *arguments.infer),
+    )
+    source, destination = (
+        side(table, sizes).layout() for side, sizes in zip(_SIDES, sides, strict=True)
+    )
     buffers = {
         buffer_id.name: allocate_elastic(buffer.numel, getattr(torch, buffer.dtype), "cpu", "param")
         for buffer_id, buffer in source.buffers.items()
@@ -119,7 +128,9 @@ def containers(arguments: Namespace) -> tuple[dict[str, WeightContainer], dict[s
         gathered: list[Any] = [None] * len(hosts)
         dist.all_gather_object(gathered, export_handles(rank, {**buffers, **relays.tensors}))
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        router = TransportSet.connect(TransportContext(rank, source.buffers, handles, dist.new_group(), relays=relays))
+        router = TransportSet.connect(
+            TransportContext(rank, source.buffers, handles, dist.new_group(), relays=relays)
+        )
         found[name] = WeightContainer(weights, made, router, sends_ahead=way.is_ahead)
     return found, buffers
 
@@ -170,13 +181,21 @@ def main() -> None:
     """Start the ranks, print a line for each way, write the figures."""
     parser = parser_of(__doc__)
     sizes = {"type": int, "nargs": "+", "metavar": ("TP", "PP")}
-    parser.add_argument("--train", default=[2], **sizes, help="tensor and pipeline parallel size in training")
+    parser.add_argument(
+        "--train", default=[2], **sizes, help="tensor and pipeline parallel size in training"
+    )
     parser.add_argument("--infer", default=[1], **sizes, help="likewise, in generation")
-    parser.add_argument("--hosts", default="a,b,a,b", help="where each rank takes itself to be; also their number")
-    parser.add_argument("--layers", type=int, default=2, help="of about 24 MB each, beside 64 MB of vocabulary")
+    parser.add_argument(
+        "--hosts", default="a,b,a,b", help="where each rank takes itself to be; also their number"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="of about 24 MB each, beside 64 MB of vocabulary"
+    )
     parser.add_argument("--bucket-mb", type=int, default=16)
     parser.add_argument("--commit-ms", type=float, default=0.0, help="for each bucket")
-    parser.add_argument("--repeat", type=int, default=9, help="fills of each kind; the median counts")
+    parser.add_argument(
+        "--repeat", type=int, default=9, help="fills of each kind; the median counts"
+    )
     arguments = parser.parse_args()
     job, num_ranks = {**vars(arguments), "json": None}, len(arguments.hosts.split(","))
     by_rank = figures_of_ranks("benchmarks.across_hosts", job, num_ranks, 600)

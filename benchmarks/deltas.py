@@ -74,13 +74,18 @@ def _compare(now: torch.Tensor, sent: torch.Tensor) -> dict[str, float]:
             apply(delta, old)
             applying += time.process_time() - started
             assert torch.equal(old, new)
-    rates = {"GB/s encoded": now.numel() / encoding / 1e9, "GB/s applied": now.numel() / applying / 1e9}
+    rates = {
+        "GB/s encoded": now.numel() / encoding / 1e9,
+        "GB/s applied": now.numel() / applying / 1e9,
+    }
     return {"changed": num_changed / now.numel() * 2, "nbytes": nbytes / now.numel(), **rates}
 
 
 def _served(model: torch.nn.Module) -> torch.Tensor:
     """All weights in bfloat16, as bytes."""
-    return torch.cat([each.detach().to(torch.bfloat16).view(-1) for each in model.parameters()]).view(torch.uint8)
+    return torch.cat(
+        [each.detach().to(torch.bfloat16).view(-1) for each in model.parameters()]
+    ).view(torch.uint8)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def median(action: Callable[[], object]) -> float:
 def copies(nbytes: int) -> Figures:
     """GB/s of one large copy, by its ends."""
     one, other = (torch.ones(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    locked, also_locked = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    locked, also_locked = (
+        torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+    )
     ordinary = torch.ones(nbytes, dtype=torch.uint8)  # touched before
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -70,7 +72,9 @@ def copies(nbytes: int) -> Figures:
         "from ordinary memory": median(lambda: one.copy_(ordinary)),
     }
     rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
-    return rates | {"to and from page-locked memory at once, together": 2 * nbytes / median(both_ways) / 1e9}
+    return rates | {
+        "to and from page-locked memory at once, together": 2 * nbytes / median(both_ways) / 1e9
+    }
 
 
 def page_locking(nbytes: int) -> Figures:
@@ -173,7 +177,10 @@ def main() -> None:
     """Measure, print tables, write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--gib", type=float, default=4.0, help="size of a large copy, and of host memory that is registered"
+        "--gib",
+        type=float,
+        default=4.0,
+        help="size of a large copy, and of host memory that is registered",
     )
     arguments = parser.parse_args()
     driver = driver_of(0) if torch.cuda.is_available() else None
@@ -187,7 +194,9 @@ def main() -> None:
     for chunk in CHUNKS:
         figures[f"virtual memory, {chunk // MIB} MiB, µs"] = virtual_memory(driver, chunk)
     with products():
-        figures["virtual memory, 32 MiB, beside matrix products, µs"] = virtual_memory(driver, 32 * MIB)
+        figures["virtual memory, 32 MiB, beside matrix products, µs"] = virtual_memory(
+            driver, 32 * MIB
+        )
     figures[f"small copies, {SMALL_NBYTES // 1024} KiB, µs"] = small_copies()
     _print(figures)
     write_figures(arguments.json, {"device": torch.cuda.get_device_name(DEVICE), **figures})

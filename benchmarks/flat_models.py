@@ -50,7 +50,9 @@ class ModelShape:
         }
 
 
-TINY = ModelShape(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, vocab_size=256)
+TINY = ModelShape(
+    num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, vocab_size=256
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def rank_job(shape: ModelShape, tensor: int, rank: int, bucket_nbytes: int) -> R
         if (own := [each for each in bucket.transfers if each.dst_rank == rank])
     )
     destinations = {
-        buffer_id.name: buffer for buffer_id, buffer in destination.buffers.items() if buffer_id.rank == rank
+        buffer_id.name: buffer
+        for buffer_id, buffer in destination.buffers.items()
+        if buffer_id.rank == rank
     }
     return RankJob(rank, source.buffers[BufferId(rank, FLAT)], destinations, buckets)
 
@@ -127,7 +131,10 @@ def _in_one_buffer(layout: Layout, rank: int) -> Layout:
         end += buffer.numel
     flat = BufferId(rank, FLAT)
     shards = tuple(
-        Shard(shard.region, Place(flat, starts[shard.place.buffer] + shard.place.offset, shard.place.strides))
+        Shard(
+            shard.region,
+            Place(flat, starts[shard.place.buffer] + shard.place.offset, shard.place.strides),
+        )
         for shard in layout.shards
     )
     return Layout(layout.tensors, {flat: Buffer(end, "bfloat16", padding=tuple(padding))}, shards)

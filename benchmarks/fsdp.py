@@ -49,7 +49,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        sizes = ",".join(f"{key.removesuffix('_size')}={value}" for key, value in self.infer.items())
+        sizes = ",".join(
+            f"{key.removesuffix('_size')}={value}" for key, value in self.infer.items()
+        )
         return f"{self.model}: fsdp={self.ranks} -> {sizes} on {self.ranks}"
 
 
@@ -83,7 +85,9 @@ class FullTensor(IntoLoader):
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, names in self._views.items():
             tensor: Any = self._tensors[parameter].detach()
-            whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).to(torch.bfloat16)
+            whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).to(
+                torch.bfloat16
+            )
             for name in names:
                 view = self._packed[name].view
                 yield name, whole.as_strided(view.shape, view.strides, view.offset)
@@ -92,16 +96,28 @@ class FullTensor(IntoLoader):
 def main() -> None:
     """Run the cases; print and write their figures."""
     parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=5, help="timed runs of each contender (default: 5)")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="timed runs of each contender (default: 5)"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
     rows = []
-    cases = [case for case in (*CASES, TINY_CASE) if arguments.only in case.name and (arguments.only or case in CASES)]
+    cases = [
+        case
+        for case in (*CASES, TINY_CASE)
+        if arguments.only in case.name and (arguments.only or case in CASES)
+    ]
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
     for case in cases:
-        rows.append(figures_of_ranks("benchmarks.fsdp", {**asdict(case), "runs": arguments.runs}, case.ranks, 900))
-        print(case.name, {key: value for key, value in rows[-1].items() if key != "case"}, flush=True)
+        rows.append(
+            figures_of_ranks(
+                "benchmarks.fsdp", {**asdict(case), "runs": arguments.runs}, case.ranks, 900
+            )
+        )
+        print(
+            case.name, {key: value for key, value in rows[-1].items() if key != "case"}, flush=True
+        )
     write_figures(arguments.json, rows)
 
 
@@ -114,10 +130,17 @@ def run_rank(values: dict[str, Any]) -> None:
         train_config={"fsdp_config": {}},
         compress_reshard=True,
     )
-    report = [engine.sharding.enter(state) for state in (State.INFER, State.TRAIN, State.INFER, State.TRAIN)][2]
+    report = [
+        engine.sharding.enter(state)
+        for state in (State.INFER, State.TRAIN, State.INFER, State.TRAIN)
+    ][2]
     assert report is not None
     floor = Floor(engine, torch.float32, torch.bfloat16)
-    contenders: dict[str, Contender] = {"ours": Ours(engine), "full_tensor": FullTensor(engine), "floor": floor}
+    contenders: dict[str, Contender] = {
+        "ours": Ours(engine),
+        "full_tensor": FullTensor(engine),
+        "floor": floor,
+    }
     row: dict[str, Any] = {"case": case.name}
     digests: dict[str, Digests] = {}
     for name, contender in contenders.items():
@@ -141,7 +164,9 @@ def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    kind = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "torch_dtype"})
+    kind = AutoConfig.for_model(
+        **{key: value for key, value in config.items() if key != "torch_dtype"}
+    )
     model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=dtype)
     return model.requires_grad_(False)
 

@@ -44,8 +44,15 @@ def measure(target_name: str, shape: ModelShape, bucket_nbytes: int, repeat: int
     job = rank_job(shape, 1, 0, bucket_nbytes)
     missing = {}
     with target_named(target_name) as target:
-        figures = [*offload_figures(target, job.source.numel, repeat), *reshard_figures(target, job, repeat)]
-        name = "cpu: these times mean nothing" if target.is_simulated else torch.cuda.get_device_name(target.device)
+        figures = [
+            *offload_figures(target, job.source.numel, repeat),
+            *reshard_figures(target, job, repeat),
+        ]
+        name = (
+            "cpu: these times mean nothing"
+            if target.is_simulated
+            else torch.cuda.get_device_name(target.device)
+        )
     try:
         figures += pull_figures(PullTask((target_name, target_name), shape, bucket_nbytes, repeat))
     except (TransportError, RuntimeError) as error:
@@ -63,9 +70,14 @@ def main() -> None:
     """Measure, print a table, write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="runs of each; the median counts")
-    parser.add_argument("--layers", type=int, default=ModelShape.num_layers, help="of the model, on a GPU")
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a tiny model, to try the script"
+        "--layers", type=int, default=ModelShape.num_layers, help="of the model, on a GPU"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu: a tiny model, to try the script",
     )
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -73,7 +85,10 @@ def main() -> None:
     elif torch.cuda.is_available():
         target, shape, bucket_nbytes = "cuda:0", ModelShape(arguments.layers), BUCKET_NBYTES
     else:
-        print("benchmarks.gpu needs a GPU and found none; `--device cpu` tries the script", file=sys.stderr)
+        print(
+            "benchmarks.gpu needs a GPU and found none; `--device cpu` tries the script",
+            file=sys.stderr,
+        )
         sys.exit(NO_GPU)
     found = measure(target, shape, bucket_nbytes, arguments.repeat)
     _print(found)
@@ -82,11 +97,15 @@ def main() -> None:
 
 def _print(found: dict[str, Any]) -> None:
     console = Console()
-    times = Table("", "GB", "seconds", "GB/s", "floor", "its seconds", "of the floor", title=found["device"])
+    times = Table(
+        "", "GB", "seconds", "GB/s", "floor", "its seconds", "of the floor", title=found["device"]
+    )
     for each in found["timings"]:
         seconds, floor = f"{each['seconds']:.4f}", f"{each['floor_seconds']:.4f}"
         rate, share = f"{each['gb_per_second']:.1f}", f"{each['of_floor']:.0%}"
-        times.add_row(each["name"], f"{each['nbytes'] / 1e9:.3f}", seconds, rate, each["floor"], floor, share)
+        times.add_row(
+            each["name"], f"{each['nbytes'] / 1e9:.3f}", seconds, rate, each["floor"], floor, share
+        )
     sizes = Table("", "GB", "beside", "its GB", "ratio")
     for each in found["memory"]:
         beside = each["beside"], f"{each['beside_nbytes'] / 1e9:.3f}"

@@ -10,21 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.tools.launching import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser with `--json`, whose help is the docstring of a benchmark."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--vllm NAME=VALUE`, which may be repeated; `engine_arguments` reads what it gives."""
-    parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help="an engine argument of vLLM")
+    parser.add_argument(
+        "--vllm",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an engine argument of vLLM",
+    )
 
 
 def parse_with_engine_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -65,7 +73,9 @@ def figures_of_ranks(module: str, job: Mapping[str, Any], num_ranks: int, timeou
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         out = Path(directory) / "figures.json"
         program = ["-m", module, json.dumps({**job, "out": str(out)})]
-        ended = run_ranks(program, num_ranks, timeout, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT)
+        ended = run_ranks(
+            program, num_ranks, timeout, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT
+        )
         if ended.status != 0:
             sys.exit(f"{module} failed:\n{ended.output}")
         return json.loads(out.read_text())

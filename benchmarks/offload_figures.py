@@ -32,7 +32,12 @@ MOST, LEFT_COUNTED, LEFT_TAKEN = (
     "left after an offload, as the offloader counts",
     "left after an offload, as the driver counts",
 )
-OFFLOAD, ONLOAD, FIRST_OFFLOAD, FIRST_ONLOAD = "offload", "onload", "offload, the first", "onload, the first"
+OFFLOAD, ONLOAD, FIRST_OFFLOAD, FIRST_ONLOAD = (
+    "offload",
+    "onload",
+    "offload, the first",
+    "onload, the first",
+)
 RESHARD, BOTH_SIDES = "reshard", "reshard with both sides there"
 
 _NUMEL_TO_WARM_UP = 2**20
@@ -69,7 +74,9 @@ class DeviceUse:
 def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing | Memory]:
     """Training state of `numel` parameters comes and goes. Raises AssertionError when its contents change."""
     device = target.device
-    _move(target, _NUMEL_TO_WARM_UP)  # kernels that are loaded now take memory of the device for good
+    _move(
+        target, _NUMEL_TO_WARM_UP
+    )  # kernels that are loaded now take memory of the device for good
     use = DeviceUse(target)
     items = list(_training_state(target, numel))
     total = sum(item.tensor.untyped_storage().nbytes() for item in items)
@@ -112,18 +119,24 @@ def _move(target: Target, numel: int) -> None:
 def _training_state(target: Target, numel: int) -> Iterator[OffloadItem]:
     """Parameters and gradients in elastic buffers; Adam's state too, in a buffer each."""
     for owner, kind, dtype, action in _STATE:
-        yield OffloadItem(owner, kind, allocate_elastic(numel, dtype, target.elastic, kind).normal_(), action)
+        yield OffloadItem(
+            owner, kind, allocate_elastic(numel, dtype, target.elastic, kind).normal_(), action
+        )
 
 
 def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timing | Memory]:
     """All buckets of the switch, QKV taken apart, from a flat source into destinations on the same device."""
     device, use = target.device, DeviceUse(target)
-    source = job.new_source(lambda numel, dtype: allocate_elastic(numel, dtype, target.elastic, "param"))
+    source = job.new_source(
+        lambda numel, dtype: allocate_elastic(numel, dtype, target.elastic, "param")
+    )
     destinations = job.new_destinations(device)
     use.observe()
     nbytes = job.read_nbytes([job.rank])
 
-    buckets = [(bucket.index, BatchedCopies(bucket.transfers)) for bucket in job.buckets]  # kept, as by a switch
+    buckets = [
+        (bucket.index, BatchedCopies(bucket.transfers)) for bucket in job.buckets
+    ]  # kept, as by a switch
 
     def reshard() -> None:
         for index, copies in buckets:

@@ -112,21 +112,45 @@ def points() -> Iterator[Point]:
     """All of them."""
     ends = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     for ranks in RANKS:
-        train = TrainParallelism(ranks, tensor=4, pipeline=4, **{ends[0]: 9, ends[1]: 8})  # 35 = 9 + 9 + 9 + 8
+        train = TrainParallelism(
+            ranks, tensor=4, pipeline=4, **{ends[0]: 9, ends[1]: 8}
+        )  # 35 = 9 + 9 + 9 + 8
         yield Point("dense", ranks, DENSE, train, InferenceParallelism(ranks, tensor=2))
     for ranks in RANKS:
-        yield Point("experts", ranks, DEEPSEEK_V3, _experts(ranks), InferenceParallelism(ranks, tensor=8, expert=8))
+        yield Point(
+            "experts",
+            ranks,
+            DEEPSEEK_V3,
+            _experts(ranks),
+            InferenceParallelism(ranks, tensor=8, expert=8),
+        )
     for experts in (8, 16, 32, 64, 128, 256):
         # a token's experts are of 4 of 8 groups
-        config = {**DEEPSEEK_V3, "n_routed_experts": experts, "num_experts_per_tok": min(8, experts // 2)}
-        yield Point("tensors", experts, config, _experts(512), InferenceParallelism(512, tensor=8, expert=8))
+        config = {
+            **DEEPSEEK_V3,
+            "n_routed_experts": experts,
+            "num_experts_per_tok": min(8, experts // 2),
+        }
+        yield Point(
+            "tensors", experts, config, _experts(512), InferenceParallelism(512, tensor=8, expert=8)
+        )
     for expert in (8, 32):
-        train = TrainParallelism(2048, tensor=8, pipeline=16, expert=32, expert_tensor=1, **{ends[1]: 1})
-        yield Point("target", expert, DEEPSEEK_V3, train, InferenceParallelism(2048, tensor=8, expert=expert))
+        train = TrainParallelism(
+            2048, tensor=8, pipeline=16, expert=32, expert_tensor=1, **{ends[1]: 1}
+        )
+        yield Point(
+            "target",
+            expert,
+            DEEPSEEK_V3,
+            train,
+            InferenceParallelism(2048, tensor=8, expert=expert),
+        )
 
 
 def _experts(ranks: int) -> TrainParallelism:
-    return TrainParallelism(ranks, tensor=8, pipeline=8, expert=8, expert_tensor=1, num_layers_in_last_pipeline_stage=5)
+    return TrainParallelism(
+        ranks, tensor=8, pipeline=8, expert=8, expert_tensor=1, num_layers_in_last_pipeline_stage=5
+    )
 
 
 def measure(point: Point) -> Figures:
@@ -147,7 +171,9 @@ def measure(point: Point) -> Figures:
     times.append(time.perf_counter())
     if (summary.received != summary.lower_bound).any():
         raise AssertionError("more is received than the least")
-    layouts, bytes_of_all, order, rank_plan = (after - before for before, after in itertools.pairwise(times))
+    layouts, bytes_of_all, order, rank_plan = (
+        after - before for before, after in itertools.pairwise(times)
+    )
     transfers = sum(len(bucket.transfers) for bucket in plan.buckets)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = point.series, point.size, train.world_size, len(table.shapes)
@@ -180,7 +206,9 @@ def exponents(rows: Sequence[Figures]) -> dict[str, float]:
 def main() -> None:
     """Measure everything, print a table for each series, write the figures."""
     parser = parser_of(__doc__)
-    parser.add_argument("--repeat", type=int, default=2, help="runs of each point; the fastest counts")
+    parser.add_argument(
+        "--repeat", type=int, default=2, help="runs of each point; the fastest counts"
+    )
     parser.add_argument("--series", nargs="*", help="only these series")
     arguments = parser.parse_args()
     rows: dict[str, list[Figures]] = {}
@@ -195,7 +223,17 @@ def main() -> None:
 
 
 def _print(name: str, rows: Sequence[Figures], growth: dict[str, float] | None) -> None:
-    columns = ("size", "ranks", "tensors", "layouts", "summary", "order", "one rank's plan", "transfers", "peak MiB")
+    columns = (
+        "size",
+        "ranks",
+        "tensors",
+        "layouts",
+        "summary",
+        "order",
+        "one rank's plan",
+        "transfers",
+        "peak MiB",
+    )
     table = Table(title=f"{name}: seconds", title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")

@@ -21,7 +21,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is started by its path
 
 from benchmarks.launching import ROOT, parser_of, write_figures
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.tools.launching import run_ranks
 
 SECONDS = ("iteration_seconds", "reshard_seconds", "generate_seconds")
 MEMORY = ("peak_bytes", "rss_bytes")
@@ -33,9 +33,16 @@ Row = Mapping[str, Any]
 def main() -> None:
     """Run both, print and write their figures."""
     parser = parser_of(__doc__)
-    parser.add_argument("--config", type=Path, default=ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml")
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml"
+    )
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks (default: 2)")
-    parser.add_argument("--iterations", type=int, default=12, help="of a run; the first is not counted (default: 12)")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=12,
+        help="of a run; the first is not counted (default: 12)",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: 2)")
     arguments = parser.parse_args()
     runs: dict[str, list[list[Row]]] = {choice: [] for choice in CHOICES}
@@ -43,11 +50,15 @@ def main() -> None:
         for number in range(arguments.rounds):
             for choice in CHOICES:
                 out = Path(directory) / f"{choice}-{number}"
-                runs[choice].append(train(arguments.config, choice, arguments.nproc, arguments.iterations, out))
+                runs[choice].append(
+                    train(arguments.config, choice, arguments.nproc, arguments.iterations, out)
+                )
     require_same([rows for choice in CHOICES for rows in runs[choice]])
     figures = {choice: summary(runs[choice]) for choice in CHOICES}
     for choice, row in figures.items():
-        print(f"prefetch: {choice:4}", ", ".join(f"{name} {value:.6g}" for name, value in row.items()))
+        print(
+            f"prefetch: {choice:4}", ", ".join(f"{name} {value:.6g}" for name, value in row.items())
+        )
     write_figures(arguments.json, figures)
 
 
@@ -61,7 +72,9 @@ def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Pat
     changed.write_text(yaml.safe_dump(values))
     options = ["--config", str(changed), "--out", str(out), f"rl_config.iterations={iterations}"]
     program = ["-m", "examples.gpt_rl.train", *options]
-    ended = run_ranks(program, num_ranks, timeout=3600, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT)
+    ended = run_ranks(
+        program, num_ranks, timeout=3600, environment={"OMP_NUM_THREADS": "1"}, directory=ROOT
+    )
     if ended.status != 0:
         sys.exit(f"prefetch: {prefetch} failed:\n{ended.output}")
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -70,13 +83,16 @@ def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Pat
 def require_same(runs: Sequence[Sequence[Row]]) -> None:
     """Exit with what differs between runs and should not."""
     first, *others = [
-        [{key: value for key, value in row.items() if not _may_differ(key)} for row in rows] for rows in runs
+        [{key: value for key, value in row.items() if not _may_differ(key)} for row in rows]
+        for rows in runs
     ]
     for other in others:
         for one, two in zip(first, other, strict=True):
             differing = [key for key in one if one[key] != two.get(key)]
             if differing:
-                sys.exit(f"iteration {one['iteration']}: {', '.join(differing)} differ between runs: {one}, {two}")
+                sys.exit(
+                    f"iteration {one['iteration']}: {', '.join(differing)} differ between runs: {one}, {two}"
+                )
 
 
 def _may_differ(key: str) -> bool:

@@ -65,7 +65,14 @@ TIMEOUT = 1800.0
 FLOORS = {"publish": "copy", "disk": "copy", "in process": "copies"}
 """Row -> its floor."""
 PLAIN = (
-    *("--enforce-eager", "--skip-tokenizer-init", "--uvicorn-log-level", "warning", "--dtype", "bfloat16"),
+    *(
+        "--enforce-eager",
+        "--skip-tokenizer-init",
+        "--uvicorn-log-level",
+        "warning",
+        "--dtype",
+        "bfloat16",
+    ),
     *("--max-model-len", "64", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
 )
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -107,12 +114,20 @@ def main() -> None:
     """Measure; print and write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
-    parser.add_argument("--server-tp", type=int, choices=[1, 2], default=1, help="vLLM's tensor parallel size (1)")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs of each row in a round (default: 5)")
+    parser.add_argument(
+        "--server-tp", type=int, choices=[1, 2], default=1, help="vLLM's tensor parallel size (1)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="timed runs of each row in a round (default: 5)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--directory", type=Path, help="for checkpoints; default: where temporary files are")
+    parser.add_argument(
+        "--directory", type=Path, help="for checkpoints; default: where temporary files are"
+    )
     arguments = parser.parse_args()
-    figures = measure(arguments.model, arguments.server_tp, arguments.runs, arguments.rounds, arguments.directory)
+    figures = measure(
+        arguments.model, arguments.server_tp, arguments.runs, arguments.rounds, arguments.directory
+    )
     _print(figures)
     write_figures(arguments.json, figures)
 
@@ -121,14 +136,23 @@ def measure(
     model: str, server_tp: int, num_runs: int, num_rounds: int, directory: Path | None = None
 ) -> dict[str, Any]:
     """Every figure. Exits where both servers do not have the same weights."""
-    case, rows, loads = Case(model, NUM_RANKS, "tp=2", f"tp={server_tp}"), Rows(), [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory(prefix="publish-", dir=directory) as place, ExitStack() as ends:
+    case, rows, loads = (
+        Case(model, NUM_RANKS, "tp=2", f"tp={server_tp}"),
+        Rows(),
+        [os.getloadavg()[0]],
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="publish-", dir=directory) as place,
+        ExitStack() as ends,
+    ):
         # its config alone: the one server waits for the trainers, the other begins with what is no model's
         path, sizes = case.write_model(Path(place)), ("--tensor-parallel-size", str(server_tp))
         both = {"served": FILLED, "loaded": ("--load-format", "dummy")}
         with ThreadPoolExecutor(len(both)) as pool:
             started = {
-                name: pool.submit(ends.enter_context, serving(path, Path(place, name), *own, *PLAIN, *sizes))
+                name: pool.submit(
+                    ends.enter_context, serving(path, Path(place, name), *own, *PLAIN, *sizes)
+                )
                 for name, own in both.items()
             }
             urls = {name: server.result().url for name, server in started.items()}
@@ -141,7 +165,9 @@ def measure(
     return {
         "model": model,
         "server_tp": server_tp,
-        "rows": {name: _summary(runs, rows.nbytes.get(name)) for name, runs in rows.seconds.items()},
+        "rows": {
+            name: _summary(runs, rows.nbytes.get(name)) for name, runs in rows.seconds.items()
+        },
         "over_floor": {name: _ratio(rows, name, floor) for name, floor in FLOORS.items()},
         "over_publish": {name: _ratio(rows, name, "publish") for name in rows.seconds},
         "phases": rows.phases,
@@ -153,7 +179,13 @@ def measure(
 def _summary(runs: Sequence[float], nbytes: int | None) -> dict[str, Any]:
     fastest, slowest = min(runs), max(runs)
     seconds = statistics.median(runs)
-    return {"seconds": seconds, "fastest": fastest, "slowest": slowest, "runs": len(runs), "nbytes": nbytes}
+    return {
+        "seconds": seconds,
+        "fastest": fastest,
+        "slowest": slowest,
+        "runs": len(runs),
+        "nbytes": nbytes,
+    }
 
 
 def _ratio(rows: Rows, one: str, other: str) -> float:
@@ -162,7 +194,9 @@ def _ratio(rows: Rows, one: str, other: str) -> float:
 
 def _print(figures: Mapping[str, Any]) -> None:
     title = f"{figures['model']}, Megatron TP={NUM_RANKS} -> a server of TP={figures['server_tp']}"
-    table = Table("", "seconds", "fastest", "slowest", "GB", "over the floor", "over publish", title=title)
+    table = Table(
+        "", "seconds", "fastest", "slowest", "GB", "over the floor", "over publish", title=title
+    )
     for name, row in figures["rows"].items():
         times = [f"{row[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
         nbytes = "" if row["nbytes"] is None else f"{row['nbytes'] / 1e9:.3f}"
@@ -172,9 +206,14 @@ def _print(figures: Mapping[str, Any]) -> None:
     console = Console()
     console.print(table)
     if not figures["draw_alike"]:
-        console.print("both servers have the same weights, but vLLM's reload draws other tokens: see docs/certify.md")
+        console.print(
+            "both servers have the same weights, but vLLM's reload draws other tokens: see docs/certify.md"
+        )
     console.print("not measured: vLLM's own weight transfer, no backend of which runs on a CPU")
-    console.print("load of the machine, before and after each round:", *(f"{each:.1f}" for each in figures["load"]))
+    console.print(
+        "load of the machine, before and after each round:",
+        *(f"{each:.1f}" for each in figures["load"]),
+    )
 
 
 def run_rank(values: dict[str, Any]) -> None:
@@ -200,11 +239,15 @@ def _to_servers(config: HybridConfig, values: Mapping[str, Any], rows: Rows) -> 
             _call_workers(loaded, "reload_weights", weights_path=checkpoint)
             loaded.resume()
 
-    with ActorHybridWorker(config.model_copy(update={"generate_config": generate}), weights_only=True) as worker:
+    with ActorHybridWorker(
+        config.model_copy(update={"generate_config": generate}), weights_only=True
+    ) as worker:
         nbytes = _switch_once(worker)
         worker.save_hf_checkpoint(checkpoint)
         reload()
-        copy = _copy_of(nbytes // values["server_tp"] if dist.get_rank() < values["server_tp"] else 0)
+        copy = _copy_of(
+            nbytes // values["server_tp"] if dist.get_rank() < values["server_tp"] else 0
+        )
         for _ in range(values["runs"]):
             rows.time("copy", copy)
             rows.time("publish", lambda: worker.sharding.enter(State.INFER))
@@ -262,11 +305,19 @@ def _call_workers(server: HttpServer, method: str, **kwargs: Any) -> None:
 
 def _look(server: HttpServer) -> dict[str, Any]:
     """What a server holds and computes."""
-    body = {"prompt": PROMPTS, "max_tokens": 4, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+    body = {
+        "prompt": PROMPTS,
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
     answer = server.post("v1/completions", {**body, "return_tokens_as_token_ids": True})
     return {
         "sums": server.post("weight_checker", {"action": "checksum"})["checksums"],
-        "tokens": [(each["token_ids"], each["logprobs"]["token_logprobs"]) for each in answer["choices"]],
+        "tokens": [
+            (each["token_ids"], each["logprobs"]["token_logprobs"]) for each in answer["choices"]
+        ],
     }
 
 
@@ -274,7 +325,9 @@ def _require_same(published: Mapping[str, str], loaded: Mapping[str, str]) -> No
     """The sums of what was published are those of what a server loads from the checkpoint."""
     names = {*published, *loaded}
     if differ := sorted(name for name in names if published.get(name) != loaded.get(name)):
-        sys.exit(f"weights differ between the server that was published to and the one that reloaded: {differ}")
+        sys.exit(
+            f"weights differ between the server that was published to and the one that reloaded: {differ}"
+        )
 
 
 if __name__ == "__main__":

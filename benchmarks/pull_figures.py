@@ -18,7 +18,14 @@ import torch
 
 from benchmarks.flat_models import FLAT, ModelShape, RankJob, rank_job
 from benchmarks.targets import Target, target_named
-from benchmarks.timings import Timing, plain_device_copy, raise_unless_written, seconds_of, synchronize, timing
+from benchmarks.timings import (
+    Timing,
+    plain_device_copy,
+    raise_unless_written,
+    seconds_of,
+    synchronize,
+    timing,
+)
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Transfer
@@ -62,7 +69,8 @@ def pull_figures(task: PullTask) -> Iterator[Timing]:
     ends = context.Pipe()
     results = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        context.Process(target=pull, args=(rank, task, barrier, ends[rank], results[rank][1])) for rank in (0, 1)
+        context.Process(target=pull, args=(rank, task, barrier, ends[rank], results[rank][1]))
+        for rank in (0, 1)
     ]
     for process in processes:
         process.start()
@@ -78,13 +86,17 @@ def pull_figures(task: PullTask) -> Iterator[Timing]:
             process.kill()
     found = [answer for answer in answers if isinstance(answer, PullResult)]
     if len(found) < len(answers):
-        raise TransportError("; ".join(sorted({answer for answer in answers if isinstance(answer, str)})))
+        raise TransportError(
+            "; ".join(sorted({answer for answer in answers if isinstance(answer, str)}))
+        )
     for name in (WITH_MAPPING, COPIES):
         slower = max(found, key=lambda result: result.seconds[name])
         yield timing(name, slower.nbytes, slower.seconds[name], floor, slower.floor_seconds)
 
 
-def pull(rank: int, task: PullTask, barrier: Barrier, other: Connection, result: Connection) -> None:
+def pull(
+    rank: int, task: PullTask, barrier: Barrier, other: Connection, result: Connection
+) -> None:
     """One of the two processes."""
     try:
         with target_named(task.targets[rank]) as target:
@@ -99,11 +111,15 @@ def pull(rank: int, task: PullTask, barrier: Barrier, other: Connection, result:
         raise
 
 
-def _pull(rank: int, task: PullTask, target: Target, barrier: Barrier, other: Connection) -> PullResult:
+def _pull(
+    rank: int, task: PullTask, target: Target, barrier: Barrier, other: Connection
+) -> PullResult:
     torch.set_num_threads(1)
     device = target.device
     job = rank_job(task.shape, 2, rank, task.bucket_nbytes)
-    source = job.new_source(lambda numel, dtype: allocate_elastic(numel, dtype, target.elastic, "param"))
+    source = job.new_source(
+        lambda numel, dtype: allocate_elastic(numel, dtype, target.elastic, "param")
+    )
     destinations = job.new_destinations(device)
     synchronize(device)
     other.send(export_tensor(source))
@@ -118,7 +134,9 @@ def _pull(rank: int, task: PullTask, target: Target, barrier: Barrier, other: Co
     seconds: dict[str, list[float]] = {WITH_MAPPING: [], COPIES: []}
     for _ in range(task.repeat + 1):
         barrier.wait()
-        seconds[WITH_MAPPING].append(seconds_of(device, partial(_pull_by_bucket, transport, parts, destinations)))
+        seconds[WITH_MAPPING].append(
+            seconds_of(device, partial(_pull_by_bucket, transport, parts, destinations))
+        )
         barrier.wait()
         with peer.mapped() as flat:
             at_once = partial(copy_straight, "pull", 0, copies, _always(flat), destinations)
@@ -129,11 +147,15 @@ def _pull(rank: int, task: PullTask, target: Target, barrier: Barrier, other: Co
     floor = plain_device_copy(device, nbytes, task.repeat, barrier.wait, there)
     transport.close()
     barrier.wait()  # both have read to the end before either's buffer goes
-    return PullResult(nbytes, {name: statistics.median(found[1:]) for name, found in seconds.items()}, floor)
+    return PullResult(
+        nbytes, {name: statistics.median(found[1:]) for name, found in seconds.items()}, floor
+    )
 
 
 def _pull_by_bucket(
-    transport: SharedMemoryTransport, parts: Sequence[Sequence[Transfer]], destinations: Mapping[str, torch.Tensor]
+    transport: SharedMemoryTransport,
+    parts: Sequence[Sequence[Transfer]],
+    destinations: Mapping[str, torch.Tensor],
 ) -> None:
     """As a switch does: the peer's chunks are mapped from the first bucket that reads them to the last."""
     for index, transfers in enumerate(parts):

@@ -27,7 +27,7 @@ from benchmarks.launching import ROOT, add_engine_arguments, parse_with_engine_a
 from benchmarks.resharding.cases import Case, chosen
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.page import page, plot_memory, plot_phases
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.tools.launching import run_ranks
 
 SECONDS_PER_CASE = 1800
 BUDGET, QUICK_BUDGET = 120.0, 30.0
@@ -68,17 +68,40 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a subset, with fewer runs")
-    parser.add_argument("--only", default="", help="cases whose name contains this; tiny: a case for trying the script")
-    parser.add_argument("--runs", type=int, help="timed runs of each contender (default: 7, quick: 3; 0: none)")
-    parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
-    parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
-    parser.add_argument("--bridge", action="store_true", help="with Megatron-Bridge, which you have installed")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="cases whose name contains this; tiny: a case for trying the script",
+    )
+    parser.add_argument(
+        "--runs", type=int, help="timed runs of each contender (default: 7, quick: 3; 0: none)"
+    )
+    parser.add_argument(
+        "--cycles",
+        type=int,
+        default=0,
+        help="switch so often after the timing and watch for growth",
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="with gradients and optimizer; needs far more memory"
+    )
+    parser.add_argument(
+        "--bridge", action="store_true", help="with Megatron-Bridge, which you have installed"
+    )
     add_engine_arguments(parser)
-    parser.add_argument("--keep", action="store_true", help="vLLM keeps its weights' memory (release_weights: false)")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="vLLM keeps its weights' memory (release_weights: false)",
+    )
     parser.add_argument("--markdown", type=Path, help="write tables here")
     parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")
-    parser.add_argument("--plot-memory", type=Path, help="trace one cycle and draw the memory here (SVG)")
-    parser.add_argument("--from", dest="source", type=Path, help="run nothing: tables and plots of this JSON")
+    parser.add_argument(
+        "--plot-memory", type=Path, help="trace one cycle and draw the memory here (SVG)"
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="run nothing: tables and plots of this JSON"
+    )
     return parse_with_engine_arguments(parser)
 
 
@@ -123,11 +146,15 @@ def _line(row: dict[str, Any]) -> str:
     words = [f"{row['model']}: {row['train']} -> {row['infer']} on {row['ranks']}"]
     for key, value in row.items():
         if key.endswith("_seconds"):
-            words.append(f"{key.removesuffix('_seconds')} {'-' if value is None else f'{value:.3f}'}")
+            words.append(
+                f"{key.removesuffix('_seconds')} {'-' if value is None else f'{value:.3f}'}"
+            )
     words.append(f"peak over {row['peak_over_max_layout_bytes']} B")
     notes = [f"{key}: {reason}" for key, reason in row["reasons"].items()]
     if growth := row["growth"]:
-        changes = (f"{key} {first} -> {growth['last'][key]}" for key, first in growth["first"].items())
+        changes = (
+            f"{key} {first} -> {growth['last'][key]}" for key, first in growth["first"].items()
+        )
         notes.append(f"{growth['cycles']} cycles: {', '.join(changes)}")
     return "  ".join(words) + "".join(f"\n    {note}" for note in notes)
 

@@ -4,7 +4,7 @@
     python -m benchmarks.setup --real 2 4 8
 
 The code is that of a job: a rank's layouts become messages, messages become sides, sides a plan with its release
-schedule (`rendezvous.rank_plan`). What other ranks say is made by the layout code and read from a file, since there are
+schedule (`setup.rank_plan`). What other ranks say is made by the layout code and read from a file, since there are
 no thousands of ranks here; so the time of the network is not in it. Each point is a process of its own.
 
     bytes_received   what a rank receives of `Agreement.gather` and `Agreement.share`, as those count it
@@ -45,12 +45,12 @@ from hybrid_engine.messages import content_digest, encode
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.agreement import first_to_have
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.ranks.rank_tree import TreeShape
 from hybrid_engine.records.holdings import SideLayout, first_members, rank_classes
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.sides import Side, layout_messages
-from hybrid_engine.switch.rendezvous import Offer, connect, rank_plan
+from hybrid_engine.switch.setup import Offer, connect, rank_plan
+from hybrid_engine.tools.launching import run_ranks
 
 LLAMA_3_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,17 +91,27 @@ def sides_of(model: str, ranks: int) -> tuple[SideLayout, SideLayout, list[str]]
     if model == "deepseek-v3":
         table = table_for(DEEPSEEK_V3)
         train = TrainParallelism(
-            ranks, tensor=8, pipeline=8, expert=8, expert_tensor=1, num_layers_in_last_pipeline_stage=5
+            ranks,
+            tensor=8,
+            pipeline=8,
+            expert=8,
+            expert_tensor=1,
+            num_layers_in_last_pipeline_stage=5,
         )
         infer = InferenceParallelism(ranks, tensor=8, expert=8)
     else:
         table = table_for(LLAMA_3_70B)
-        train, infer = TrainParallelism(ranks, tensor=8, pipeline=4), InferenceParallelism(ranks, tensor=8)
+        train, infer = (
+            TrainParallelism(ranks, tensor=8, pipeline=4),
+            InferenceParallelism(ranks, tensor=8),
+        )
     unserved = [name for name in table.shapes if not table.is_served(name)]
     return training_side(table, train), inference_side(table, infer), unserved
 
 
-def told_by_ranks(side: SideLayout, extra: Sequence[bytes] = ()) -> tuple[list[list[int]], list[bytes]]:
+def told_by_ranks(
+    side: SideLayout, extra: Sequence[bytes] = ()
+) -> tuple[list[list[int]], list[bytes]]:
     """Return what `Agreement.share` returns on every rank: ranks of one class say the same."""
     classes = rank_classes(side.holdings)
     numbers: dict[bytes, int] = {}
@@ -115,17 +125,27 @@ def told_by_ranks(side: SideLayout, extra: Sequence[bytes] = ()) -> tuple[list[l
     return [said[kind] for kind in classes], list(numbers)
 
 
-def received_nbytes(rank: int, shape: TreeShape, told: Sequence[Sequence[int]], messages: Sequence[bytes]) -> int:
+def received_nbytes(
+    rank: int, shape: TreeShape, told: Sequence[Sequence[int]], messages: Sequence[bytes]
+) -> int:
     """Bytes that `Agreement.share` brings a rank: digests and lengths of all messages, with their sizes, then these."""
-    digests = encode([(content_digest(messages[number]), len(messages[number])) for number in told[0]])
+    digests = encode(
+        [(content_digest(messages[number]), len(messages[number])) for number in told[0]]
+    )
     lent = [sum(len(messages[number]) for number in numbers) for numbers in first_to_have(told)]
-    return sum(shape.received_nbytes(rank, sizes) for sizes in ([8] * len(told), [len(digests)] * len(told), lent))
+    return sum(
+        shape.received_nbytes(rank, sizes)
+        for sizes in ([8] * len(told), [len(digests)] * len(told), lent)
+    )
 
 
 def _feed(model: str, ranks: int, path: Path) -> list[str]:
     """Write what the ranks say; returns what may stay unread."""
     source, destination, unserved = sides_of(model, ranks)
-    for name, side, extra in (("source", source, ()), ("destination", destination, (encode(Offer(True, [])),))):
+    for name, side, extra in (
+        ("source", source, ()),
+        ("destination", destination, (encode(Offer(True, [])),)),
+    ):
         told, messages = told_by_ranks(side, extra)
         np.save(path / f"{name}.npy", np.array(told))
         for number, message in enumerate(messages):
@@ -135,7 +155,9 @@ def _feed(model: str, ranks: int, path: Path) -> list[str]:
 
 def _read(path: Path, name: str) -> tuple[list[list[int]], list[bytes]]:
     told = np.load(path / f"{name}.npy").tolist()
-    return told, [(path / f"{name}.{number}").read_bytes() for number in range(1 + max(map(max, told)))]
+    return told, [
+        (path / f"{name}.{number}").read_bytes() for number in range(1 + max(map(max, told)))
+    ]
 
 
 def _resident_nbytes() -> int:
@@ -201,7 +223,9 @@ class _Held:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._buffers = {
-            buffer_id.name: allocate_elastic(buffer.numel, getattr(torch, buffer.dtype), "cpu", "param")
+            buffer_id.name: allocate_elastic(
+                buffer.numel, getattr(torch, buffer.dtype), "cpu", "param"
+            )
             for buffer_id, buffer in layout.buffers.items()
         }
 
@@ -225,7 +249,9 @@ def _opened() -> tuple[int, int, int]:
 def run_rank(out: str) -> None:
     """Be one rank of `--real`."""
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    table = table_for({**LLAMA_3_70B, "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024})
+    table = table_for(
+        {**LLAMA_3_70B, "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024}
+    )
     sides = (
         training_side(table, TrainParallelism(ranks, tensor=2)),
         inference_side(table, InferenceParallelism(ranks, tensor=1)),
@@ -234,7 +260,9 @@ def run_rank(out: str) -> None:
     before = _opened()
     with ExitStack() as ends, closing(Job.join(60, host=str(rank // 4))) as job:
         started = time.perf_counter()
-        connect(job, cast(Any, source), cast(Any, destination), GenerateConfig(timeout_seconds=60), ends)
+        connect(
+            job, cast(Any, source), cast(Any, destination), GenerateConfig(timeout_seconds=60), ends
+        )
         seconds, after = time.perf_counter() - started, _opened()
         made = (now - then for now, then in zip(after, before, strict=True))
         row = RealRow(ranks, seconds, job.agreement.nbytes_received, *made)
@@ -255,7 +283,9 @@ def real(ranks: int) -> RealRow:
 
 def main() -> None:
     """Measure, print a table, write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--ranks", nargs="*", type=int, default=RANKS)
     parser.add_argument("--real", nargs="+", type=int, help="real jobs of so many ranks instead")
@@ -271,7 +301,16 @@ def main() -> None:
         return
     rows = [point(model, ranks) for model in arguments.model for ranks in arguments.ranks]
     table = Table()
-    for column in ("model", "ranks", "CPU s", "MB received", "peak MB", "kinds", "transfers", "peers"):
+    for column in (
+        "model",
+        "ranks",
+        "CPU s",
+        "MB received",
+        "peak MB",
+        "kinds",
+        "transfers",
+        "peers",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(

@@ -41,8 +41,8 @@ from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
+from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
 
 SECONDS = 1500
 MOST_COPIED = 8 * 2**30
@@ -55,7 +55,9 @@ def run_rank(job: dict[str, Any]) -> None:
     case = Case(job["model"], 1, "tp=1", "tp=1", trains=True)
     with (
         tempfile.TemporaryDirectory(prefix="switch-") as directory,
-        ActorHybridWorker(case.config(Path(directory), job["vllm"], prefetch=job["prefetch"])) as worker,
+        ActorHybridWorker(
+            case.config(Path(directory), job["vllm"], prefetch=job["prefetch"])
+        ) as worker,
     ):
         write_figures(Path(job["out"]), _figures(worker, job))
 
@@ -87,7 +89,9 @@ def _figures(worker: ActorHybridWorker, job: dict[str, Any]) -> dict[str, Any]:
     weights = worker.inference.adaptor.nbytes
     copied = copied_nbytes(worker.train.offload_items())
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu: these times mean nothing",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else "cpu: these times mean nothing",
         "model": job["model"],
         "cycles": job["cycles"],
         "prefetch": job["prefetch"],
@@ -152,9 +156,14 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-4b")
     parser.add_argument("--cycles", type=int, default=5, help="the first is a warm-up")
     parser.add_argument(
-        "--prefetch", choices=("off", "auto"), default="off", help="auto: state moves beside the fill and completions"
+        "--prefetch",
+        choices=("off", "auto"),
+        default="off",
+        help="auto: state moves beside the fill and completions",
     )
-    parser.add_argument("--profile", metavar="DIRECTORY", type=Path, help="profiles of one more cycle go there")
+    parser.add_argument(
+        "--profile", metavar="DIRECTORY", type=Path, help="profiles of one more cycle go there"
+    )
     add_engine_arguments(parser)
     arguments = parse_with_engine_arguments(parser)
     if arguments.cycles < 2:
@@ -175,7 +184,15 @@ def main() -> None:
 
 def _print(figures: dict[str, Any]) -> None:
     console = Console()
-    table = Table("", "seconds", "the first", "GB copied", "floor, seconds", "floor / seconds", title=figures["device"])
+    table = Table(
+        "",
+        "seconds",
+        "the first",
+        "GB copied",
+        "floor, seconds",
+        "floor / seconds",
+        title=figures["device"],
+    )
     floor = figures["floor"]
     for name, row, least in (
         ("to vLLM", figures["to_vllm"], floor["offload"] + floor["weights"]),

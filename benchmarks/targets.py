@@ -1,4 +1,4 @@
-"""Where figures are taken: a GPU, or the CPU with the driver of tests/harness/libcuda.py."""
+"""Where figures are taken: a GPU, or the CPU with the driver of tests/software_gpu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.memory import device_pages, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of, taken_nbytes
-from tests.harness.libcuda import GRANULE, LibCuda
+from tests.software_gpu.device import GRANULE, load_driver, virtual_memory
 
 SIMULATED = "simulated"
 """Name of the target without a GPU; the others are named as torch names the device."""
@@ -58,11 +58,12 @@ def _taken_on(device: torch.device) -> int:
 
 @contextmanager
 def _simulated() -> Iterator[Target]:
-    cuda = LibCuda()
-    driver = CudaDriver(cuda.api, torch.device("cpu"))
+    driver = CudaDriver(load_driver(), torch.device("cpu"))
     with (
         mock.patch.object(elastic, "driver_of", return_value=driver),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(device_pages, "CHUNK_NBYTES", 2 * GRANULE),
     ):
-        yield Target(torch.device("cpu"), torch.device("cuda", 0), driver, cuda.taken_nbytes)
+        yield Target(
+            torch.device("cpu"), torch.device("cuda", 0), driver, lambda: virtual_memory().nbytes
+        )

@@ -48,7 +48,9 @@ def memory(name: str, nbytes: int, beside: str, beside_nbytes: int) -> Memory:
 
 def timing(name: str, nbytes: int, seconds: float, floor: str, floor_seconds: float) -> Timing:
     """With the ratios."""
-    return Timing(name, nbytes, seconds, floor, floor_seconds, floor_seconds / seconds, nbytes / seconds / 1e9)
+    return Timing(
+        name, nbytes, seconds, floor, floor_seconds, floor_seconds / seconds, nbytes / seconds / 1e9
+    )
 
 
 def synchronize(device: torch.device) -> None:
@@ -67,7 +69,11 @@ def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
 
 
 def plain_device_copy(
-    device: torch.device, nbytes: int, repeat: int, wait: Callable[[], object] = int, source: torch.device | None = None
+    device: torch.device,
+    nbytes: int,
+    repeat: int,
+    wait: Callable[[], object] = int,
+    source: torch.device | None = None,
 ) -> float:
     """Seconds of one copy of as many bytes within the device, or from `source` to it; `wait` is called before each."""
     there = torch.ones(nbytes, dtype=torch.uint8, device=source or device)

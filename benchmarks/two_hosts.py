@@ -124,11 +124,16 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
     parser.add_argument("--runs", type=int, default=5, help="of each row (default: 5)")
-    parser.add_argument("--gbit", type=float, help="Gbit/s that the link takes from the trainers (default: all)")
+    parser.add_argument(
+        "--gbit", type=float, help="Gbit/s that the link takes from the trainers (default: all)"
+    )
     arguments = parser.parse_args()
     figures = measure(arguments.model, arguments.runs, arguments.gbit)
     for name, row in figures["rows"].items():
-        seconds, nbytes = f"{row['seconds']:7.3f} s (fastest {row['fastest']:.3f})", f"{row['planned'] / 1e6:9.3f} MB"
+        seconds, nbytes = (
+            f"{row['seconds']:7.3f} s (fastest {row['fastest']:.3f})",
+            f"{row['planned'] / 1e6:9.3f} MB",
+        )
         link = f"{row['link'] / 1e6:9.3f} MB (most {row['most'] / 1e6:.3f})"
         density, deltas = row["density"]
         of_words = "" if density is None else f", {density:.4%} changed, deltas {deltas}"
@@ -141,7 +146,11 @@ def measure(model: str, num_runs: int, gbit: float | None = None) -> dict[str, A
     """Every figure."""
     case, load = _case(model), [os.getloadavg()[0]]
     rows: dict[str, Any] = {}
-    with two_hosts() as (trainers, away), ExitStack() as ends, ThreadPoolExecutor(len(SERVER_TPS)) as pool:
+    with (
+        two_hosts() as (trainers, away),
+        ExitStack() as ends,
+        ThreadPoolExecutor(len(SERVER_TPS)) as pool,
+    ):
         case.write_model(away.path("/tmp"))
         if gbit is not None:
             trainers.limit_link(gbit)
@@ -152,12 +161,20 @@ def measure(model: str, num_runs: int, gbit: float | None = None) -> dict[str, A
         def start(tp: int) -> str:
             options = (*FILLED, *PLAIN, "--tensor-parallel-size", str(tp))
             place = away.path(f"/tmp/server{tp}")
-            server = serving(f"/tmp/{model}", place, *options, environment={TOKEN: SECRET}, host=away)
+            server = serving(
+                f"/tmp/{model}", place, *options, environment={TOKEN: SECRET}, host=away
+            )
             return ends.enter_context(server).url
 
         urls = list(pool.map(start, SERVER_TPS))
         for name in JOBS:
-            job = {"model": model, "name": name, "runs": num_runs, "urls": urls, "pids": [trainers.pid, away.pid]}
+            job = {
+                "model": model,
+                "name": name,
+                "runs": num_runs,
+                "urls": urls,
+                "pids": [trainers.pid, away.pid],
+            }
             with trainers.network():
                 rows |= figures_of_ranks("benchmarks.two_hosts", job, NUM_RANKS, TIMEOUT)
     return {"model": model, "gbit": gbit, "rows": rows, "load": [*load, os.getloadavg()[0]]}
@@ -177,13 +194,19 @@ def run_rank(values: dict[str, Any]) -> None:
         config = _case(values["model"]).config(Path(f"/tmp/rank{dist.get_rank()}"))
         keys = {**JOBS[name], "servers": tuple(values["urls"]), "server_address": host.address}
         generate = config.generate_config.model_copy(update=keys)
-        with ActorHybridWorker(config.model_copy(update={"generate_config": generate}), weights_only=True) as worker:
+        with ActorHybridWorker(
+            config.model_copy(update={"generate_config": generate}), weights_only=True
+        ) as worker:
             rows.publish(f"{name}: with the join", worker)
             worker.sharding.enter(State.TRAIN)
             for _ in range(values["runs"]):
-                {"whole": _publish_all, "kept": _publish_changes, "delta": _publish_deltas}[name](worker, rows)
+                {"whole": _publish_all, "kept": _publish_changes, "delta": _publish_deltas}[name](
+                    worker, rows
+                )
     if dist.get_rank() == 0:
-        Path(values["out"]).write_text(json.dumps({row: _summary(rows, row) for row in rows.seconds}))
+        Path(values["out"]).write_text(
+            json.dumps({row: _summary(rows, row) for row in rows.seconds})
+        )
     dist.destroy_process_group()
 
 
@@ -220,7 +243,16 @@ def _publish_changes(worker: ActorHybridWorker, rows: Rows) -> None:
 
 
 def _publish_deltas(worker: ActorHybridWorker, rows: Rows) -> None:
-    shares = {"0.1 %": 0.001, "1 %": 0.01, "6 %": 0.06, "30 %": 0.3, "60 %": 0.6, "70 %": 0.7, "all": 1, "nothing": 0}
+    shares = {
+        "0.1 %": 0.001,
+        "1 %": 0.01,
+        "6 %": 0.06,
+        "30 %": 0.3,
+        "60 %": 0.6,
+        "70 %": 0.7,
+        "all": 1,
+        "nothing": 0,
+    }
     for row, share in shares.items():
         _flip(worker, share)
         rows.publish(f"delta: {row}", worker)

@@ -49,11 +49,17 @@ def main() -> None:
     """Measure; print and write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="beside off (default: all)")
-    parser.add_argument("--runs", type=int, default=5, help="timed switches of a mode in a round (default: 5)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="beside off (default: all)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="timed switches of a mode in a round (default: 5)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
     arguments = parser.parse_args()
-    figures = figures_of_ranks("benchmarks.verified", {**vars(arguments), "json": None}, NUM_RANKS, 1800)
+    figures = figures_of_ranks(
+        "benchmarks.verified", {**vars(arguments), "json": None}, NUM_RANKS, 1800
+    )
     for mode, row in figures.items():
         print(f"{mode:8}", ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
     write_figures(arguments.json, figures)
@@ -92,7 +98,12 @@ def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
     with mock.patch.object(ShardedModel, "frozen", frozen):
         engine = HybridEngine(
             model=model,
-            rollout_config={"tp_size": NUM_RANKS, "max_model_len": 64, "max_num_seqs": 4, **MODES[mode]},
+            rollout_config={
+                "tp_size": NUM_RANKS,
+                "max_model_len": 64,
+                "max_num_seqs": 4,
+                **MODES[mode],
+            },
             train_config={"fsdp_config": {}},
         )
     written: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -110,7 +121,14 @@ def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
         report: Any = engine.sharding.enter(State.INFER)
         phases = (report.seconds_by_phase.get(phase, 0.0) for phase in PHASES)
         sent = report.bytes_own + report.bytes_received
-        own = (report.seconds, *phases, copied, sent, report.bytes_received, sum(flat.nbytes for flat in held))
+        own = (
+            report.seconds,
+            *phases,
+            copied,
+            sent,
+            report.bytes_received,
+            sum(flat.nbytes for flat in held),
+        )
         found.append([max(column) for column in zip(*gather(own), strict=True)])
         engine.sharding.enter(State.TRAIN)
     engine.shutdown()

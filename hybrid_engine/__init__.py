@@ -1,27 +1,30 @@
-"""Train with Megatron and generate with vLLM in turn, on one set of devices; weights are resharded at the switch.
+"""Train with Megatron and generate with vLLM in turn on the same devices, resharding the weights.
 
-    Megatron parameters                                                   vLLM parameters
-    backends/megatron/adaptor.py                                          backends/vllm/weights/adaptor.py
-    name table (models/) + live modules                                   trace of vLLM's own weight loader
-            |  layout(): "this region of tensor T lives here" (records/)         |
-            +----------------------> planning/planner.py <-----------------------+
+    Megatron parameters                                             vLLM parameters
+    backends/megatron/adaptor.py                                    backends/vllm/weights/adaptor.py
+    name table (models/) + live modules                             trace of vLLM's weight loader
+            |  layout(): "this region of tensor T is stored here" (records/)  |
+            +----------------------> planning/planner.py <--------------------+
                                      box intersection, once
                                               |  ReshardPlan: buckets of transfers
                                               v
-    training buffers --- transports/ (local, shared_memory, collective) ---> switch/weight_container.py
-    memory/elastic.py                                                     allocate, fill, commit, release
-            |                                                                    |
-            +---------------------- switch/sharding_manager.py ------------------+
-                       states train / forward / infer / idle; offload; agreement of all ranks (ranks/)
+    training buffers --- transports/ (local, shared_memory, ...) ---> switch/weight_container.py
+    memory/elastic.py                                               allocate, fill, commit, release
+            |                                                                 |
+            +---------------------- switch/sharding_manager.py ---------------+
+                       states train / forward / infer / idle; offload;
+                       agreement of all ranks (ranks/)
                                               |
                       hybrid_engine.py, trainer/worker.py
 
-A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backends/ and layouts/ knows a parallel axis.
+A canonical tensor is a tensor of a Hugging Face checkpoint. Parallel axes occur only in backends/
+and layouts/, which build the layouts, in config/, which checks their sizes, and in the user's
+settings.
 
     attaching/         `prepare` and `attach`: vLLM beside a Megatron model, optimizer and loop of the user's own
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
     rl/                GRPO: a loop around a worker, and its losses
-    trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, companions, checkpoints
+    trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, critic, checkpoints
     assembly.py        an inference engine beside a live training model
     probes.py          what two engines are asked about tokens, to be compared with each other
     ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
@@ -31,20 +34,20 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     planning/          who sends what to whom
     transports/        how bytes move
     records/           regions, places and layouts
-    layouts/           what both engines would hold, computed without them
-    backends/          Megatron, vLLM, Hugging Face checkpoints
+    layouts/           layouts and memory of both engines, computed without the engines
+    backends/          Megatron, FSDP2, vLLM, Hugging Face checkpoints
     models/            name tables of model families
     memory/            elastic buffers, offloading
-    ranks/             the ranks of a job: start, agreement, failures
-    tracing.py         a timeline of the switches
-    serving/           trainers' and servers' parts where vLLM runs in processes of its own
+    ranks/             ranks of a job: start, agreement, failures
+    tracing.py         timeline of the switches
+    vllm_plugin.py     vLLM's entry point: prepares server processes, and no others
+    serving/           trainer's and server's parts for vLLM in separate processes
     config/            configuration keys and their rules
-    integrations/      the same inside other frameworks' trainers
-    files/             reading users' files, writing durable ones
-    megatron_script/   --enable-resharding on Megatron-LM's own scripts
-    advisor/           `python -m hybrid_engine plan`
-    verification/      `python -m hybrid_engine verify`
-    cli/               the commands' options and output; __main__.py starts it
+    integrations/      engines inside trainers of other frameworks
+    files/             reading users' files, writing durable files
+    megatron_script/   --enable-resharding for Megatron-LM's own scripts
+    tools/             commands plan, verify, certify and env, and code that only they use; not
+                       imported by jobs
 
 docs/architecture.md follows one weight through all of it.
 """
@@ -67,13 +70,18 @@ if TYPE_CHECKING:
     from hybrid_engine.switch.sharding_manager import ShardingManager
     from hybrid_engine.switch.states import State
     from hybrid_engine.trainer.batches import build_batch, pack
-    from hybrid_engine.trainer.companions import ReferenceModel, ValueModel, generalized_advantages, value_loss
     from hybrid_engine.trainer.megatron.train_engine import TrainEngine
+    from hybrid_engine.trainer.reference_and_critic import (
+        ReferenceModel,
+        ValueModel,
+        generalized_advantages,
+        value_loss,
+    )
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
 uncaught.install()
 
-# Names load with their first use, with what they need of torch, Megatron and vLLM.
+# Names are imported at their first use, together with torch, Megatron or vLLM if they need them.
 _LAZY = {
     "ActorHybridWorker": "hybrid_engine.trainer.worker",
     "Completion": "hybrid_engine.backends.vllm",
@@ -81,18 +89,18 @@ _LAZY = {
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
     "Job": "hybrid_engine.ranks.job",
-    "ReferenceModel": "hybrid_engine.trainer.companions",
+    "ReferenceModel": "hybrid_engine.trainer.reference_and_critic",
     "ReshardReport": "hybrid_engine.switch.report",
     "Sampling": "hybrid_engine.backends.vllm",
     "ShardingManager": "hybrid_engine.switch.sharding_manager",
     "State": "hybrid_engine.switch.states",
     "TrainEngine": "hybrid_engine.trainer.megatron.train_engine",
-    "ValueModel": "hybrid_engine.trainer.companions",
+    "ValueModel": "hybrid_engine.trainer.reference_and_critic",
     "build_batch": "hybrid_engine.trainer.batches",
-    "generalized_advantages": "hybrid_engine.trainer.companions",
+    "generalized_advantages": "hybrid_engine.trainer.reference_and_critic",
     "load_config": "hybrid_engine.config",
     "pack": "hybrid_engine.trainer.batches",
-    "value_loss": "hybrid_engine.trainer.companions",
+    "value_loss": "hybrid_engine.trainer.reference_and_critic",
     "attach": "hybrid_engine.attaching",
     "prepare": "hybrid_engine.attaching",
 }
@@ -132,4 +140,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise DependencyError(f"{name} needs torch and an engine: pip install 'hybrid-engine[gpu]' or [cpu]") from error
+        raise DependencyError(
+            f"{name} needs torch and an engine: pip install 'hybrid-engine[gpu]' or [cpu]",
+            code="torch-is-missing",
+        ) from error

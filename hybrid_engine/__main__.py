@@ -11,13 +11,16 @@ _INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """Run a command. Ctrl-C ends it with one line, while modules are imported too."""
     try:
-        from hybrid_engine.cli import app
+        from hybrid_engine.tools.cli import app
 
         app()
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print("Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'", file=sys.stderr)
+        print(
+            "Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'",
+            file=sys.stderr,
+        )
         print("or [cpu]. `plan` needs neither.", file=sys.stderr)
         sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as end:

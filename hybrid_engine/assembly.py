@@ -1,7 +1,8 @@
-"""Puts an inference engine beside a live training model.
+"""Construction of the inference side of a job for a live training model.
 
-Shared by those who bring the training model: `ActorHybridWorker` builds one, `HybridEngine(model=...)` shards one, and
-`attach` and `megatron_script` find one running.
+`ActorHybridWorker` builds the training model, `HybridEngine(model=...)` shards the caller's, and
+`attach` and `megatron_script` use a running one. All of them build the rest here: an
+`InferenceSide`, which is vLLM in these ranks or in servers, and the switch between both sides.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
-from hybrid_engine.files.hub import Snapshot
+from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.files.model_files import TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
-from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
+from hybrid_engine.models.lora_tensors import (
+    VLLM_LORA_RANKS,
+    ActorLora,
+    LoraSettings,
+    adapted_modules,
+    adapter_shapes,
+)
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ports import InferenceWeights, Trainer
@@ -33,12 +40,14 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout, differences
 from hybrid_engine.records.sides import Side, layout_messages
-from hybrid_engine.switch.rendezvous import gather_side
-from hybrid_engine.tracing import check_path
+from hybrid_engine.switch.setup import gather_side
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import Switch
+from hybrid_engine.tracing import check_path, path_of_rank
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
-    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
     from hybrid_engine.backends.vllm.server.inference import ServedInference
 
 
@@ -47,23 +56,191 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 @dataclass(frozen=True)
 class EngineParts(Generic[TrainerT]):
-    """What a `HybridEngine` is made of; see there.
+    """Parts of a `HybridEngine`.
 
     Attributes:
-        training_side: what all ranks hold for training; None where that is not known.
-        adapter: what completions are drawn with, where LoRA is delivered by itself.
+        train: trainer that provides the weights.
+        inference: engine in these ranks, or the client of the servers.
+        config: checked configuration of both sides.
+        switch: state machine that moves the weights between them.
+        adapter: name of the LoRA to generate with, if adapters are delivered separately.
+        reports_cover_all_ranks: True if each report of a switch counts the bytes of all ranks.
     """
 
     train: TrainerT
     inference: InferenceEngine | ServedInference
     config: HybridConfig
-    offloader: Offloader
-    training_side: Side | None
-    weights: InferenceWeights
+    switch: Switch
     adapter: str | None = None
+    reports_cover_all_ranks: bool = False
 
 
-def put_beside(
+class InferenceSide(Protocol):
+    """Place where completions are generated. Every rank calls, in this order:
+
+        side = inference_side(config)
+        side.require_packages()             # before a process group exists
+        side.check(job)                     # before anything is built
+        parts = side.build(train, ...)      # offloads training state if vLLM needs the memory
+        side.check_sampling(parts.inference, sampling)    # optional, before training starts
+
+    `LocalVllm` builds vLLM in the ranks that train; `ServedVllm` publishes to running servers.
+    """
+
+    def require_packages(self, *, allow_version: bool = False) -> None:
+        """Raise DependencyError if this side needs a package that is missing or not tested."""
+
+    def check(self, job: Job) -> None:
+        """Raise ConfigError with every reason why this side cannot be built for `job`."""
+
+    def build(
+        self,
+        train: TrainerT,
+        offloader: Offloader,
+        table: ModelTable,
+        job: Job,
+        owner: ExitStack,
+        *,
+        lora: ActorLora | None,
+        tokenizer_dir: str | None,
+    ) -> EngineParts[TrainerT]:
+        """Build the inference engine and the switch; `owner` shuts the engine down. Collective."""
+
+    def check_sampling(self, inference: Any, sampling: Sampling) -> None:
+        """Raise ConfigError if `inference` cannot generate with `sampling`."""
+
+
+def inference_side(config: HybridConfig) -> InferenceSide:
+    """Return the inference side that `generate_config` asks for."""
+    return ServedVllm(config) if config.generate_config.servers else LocalVllm(config)
+
+
+@dataclass(frozen=True)
+class LocalVllm:
+    """vLLM in the ranks that train."""
+
+    config: HybridConfig
+
+    def require_packages(self, *, allow_version: bool = False) -> None:
+        """Raise DependencyError if vLLM is missing or of a version that was not tested."""
+        from hybrid_engine.backends.vllm import require_vllm
+
+        require_vllm(allow_version=allow_version or self.config.generate_config.allow_version)
+
+    def check(self, job: Job) -> None:
+        """Raise ConfigError for settings that vLLM refuses on the devices of this job."""
+        from hybrid_engine.backends.vllm import check_before_building
+
+        self.require_packages()
+        check_before_building(inference_settings(self.config, job.world_size), job)
+
+    def build(
+        self,
+        train: TrainerT,
+        offloader: Offloader,
+        table: ModelTable,
+        job: Job,
+        owner: ExitStack,
+        *,
+        lora: ActorLora | None,
+        tokenizer_dir: str | None,
+    ) -> EngineParts[TrainerT]:
+        """Build vLLM in every rank, and the switch between it and `train`. Collective."""
+        with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
+            # vLLM measures the free memory while it starts.
+            offloader.offload()
+        training_side = gather_side(job, train.weights)
+        inference = build_inference_engine(
+            self.config, table, training_side, job, lora, tokenizer_dir
+        )
+        owner.callback(inference.shutdown)
+        with job.agreement.phase("delivering adapters"):
+            weights = served_weights(inference, self.config, lora)
+        return parts_with_engine(
+            train,
+            inference,
+            self.config,
+            offloader=offloader,
+            weights=weights,
+            training_side=training_side,
+            adapter=None if lora is None else lora.name,
+        )
+
+    def check_sampling(self, inference: InferenceEngine, sampling: Sampling) -> None:
+        """Raise ConfigError for a `sampling` that vLLM refuses."""
+        from hybrid_engine.backends.vllm.requests import sampling_params
+
+        sampling_params(sampling, inference.tokenizer)
+
+
+@dataclass(frozen=True)
+class ServedVllm:
+    """Running vLLM servers, which receive the weights over the network."""
+
+    config: HybridConfig
+
+    def require_packages(self, *, allow_version: bool = False) -> None:
+        """Accept any environment, because vLLM runs only in the servers."""
+
+    def check(self, job: Job) -> None:
+        """Accept every job, because the servers check their own settings when they are invited."""
+
+    def build(
+        self,
+        train: TrainerT,
+        offloader: Offloader,
+        table: ModelTable,
+        job: Job,
+        owner: ExitStack,
+        *,
+        lora: ActorLora | None,
+        tokenizer_dir: str | None,
+    ) -> EngineParts[TrainerT]:
+        """Connect to the servers. Collective; training state stays on the device."""
+        from hybrid_engine.backends.vllm.server.inference import ServedInference
+
+        inference = ServedInference(self.config, job, tokenizer_dir)
+        switch = inference.switch(train, offloader)
+        return EngineParts(train, inference, self.config, switch, reports_cover_all_ranks=True)
+
+    def check_sampling(self, inference: ServedInference, sampling: Sampling) -> None:
+        """Accept every sampling, because a server checks each request."""
+
+
+def parts_with_engine(
+    train: TrainerT,
+    inference: InferenceEngine,
+    config: HybridConfig,
+    *,
+    offloader: Offloader | None = None,
+    weights: InferenceWeights | None = None,
+    training_side: Side | None = None,
+    adapter: str | None = None,
+) -> EngineParts[TrainerT]:
+    """Return the parts of an engine whose trainer and inference engine are built.
+
+    Args:
+        train: trainer that provides the weights.
+        inference: engine in this rank; the switch belongs to its job.
+        config: configuration of both sides.
+        offloader: offloader of the trainer's state; default: a new one.
+        weights: weights that a switch writes; default: all weights of the inference engine.
+        training_side: layouts of all ranks for training, if known (`gather_side`).
+        adapter: name of the LoRA to generate with.
+    """
+    switch = ShardingManager(
+        trainer=train,
+        inference=weights or inference.adaptor,
+        caches=inference,
+        offloader=offloader or Offloader(train),
+        config=config.generate_config,
+        job=inference.job,
+        training_side=training_side,
+    )
+    return EngineParts(train, inference, config, switch, adapter)
+
+
+def build_parts(
     train: TrainerT,
     config: HybridConfig,
     table: ModelTable,
@@ -74,41 +251,30 @@ def put_beside(
     tokenizer_dir: str | None = None,
     gives_back: bool = True,
 ) -> EngineParts[TrainerT]:
-    """Build vLLM for this trainer, whose state leaves the device, or find the servers.
+    """Build the inference side for this trainer, and the switch between both.
 
     Collective, within `job.agreement.building()`.
 
     Args:
-        train: whose weights vLLM will have.
-        config: both sides.
-        table: the model's name table.
-        job: of all ranks.
-        owner: ends what is built here.
-        lora: what is delivered by itself.
-        tokenizer_dir: where it is not the model's.
-        gives_back: at the end, and if anything fails on any rank, training state is back on the device.
+        train: trainer that provides the weights.
+        config: configuration of both sides.
+        table: name table of the model.
+        job: all ranks.
+        owner: closes everything that is built here.
+        lora: adapters that are delivered separately.
+        tokenizer_dir: directory of the tokenizer, if it is not the model's.
+        gives_back: return training state to the device at the end, or if a rank fails.
     """
-    with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
+    with job.agreement.phase("looking at the trainer's state", SHORT_PATIENCE):
         offloader = Offloader(train)
         if gives_back:
             owner.callback(offloader.onload)
         trainer: object = train
         if isinstance(trainer, WithAttention) and config.generate_config.check_compute != "off":
-            trainer.attention()  # transformers' is read while its classes are as the trainer knows them
-        if not config.generate_config.servers:
-            offloader.offload()  # vLLM looks at the memory that is free while it starts
-    if config.generate_config.servers:
-        from hybrid_engine.backends.vllm.server.inference import ServedInference
-
-        served = ServedInference(config, job, tokenizer_dir)
-        return EngineParts(train, served, config, offloader, None, served.adaptor)
-    side = gather_side(job, train.weights)
-    inference = build_inference_engine(config, table, side, job, lora, tokenizer_dir)
-    owner.callback(inference.shutdown)
-    with job.agreement.phase("delivering adapters"):
-        weights = served_weights(inference, config, lora)
-    adapter = None if lora is None else lora.name
-    return EngineParts(train, inference, config, offloader, side, weights, adapter)
+            # Read now and remembered, because vLLM changes classes of transformers when it loads.
+            trainer.attention()
+    side = inference_side(config)
+    return side.build(train, offloader, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
 def build_inference_engine(
@@ -119,66 +285,81 @@ def build_inference_engine(
     lora: ActorLora | None = None,
     tokenizer_dir: str | None = None,
 ) -> InferenceEngine:
-    """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
+    """Build vLLM in the ranks that train. Collective.
 
-    vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
-    `training_side`: of all ranks (`rendezvous.gather_side`). Which rank takes which shard follows from them and
-    from what vLLM's loader writes at each position, traced first. `lora`: what is delivered by itself.
-    `tokenizer_dir`: where it is not the model's. A failure on any rank is raised on all, and leaves no engine.
+    Each rank takes the shard that needs the least data from other ranks. The assignment follows
+    from the training layouts and from those of every vLLM position, which are traced first. vLLM
+    measures the free memory while it starts, so training state should be off the device.
+
+    Args:
+        config: configuration of both sides.
+        table: name table of the model.
+        training_side: layouts of all ranks for training (`setup.gather_side`).
+        job: all ranks.
+        lora: adapters that are delivered separately.
+        tokenizer_dir: directory of the tokenizer, if it is not the model's.
+
+    A failure on any rank is raised on all, and leaves no engine.
     """
-    generate, positions = config.generate_config, None
+    generate = config.generate_config
+    positions = None
     with job.agreement.phase("checking the inference settings"):
-        if generate.trace is not None and job.rank == 0:
-            check_path(generate.trace)
+        if generate.trace is not None:
+            check_path(path_of_rank(generate.trace, job.rank))
         settings = inference_settings(config, job.world_size, lora, tokenizer_dir)
-    # Where each position has the whole model, no order is better than another.
+    # If each position has the whole model, all orders are equally good.
     if generate.infer_rank_order != "sequential" and settings.sizes.ranks_per_instance > 1:
         positions = gather_positions(settings, table, job)
         with job.agreement.phase("choosing the order of ranks"):
-            held, needed = training_side.placed.holdings, positions.placed.holdings
-            order = rank_order(generate.infer_rank_order, held, needed, job.hosts, settings.sizes.tensor)
+            held = training_side.placed.holdings
+            needed = positions.placed.holdings
+            order = rank_order(
+                generate.infer_rank_order, held, needed, job.hosts, settings.sizes.tensor
+            )
             settings = replace(settings, sizes=replace(settings.sizes, rank_order=order))
     with ExitStack() as undo:
         with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
             from hybrid_engine.backends.vllm import InferenceEngine
 
             engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
-            undo.callback(engine.shutdown)  # where another rank fails, too
+            undo.callback(engine.shutdown)  # also if only another rank fails
             if positions is not None:
                 position = settings.sizes.place_of(job.rank).position
-                require_traced_before(positions.kind(position), engine.adaptor.layout(), job.rank, position)
+                require_traced_before(
+                    positions.kind(position), engine.adaptor.layout(), job.rank, position
+                )
         undo.pop_all()
     return engine
 
 
 def gather_positions(settings: InferenceSettings, table: ModelTable, job: Job) -> Side:
-    """What vLLM holds at every position, by position in place of rank; each rank traces one. Collective."""
+    """Return vLLM's layouts as a `Side`, by position instead of rank. Collective.
+
+    Each rank traces the layout of one position, without memory for weights.
+    """
     with job.agreement.phase("tracing vLLM's model without memory"):
         from hybrid_engine.backends.vllm import layout_of_position
 
-        own = layout_messages(layout_of_position(settings, job, table.shapes, dtypes=table.dtypes))
-    told, messages = job.agreement.share(own, "exchange of inference positions")
+        layout = layout_of_position(settings, job, table.shapes, dtypes=table.dtypes)
+        own_messages = layout_messages(layout)
+    numbers, messages = job.agreement.share(own_messages, "exchange of inference positions")
     with job.agreement.phase("choosing the order of ranks"):
-        return Side.from_messages(told, messages)
+        return Side.from_messages(numbers, messages)
 
 
-def require_traced_before(expected: Layout, found: Layout, rank: int, position: int) -> None:
-    """Raise ParameterMismatchError naming each tensor of which an engine holds other parts than its model did without
-    memory: the order of ranks was chosen by that."""
-    if wrong := differences(expected, found):
-        where = f"on rank {rank} vLLM holds other parts of it than were traced for position {position} without memory"
+def require_traced_before(traced: Layout, loaded: Layout, rank: int, position: int) -> None:
+    """Raise ParameterMismatchError naming each tensor that differs between two layouts.
+
+    These are the layout of an engine and the layout traced before without memory, by which the
+    order of ranks was chosen.
+    """
+    if names := differences(traced, loaded):
+        problem = (
+            f"on rank {rank} vLLM holds other parts of it than were traced for position {position} "
+            "without memory"
+        )
         remedy = "Set generate_config.infer_rank_order to sequential"
-        raise ParameterMismatchError([f"{name}: {where}. {remedy}" for name in wrong])
-
-
-def check_inference(config: HybridConfig, job: Job) -> None:
-    """Raise what keeps vLLM from being built, while nothing is built yet; servers say what they cannot do."""
-    if config.generate_config.servers:
-        return
-    from hybrid_engine.backends.vllm import check_before_building, require_vllm
-
-    require_vllm(allow_version=config.generate_config.allow_version)
-    check_before_building(inference_settings(config, job.world_size), job)
+        raise ParameterMismatchError([f"{name}: {problem}. {remedy}" for name in names])
 
 
 def inference_settings(
@@ -187,33 +368,37 @@ def inference_settings(
     lora: ActorLora | None = None,
     tokenizer_dir: str | None = None,
 ) -> InferenceSettings:
-    """vLLM's settings from a checked configuration, in sequential order.
+    """Return vLLM's settings from a checked configuration, with ranks in sequential order.
 
-    `lora`: what is delivered by itself. `tokenizer_dir`: where it is not the model's.
+    Args:
+        config: configuration of both sides.
+        world_size: number of ranks.
+        lora: adapters that are delivered separately.
+        tokenizer_dir: directory of the tokenizer, if it is not the model's.
     """
     from hybrid_engine.backends.vllm import InferenceSettings
 
+    lora_settings: dict[str, Any] = {}
+    if lora is not None:
+        # vLLM accepts only these maxima; the rank of an adapter may be smaller.
+        sufficient = (rank for rank in VLLM_LORA_RANKS if rank >= lora.settings.largest_rank)
+        lora_settings = {
+            "max_loras": 1,
+            "max_lora_rank": next(sufficient),
+            "lora_target_modules": lora.settings.target_modules,
+        }
     return InferenceSettings(
         str(config.model),
         config.generate_config.sizes(world_size),
         config.generate_config,
         config.served_dtype,
         tokenizer_dir=tokenizer_dir,
-        **({} if lora is None else _lora_settings(lora)),
+        **lora_settings,
     )
 
 
-def _lora_settings(lora: ActorLora) -> dict[str, Any]:
-    """vLLM's settings for a LoRA that is delivered by itself."""
-    return {
-        "max_loras": 1,
-        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.settings.largest_rank),
-        "lora_target_modules": lora.settings.target_modules,
-    }
-
-
 def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
-    """What is delivered by itself of the adapters that `actor_config.lora` describes; None where they are merged."""
+    """Return the adapters of `actor_config.lora`, if they are delivered separately; else None."""
     lora = config.actor_config.lora
     if config.generate_config.lora_delivery != "adapter" or lora is None:
         return None
@@ -221,8 +406,13 @@ def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
     return ActorLora(LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes)), shapes)
 
 
-def served_weights(engine: InferenceEngine, config: HybridConfig, lora: ActorLora | None) -> InferenceWeights:
-    """What a switch writes: the weights of an engine that was built with this `lora`, and that beside them."""
+def served_weights(
+    engine: InferenceEngine, config: HybridConfig, lora: ActorLora | None
+) -> InferenceWeights:
+    """Return the weights that a switch writes into `engine`: its own, and the adapters of `lora`.
+
+    The engine must have been built with the same `lora`.
+    """
     if lora is None:
         return engine.adaptor
     from hybrid_engine.backends.vllm.lora import WeightsWithLora
@@ -231,8 +421,8 @@ def served_weights(engine: InferenceEngine, config: HybridConfig, lora: ActorLor
     return WeightsWithLora(engine.adaptor, engine.loras, lora, config.served_dtype)
 
 
-@torch_defaults()  # what is made here is trained and filled in other modes of torch
-def build_parts(
+@torch_defaults()  # because these tensors are trained and filled in other modes of torch
+def shard_and_build(
     model: torch.nn.Module,
     owner: ExitStack,
     *,
@@ -243,51 +433,66 @@ def build_parts(
     compress_reshard: bool = False,
     compression_dtype: torch.dtype | str = torch.bfloat16,
 ) -> EngineParts[ShardedModel]:
-    """Shard the model, unless it is or stays whole, and build vLLM for it. Collective.
+    """Shard the model, unless it is sharded or stays whole, and build vLLM for it. Collective.
 
-    `owner` ends what is made here; the other arguments are `HybridEngine`'s. Raises, on all ranks: ConfigError,
-    UnknownModelError, ModelError, each with everything that is wrong.
+    `owner` closes everything that is created here. See `HybridEngine` for the other arguments.
+    Raises, on all ranks, ConfigError, UnknownModelError or ModelError, each with all its
+    violations.
     """
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
 
     if not enable_reshard:
-        remedy = "Leave it out: vLLM's weights come by resharding alone"
-        raise ConfigError([Violation("enable_reshard", "False", remedy)])
+        remedy = "Leave it out: weights reach vLLM only by resharding"
+        raise ConfigError([Violation("enable_reshard", "False", remedy, code="must-be-enabled")])
     values = generate_values(rollout_config or {})
     if compress_reshard:
-        values |= {"compress_reshard": True, "compression_dtype": str(compression_dtype).removeprefix("torch.")}
-    job = owner.enter_context(closing(Job.join(values.get("timeout_seconds", GenerateConfig().timeout_seconds))))
+        values["compress_reshard"] = True
+        values["compression_dtype"] = str(compression_dtype).removeprefix("torch.")
+    timeout_seconds = values.get("timeout_seconds", GenerateConfig().timeout_seconds)
+    job = owner.enter_context(closing(Job.join(timeout_seconds)))
     with job.agreement.building():
         with job.agreement.phase("checking the configuration"):
             if not shard and train_config is not None:
-                raise ConfigError([Violation("train_config", "says how to shard, and shard is False", "Leave one out")])
+                problem = "configures sharding, but shard is False"
+                violation = Violation(
+                    "train_config", problem, "Leave one out", code="contradicts-shard"
+                )
+                raise ConfigError([violation])
             is_whole = not (shard or is_sharded(model))
-            fsdp = _copies(job.world_size) if is_whole else read_train_config(train_config or {}, job.world_size)
+            if not is_whole:
+                fsdp = read_train_config(train_config or {}, job.world_size)
+            elif job.world_size > 1:
+                # Every rank has a replica of the whole model.
+                fsdp = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=job.world_size)
+            else:
+                fsdp = FsdpConfig()
             config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
-            check_inference(config, job)
+            inference_side(config).check(job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if shard and (train_config is not None or not is_sharded(model)):
                 shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
             delivery = config.generate_config.lora_delivery
             train = ShardedModel(model, table, job.rank, lora_delivery=delivery, is_whole=is_whole)
-            owner.callback(train.close)  # once all of it is back on the device
+            owner.callback(train.close)  # runs after its state has returned to the device
         lora = train.weights.lora
-        return put_beside(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
-
-
-def _copies(num_ranks: int) -> FsdpConfig:
-    """What a model is that every rank has whole."""
-    return FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=num_ranks) if num_ranks > 1 else FsdpConfig()
+        return build_parts(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
 def _checked_config(
     model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
 ) -> tuple[HybridConfig, str | None]:
-    """The configuration for this model, and its tokenizer's directory. Raises before the model is changed."""
+    """Return the configuration for this model, and the directory of its tokenizer.
+
+    Raises before the model is changed.
+    """
     from hybrid_engine.backends.fsdp.adaptor import read_model_weights
-    from hybrid_engine.backends.fsdp.model_checks import require_configured, require_drivable, weights_dtype
+    from hybrid_engine.backends.fsdp.model_checks import (
+        require_configured,
+        require_drivable,
+        weights_dtype,
+    )
     from hybrid_engine.backends.fsdp.names import wrapped_names
 
     require_drivable(model, job.world_size)
@@ -295,44 +500,58 @@ def _checked_config(
     names = wrapped_names(model, tensors)
     tokenizer_dir = _tokenizer_directory(names.model, values.pop("model", None))
     directory = _model_directory(names.model, owner)
-    if tokenizer_dir is not None:  # what is saved has it, too; it is read where it was, also once the engine has ended
+    if tokenizer_dir is not None:
+        # Linked so that saved checkpoints include the tokenizer. The tokenizer itself is read from
+        # its own directory, even after the engine has ended.
         for path in files_like(Path(tokenizer_dir), TOKENIZER):
             (directory / path.name).symlink_to(path.resolve())
-    wire_dtype = values.get("compression_dtype", "bfloat16") if values.get("compress_reshard") else None
-    dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)
+    wire_dtype = None
+    if values.get("compress_reshard"):
+        wire_dtype = values.get("compression_dtype", "bfloat16")
+    weights = {name: tensors[name] for name in names.weights.values()}
+    dtype = weights_dtype(weights, wire_dtype)
     actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
     settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
-    config = load_config(settings, job.world_size, own_loop=True, own_weights=True)  # the loop is the caller's
-    read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
+    config = load_config(settings, job.world_size, own_loop=True, own_weights=True)
+    table = table_for(config.hf_config())
+    # Its result is not needed here: it raises ModelError for weights that cannot be mapped.
+    read_model_weights(model, tensors, table, config.generate_config.lora_delivery)
     require_configured(names.model)
     return config, tokenizer_dir
 
 
 def _model_directory(model: Any, owner: ExitStack) -> Path:
-    """A directory with the config and the generation config of a transformers model, for vLLM; `owner` removes it.
+    """Return a directory with the config and generation config of a transformers model, for vLLM.
 
-    No file is read: what the model was told when it was loaded, and since, is in the object alone.
+    Both are written from the object, because its settings may have changed while or after it was
+    loaded from files. `owner` removes the directory.
     """
-    from hybrid_engine.backends.fsdp.model_checks import config_of
+    from hybrid_engine.models.derived import config_of
 
-    made = Path(owner.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-engine-")))
-    config_of(model).save_pretrained(made)
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        generation.to_json_file(made / "generation_config.json")  # save_pretrained refuses what vLLM does not read
-    return made
+    temporary = tempfile.TemporaryDirectory(prefix="hybrid-engine-")
+    directory = Path(owner.enter_context(temporary))
+    config_of(model).save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        # Not by save_pretrained, which refuses values that vLLM does not even read.
+        generation.to_json_file(directory / "generation_config.json")
+    return directory
 
 
-def _tokenizer_directory(model: Any, given: str | None) -> str | None:
-    """Directory that is given, else where a transformers model was loaded from, on disk or in the Hub's cache.
+def _tokenizer_directory(model: Any, configured: str | None) -> str | None:
+    """Return the configured directory, else the one from which a transformers model was loaded.
 
-    Raises ConfigError for a directory that is given and not there.
+    That is a directory on disk or in the Hub's cache; None if there is neither. Raises ConfigError
+    if the configured directory does not exist.
     """
-    if given is not None and not os.path.isdir(given):
-        problem = f"{given} is not a directory"
-        raise ConfigError([Violation("rollout_config.model", problem, "Name that of the tokenizer, or leave it out")])
-    name = given or model.config.name_or_path
+    if configured is not None and not os.path.isdir(configured):
+        problem = f"{configured} is not a directory"
+        remedy = "Name the directory of the tokenizer, or leave it out"
+        violation = Violation("rollout_config.model", problem, remedy, code="not-a-directory")
+        raise ConfigError([violation])
+    name = configured or model.config.name_or_path
     if name and os.path.isdir(name):
         return str(name)
-    # the commit that transformers has loaded; None: the main branch
-    snapshot = Snapshot.in_cache(name, getattr(model.config, "_commit_hash", None))
+    # The commit that transformers has loaded; None means the main branch.
+    snapshot = HubSnapshot.in_cache(name, getattr(model.config, "_commit_hash", None))
     return None if snapshot is None else str(snapshot.directory)

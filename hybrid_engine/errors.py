@@ -2,9 +2,9 @@
 
 HybridEngineError
 ├── ConfigError          the configuration is invalid; lists every violation with its key and a remedy
-│   └── ArgumentError          so are the arguments of a call
+│   └── ArgumentError          the arguments of a call are invalid
 ├── BatchError           a batch cannot be computed; lists every violation with its key and a remedy
-├── LossError            a loss function failed, or returned what is no loss
+├── LossError            a loss function failed, or returned an invalid value
 ├── DependencyError      a package is missing, or its version was not tested
 ├── ModelError           the model cannot be mapped between the engines
 │   ├── UnknownModelError      no name table for the architecture
@@ -12,14 +12,14 @@ HybridEngineError
 ├── PlanError            the two layouts are inconsistent; lists every fault
 ├── WeightError          a weight has an unusable value (NaN, Inf)
 ├── StateError           the call is not allowed in the current state
-│   └── DifferentCallsError    ranks make different calls; names what each called
+│   └── DifferentCallsError    ranks make different calls; names the call of each rank
 ├── FileError            a file cannot be read or written; names the file, the problem and a remedy
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
-├── MessageError         what another process said cannot be understood: another version, too long, or damaged
-├── GenerationError      vLLM failed while it generated; weights and state are as before
-├── ServerError          a server of vLLM's refused a call, or is not there; training state is as before
-└── ReshardError         a switch failed; says in which phase, and what state was restored
-    ├── ComputationError vLLM computes something else than the trainer; names both numbers
+├── MessageError         a message from another process is invalid: another version, too long, or malformed
+├── GenerationError      vLLM failed during generation; weights and state are unchanged
+├── ServerError          a vLLM server refused a call, or cannot be reached; training state is unchanged
+└── ReshardError         a switch failed; names the phase, and the state that was restored
+    ├── ComputationError vLLM and the trainer compute different functions; names both numbers
     ├── OffloadError     state could not be moved off the device or back
     ├── LostRankError    a rank exited or does not respond; the job cannot continue
     ├── RemoteError      the cause is on another rank; carries that rank's message
@@ -33,7 +33,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Self, TypeVar
 
 Finding = TypeVar("Finding")
@@ -42,41 +42,41 @@ Result = TypeVar("Result")
 
 
 def shortened(value: object, most: int = 200) -> str:
-    """Return `value` as code would write it, for a message, cut with a `…` after `most` characters.
+    """Return the repr of `value` for a message, cut with a `…` after `most` characters.
 
-    Reads no more of a collection than it shows: a few bytes of YAML can be gigabytes when written out.
+    Reads no more of a collection than it shows, because a few bytes of YAML can expand to gigabytes.
     """
     return clipped(_SHORT.repr(value), most)
 
 
 def clipped(text: str, most: int = 200) -> str:
-    """Return `text`, cut with a `…` after `most` characters, as what can be printed: names of files may be no UTF-8."""
+    """Return `text`, cut with a `…` after `most` characters and printable: file names may not be UTF-8."""
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
     return cut.encode(errors="backslashreplace").decode()
 
 
 def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
-    """Return the first `most` items, and how many more there are."""
+    """Join the first `most` items, and add the number of further items."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return f"{separator.join(items[:most])}{more}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is a misspelling of; None where none is near enough to be meant."""
+    """Return the known name of which `name` is probably a misspelling, or None."""
     return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.75)), None)
 
 
 def collect(
-    found: list[Violation],
+    violations: list[Violation],
     function: Callable[Parameters, Result],
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> Result | None:
-    """Return the function's result, or None after adding the violations of its ConfigError to `found`."""
+    """Return the function's result, or None after adding the violations of its ConfigError to `violations`."""
     try:
         return function(*args, **kwargs)
     except ConfigError as error:
-        found.extend(error.findings)
+        violations.extend(error.findings)
         return None
 
 
@@ -85,34 +85,49 @@ _INDEX = re.compile(r"\[\d+\]")
 
 class _Short(reprlib.Repr):
     def repr_int(self, value: int, level: int) -> str:
-        """Name the size of a huge number: Python refuses to write out thousands of digits."""
+        """Show the size of a huge number instead: Python refuses to convert thousands of digits."""
         bits = value.bit_length()
         return f"a number of {bits} bits" if bits > 1000 else super().repr_int(value, level)
 
 
 _SHORT = _Short()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 4, 200, 100, 200
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 10
+_SHORT.maxlevel = 4
+_SHORT.maxstring = 200
+_SHORT.maxlong = 100
+_SHORT.maxother = 200
+_SHORT.maxdict = 10
+_SHORT.maxlist = 10
+_SHORT.maxtuple = 10
+_SHORT.maxset = 10
 
 
 class HybridEngineError(Exception):
     """Base class of every error that this package raises deliberately.
 
     Attributes:
-        cause_on_rank_0: on a rank above 0, the error of rank 0 that says all that is known here of the failure, as
-            `agreement.described` writes it; "" where rank 0 has none; None where the ranks have not agreed on it.
+        code: stable name of the problem, in kebab-case, such as "worker-is-closed". Programs and
+            tests compare it; the message is for people and may change with any release. Errors
+            that list findings have "" here, because each of their findings has a code.
+        cause_on_rank_0: on a rank above 0, the error of rank 0 that explains this failure, as formatted by
+            `agreement.described`; "" if rank 0 has none; None if the ranks have not agreed on it.
     """
 
     cause_on_rank_0: str | None = None
 
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
-class _ListedError(HybridEngineError, Generic[Finding]):
-    """An error that reports all findings at once, at most `MOST_LINES` lines; `findings` has all of them.
 
-    Each finding has a line; more than `MOST_ALIKE` violations that differ in an index of their keys alone have one
-    together.
+class _FindingsError(HybridEngineError, Generic[Finding]):
+    """Error that reports all findings at once.
 
-    `source`: the file that they are about, if it is one.
+    The message has one line per finding, and at most `MOST_LINES` lines. More than `MOST_ALIKE` violations that differ
+    only in an index of their keys share one line.
+
+    Attributes:
+        findings: all findings.
+        source: file to which the findings refer; None if it is not a file.
     """
 
     heading = "invalid"
@@ -120,7 +135,8 @@ class _ListedError(HybridEngineError, Generic[Finding]):
     MOST_ALIKE = 3
 
     def __init__(self, findings: Sequence[Finding], source: str | None = None) -> None:
-        self.findings, self.source = tuple(findings), source
+        self.findings = tuple(findings)
+        self.source = source
         lines = self._lines()
         if len(lines) > self.MOST_LINES:
             lines = [*lines[: self.MOST_LINES], f"  - and {len(lines) - self.MOST_LINES} more"]
@@ -140,8 +156,16 @@ class _ListedError(HybridEngineError, Generic[Finding]):
             shown = group if len(group) <= self.MOST_ALIKE else group[:1]
             lines += [f"  - {finding}" for finding in shown]
             if len(shown) < len(group):
-                keys = list(dict.fromkeys(finding.key for finding in group if isinstance(finding, Violation)))
-                where = f", the others at {first_of(keys[1:], self.MOST_ALIKE)}" if len(keys) > 1 else ""
+                keys = list(
+                    dict.fromkeys(
+                        finding.key for finding in group if isinstance(finding, Violation)
+                    )
+                )
+                where = (
+                    f", the others at {first_of(keys[1:], self.MOST_ALIKE)}"
+                    if len(keys) > 1
+                    else ""
+                )
                 lines[-1] += f" ({len(group):,} of this kind{where})"
         return lines
 
@@ -157,17 +181,19 @@ class Violation:
         key: the configuration key or command-line option.
         problem: what is wrong, with the numbers.
         remedy: what to do.
+        code: stable name of the problem, in kebab-case; see `HybridEngineError.code`.
     """
 
     key: str
     problem: str
     remedy: str
+    code: str = field(default="", kw_only=True)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem}. {self.remedy}"
 
 
-class ConfigError(_ListedError[Violation]):
+class ConfigError(_FindingsError[Violation]):
     """The configuration is invalid; `findings` holds every `Violation`."""
 
     heading = "invalid configuration"
@@ -179,14 +205,14 @@ class ArgumentError(ConfigError):
     heading = "invalid arguments"
 
 
-class BatchError(_ListedError[Violation], ValueError):
+class BatchError(_FindingsError[Violation], ValueError):
     """A batch cannot be computed; `findings` holds every `Violation`, whose key is the batch's."""
 
     heading = "unusable batch"
 
 
 class LossError(HybridEngineError, TypeError):
-    """A loss function failed, or returned what is no loss; the message names it. No weight has changed."""
+    """A loss function failed, or returned an invalid value; the message names it. No weight has changed."""
 
 
 class DependencyError(HybridEngineError):
@@ -201,19 +227,19 @@ class UnknownModelError(ModelError):
     """No name table for the architecture."""
 
 
-class ParameterMismatchError(ModelError, _ListedError[str]):
+class ParameterMismatchError(ModelError, _FindingsError[str]):
     """Parameters without a counterpart or with a different shape; `findings` names each of them."""
 
     heading = "mismatched parameters"
 
 
-class PlanError(_ListedError[str]):
+class PlanError(_FindingsError[str]):
     """The two layouts are inconsistent; `findings` holds every fault."""
 
     heading = "inconsistent layouts"
 
 
-class WeightError(_ListedError[str]):
+class WeightError(_FindingsError[str]):
     """Weights with unusable values; `findings` names every parameter."""
 
     heading = "unusable weights"
@@ -224,7 +250,7 @@ class StateError(HybridEngineError):
 
 
 class DifferentCallsError(StateError):
-    """Ranks make different calls; the message names what each called."""
+    """Ranks make different calls; the message names the call of each rank."""
 
 
 class FileError(HybridEngineError):
@@ -241,28 +267,28 @@ class DeviceMemoryError(HybridEngineError):
         is_out_of_memory: the device has too little free memory; the call may succeed after some was freed.
     """
 
-    def __init__(self, message: str, *, is_out_of_memory: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, code: str = "", is_out_of_memory: bool = False) -> None:
+        super().__init__(message, code=code)
         self.is_out_of_memory = is_out_of_memory
 
 
 class MessageError(HybridEngineError):
-    """What another process said cannot be understood; the message says why: another version, too long, or damaged."""
+    """A message from another process is invalid: it has another version, is too long, or is malformed."""
 
 
 class GenerationError(HybridEngineError):
-    """vLLM failed while it generated; the message has its error. Other ranks raise RemoteError.
+    """vLLM failed during generation; the message contains its error. Other ranks raise RemoteError.
 
-    Weights and state are as before, and vLLM has forgotten the requests: generate again, or train.
+    Weights and state are unchanged, and vLLM has dropped the requests: generate again, or train.
     """
 
 
 class ServerError(HybridEngineError):
-    """A server of vLLM's refused a call, or is not there; training state is as before."""
+    """A vLLM server refused a call, or cannot be reached; training state is unchanged."""
 
 
 class ReshardError(HybridEngineError):
-    """A switch failed; the message says on which ranks, in which phase, and what state was restored."""
+    """A switch failed; the message names the ranks, the phase, and the state that was restored."""
 
 
 class TransportError(ReshardError):
@@ -274,12 +300,12 @@ class RemoteError(ReshardError):
 
 
 class LostRankError(ReshardError):
-    """A rank exited or does not respond; the message says which one and why, as far as is known.
+    """A rank exited or does not respond; the message names the rank, and the reason if it is known.
 
     The job's process groups are unusable afterwards: no collective can follow.
 
     Attributes:
-        is_explained: whether the message says why: a process has ended or is stopped, or a rank reported a failure.
+        is_explained: the message contains the reason: a process ended or is stopped, or a rank reported a failure.
     """
 
     is_explained: bool = False
@@ -290,8 +316,8 @@ class PeerTransportError(TransportError, RemoteError):
 
 
 class ComputationError(ReshardError):
-    """With the same weights, vLLM and the trainer give tokens other log-probabilities; the message has both numbers."""
+    """With the same weights, vLLM and the trainer compute different log-probabilities; the message has both."""
 
 
 class OffloadError(ReshardError):
-    """State could not be moved off the device or back; the message says what is where."""
+    """State could not be moved off the device or back; the message names the location of each kind of state."""

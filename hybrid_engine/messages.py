@@ -1,10 +1,10 @@
-"""How one process tells another something: typed messages of bounded size, and one error for all that is none.
+"""Typed messages between processes, of bounded size, with a single error for anything invalid.
 
-    encode(value) -> bytes                version, then msgpack
-    decode(data, type) -> value           of exactly this type, or MessageError
+    encode(value) -> bytes                version byte, then msgpack
+    decode(data, type) -> value           exactly of this type; otherwise MessageError
 
-No message names code to run, as a pickle does; what is not of the type, or longer than `LIMIT`, is refused before
-anything is built of it. Types are msgspec's: `Record` for one with fields, and builtins.
+Unlike pickles, messages cannot name code to run. A message of another type, or longer than `LIMIT`, is rejected before
+any object is built from it. Types are those of msgspec: `Record` for messages with fields, and builtins.
 """
 
 from __future__ import annotations
@@ -18,39 +18,49 @@ import msgspec
 from hybrid_engine.errors import MessageError
 
 VERSION = 1
-"""The first byte. Ranks of one job run the same code; a server may not."""
+"""First byte of every message. Ranks of one job run the same code, but a server may not."""
 
 LIMIT = 256 * 1024**2
-"""Most bytes of a message. What a rank holds of DeepSeek-V3 is said in 3 MB."""
+"""Maximum size of a message in bytes. One rank's records of DeepSeek-V3 take 3 MB."""
 
 
 class Record(
-    msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=False, kw_only=False, gc=False
+    msgspec.Struct,
+    array_like=True,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag=False,
+    kw_only=False,
+    gc=False,
 ):
-    """Base of messages with fields: sent without their names, in order, none more and none less."""
+    """Base class of messages with fields. Sent as an array of exactly these fields, in order, without names."""
 
 
 def encode(value: object, limit: int = LIMIT) -> bytes:
-    """Return the message. Raises MessageError for what has no message, or one of more than `limit` bytes."""
+    """Encode `value`. Raises MessageError if it cannot be encoded, or takes more than `limit` bytes."""
     try:
         data = bytes([VERSION]) + msgspec.msgpack.encode(value)
-    # Other types, half a surrogate pair, more than 64 bits, a list within itself.
+    # Unsupported types, unpaired surrogates, integers of more than 64 bits, lists that contain themselves.
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise MessageError(f"this cannot be said: {error}") from None
+        raise MessageError(f"cannot encode message: {error}", code="not-encodable") from None
     require_size(len(data), limit)
     return data
 
 
 def decode(data: bytes | memoryview, kind: Any, limit: int = LIMIT) -> Any:
-    """Return the value of a message of type `kind`, e.g. `list[str]`. Raises MessageError for anything else."""
+    """Decode a message of type `kind`, e.g. `list[str]`. Raises MessageError for anything else."""
     require_size(len(data), limit)
     if not len(data) or data[0] != VERSION:
-        found = f"version {data[0]}" if len(data) else "no version"
-        raise MessageError(f"a message of {found}, not of version {VERSION}: both sides must run the same release")
+        version = f"version {data[0]}" if len(data) else "no version"
+        raise MessageError(
+            f"a message of {version}, not of version {VERSION}: both sides must run the same release",
+            code="wrong-version",
+        )
     try:
         return _decoder(kind).decode(memoryview(data)[1:])
-    except (ValueError, RecursionError) as error:  # msgspec's errors are, and those of text that is no UTF-8
-        raise MessageError(f"not a message of {kind}: {error}") from None
+    # msgspec's errors are ValueErrors, and so are those of text that is not UTF-8.
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"not a message of {kind}: {error}", code="malformed-message") from None
 
 
 @cache
@@ -59,11 +69,13 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def require_size(nbytes: int, limit: int = LIMIT) -> None:
-    """Raise MessageError for more bytes than that."""
+    """Raise MessageError if `nbytes` exceeds `limit`."""
     if nbytes > limit:
-        raise MessageError(f"messages of {nbytes:,} bytes; the limit is {limit:,}")
+        raise MessageError(
+            f"messages of {nbytes:,} bytes; the limit is {limit:,}", code="message-too-long"
+        )
 
 
 def content_digest(message: bytes) -> bytes:
-    """16 bytes: messages of one digest are taken for the same."""
+    """Return a 16-byte digest; messages with equal digests are treated as equal."""
     return hashlib.blake2b(message, digest_size=16).digest()

@@ -1,35 +1,35 @@
-"""What the engine asks of the things it drives: whoever trains, whoever generates, transports.
+"""Interfaces (ports) of the parts that the engine drives: trainers, inference engines, transports.
 
     Trainer.weights : TrainingWeights --layout()--> plan <--layout()-- InferenceWeights
                            | buffers()                 allocate(groups) | commit(groups)
                            v                                            |
                     source tensors --- Transport.run(transfers) ---> destination tensors
 
-Who calls what, on every rank (switch/sharding_manager.py, switch/weight_container.py):
+Call sequence on every rank (switch/sharding_manager.py, switch/weight_container.py):
 
      1  set-up   Trainer.weights.layout, .buffers; InferenceWeights.layout   then all ranks make one plan
-                 InferenceWeights.release; Trainer.offload_items -> onload   state TRAIN: training state alone
-     2  switch   Trainer.offload_items -> offload gradients, optimizer       weights are left
-     3           TrainingWeights.prepare, .check_values, .buffers            the values to be read are final
+                 InferenceWeights.release; Trainer.offload_items -> onload   state TRAIN: training state only
+     2  switch   Trainer.offload_items -> offload gradients, optimizer       parameters remain
+     3           TrainingWeights.prepare, .check_values, .buffers            values are final
      4           for each bucket:
                    InferenceWeights.allocate                                 + one bucket
-                   Transport.start, .run (.notify)                             the bytes cross
-                   Verification.filled                                       where a fill is verified
+                   Transport.start, .run (.notify)                             bytes are transferred
+                   Verification.filled                                       if the fill is verified
                    ReleaseFence.sent                                         - training memory of the bucket before
                    InferenceWeights.commit                                   the engine's own post-load processing
      5           ReleaseFence.finish, InferenceWeights.finish_fill           - staging memory
-     6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights alone
-                 Probed.probe of both sides, before 2 and here               where it is due (switch/computation.py)
-        prefetch NearEnd.call -> ShardingManager.near_end -> onload          + what fits of training state
+     6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights only
+                 Probed.probe of both sides, before 2 and here               if it is due (switch/logprob_check.py)
+        prefetch NearEnd.call -> ShardingManager.near_end -> onload          + training state, as far as it fits
      7  back     InferenceWeights.release, onload                            state TRAIN
 
-With `generate_config.incremental`, 3 ends with digests of the source tensors and InferenceWeights.committed, which say
-what of 4 is left out, and `release` names groups that may stay.
+With `generate_config.incremental`, step 3 ends with digests of the source tensors and InferenceWeights.committed, which
+determine the buckets that step 4 skips; `release` then names groups that may stay.
 
-On failure `abandon` (and `drain`) stand in place of `run`, `sent` and `commit`, so that no rank waits for one that has
-failed. A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer
-is a 1-D tensor over a whole storage; offsets and strides of the records count its elements. Nothing here knows Megatron
-or vLLM, or assumes that one process trains and generates: a side is what its layout says.
+After a failure `abandon` (and `drain`) replace `run`, `sent` and `commit`, so that no rank waits for a failed one. A
+second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer
+is a 1-D tensor over a whole storage; offsets and strides of the records count its elements. This module depends neither
+on Megatron nor on vLLM, and does not assume that one process trains and generates: a side is defined by its layout.
 """
 
 from __future__ import annotations
@@ -40,81 +40,82 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Extent, Layout
 
 Data = Literal["global", "local"]
-"""Whether all ranks pass the same, or each data parallel rank its own part."""
+"""Global: all ranks pass the same batch. Local: each data-parallel rank passes its part."""
 Batch = Mapping[str, torch.Tensor]
-"""Tensors whose dim 0 is sequences: `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`),
-those of `attention_mask`, `position_ids`, `sequence_ids` that are needed, the `temperature` [B] or [B, S] that was
-sampled with, where it is not 1, and whatever a loss function reads."""
+"""Tensors with sequences along dim 0: `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`);
+if needed, `attention_mask`, `position_ids` and `sequence_ids`; the sampling `temperature` [B] or [B, S] if it is not 1;
+and any tensors that a loss function reads."""
 Report = dict[str, torch.Tensor]
-"""Scalars by name."""
+"""Name -> scalar."""
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
 LossFunction = Callable[[Batch, torch.Tensor], LossResult]
-"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss, with or without scalars to report."""
+"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss, optionally with scalars to report."""
 
 # -- sides ------------------------------------------------------------------------------------------------------------
 
 
 class WeightAdaptor(Protocol):
-    """One side of a reshard: says where its weights lie on this rank."""
+    """One side of a reshard: provides the layout of its weights on this rank."""
 
     def layout(self) -> Layout:
-        """The records of this rank. Pure data; no collective. Raises ParameterMismatchError naming every parameter."""
+        """Return this rank's records. Raises ParameterMismatchError naming every parameter."""
 
 
 class TrainingWeights(WeightAdaptor, Protocol):
-    """The side that is read."""
+    """Side from which weights are read."""
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """This rank's flat source buffers by `BufferId.name`; live storage, no copies."""
+        """Return this rank's flat source buffers by `BufferId.name`: live storage, no copies."""
 
     def prepare(self) -> None:
-        """Finish whatever is pending on the weights (parameter gathers); afterwards the buffers hold final values.
+        """Finish pending work on the weights (parameter gathers); afterwards the buffers hold final values.
 
-        Raises ReshardError when the weights no longer lie where `layout` said.
+        Raises ReshardError if the weights are no longer at the places of `layout`.
         """
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity.
 
-        `unread`: intervals of the buffers that need no look, for they are not read in this switch.
+        `unread`: buffer name -> intervals that need no check, because this switch does not read them.
         """
 
 
 class LoadableWeights(TrainingWeights, Protocol):
-    """Training weights that a checkpoint can be read into (backends/huggingface)."""
+    """Training weights into which a checkpoint can be loaded (backends/huggingface)."""
 
     def zero_padding(self) -> None:
-        """Zero what no weight covers."""
+        """Zero the buffer elements that no weight covers."""
 
     def zero_adapters(self) -> None:
-        """Make adapters add nothing."""
+        """Initialize adapters so that they contribute nothing."""
 
 
 class SourceWeights(TrainingWeights, Protocol):
-    """Training weights that may have adapters."""
+    """Training weights, possibly with adapters."""
 
     @property
     def base(self) -> LoadableWeights:
-        """Without adapters."""
+        """Weights without adapters."""
 
     @property
     def merged(self) -> TrainingWeights:
-        """With adapters added."""
+        """Weights with adapters merged into them."""
 
 
 class Trainer(Protocol):
-    """Whoever trains: its weights, and what of its state can leave the device.
+    """Trainer: its weights, and the state that can be offloaded.
 
     Attributes:
-        guard: called with the kinds of state that the trainer is about to use; raises StateError where they may be off
+        guard: called with the kinds of state that the trainer is about to use; raises StateError if they may be off
             the device. An `Offloader` and a `Switch` of this trainer add themselves.
-        before_step: called before each optimizer step; raises StateError where servers would fall too far behind. A
+        before_step: called before each optimizer step; raises StateError if servers would fall too far behind. A
             `WeightPublisher` sets it.
     """
 
@@ -123,7 +124,7 @@ class Trainer(Protocol):
 
     @property
     def weights(self) -> SourceWeights:
-        """What is resharded; always the same object."""
+        """Weights to reshard; always the same object."""
 
     @property
     def version(self) -> int:
@@ -131,115 +132,126 @@ class Trainer(Protocol):
 
     @property
     def unserved(self) -> Collection[str]:
-        """Canonical tensors that are trained and that the inference engine does not read."""
+        """Canonical tensors that are trained but not read by the inference engine."""
 
     @property
     def frozen(self) -> Collection[str]:
-        """Those of this rank's canonical tensors that no optimizer step changes, as things stand at set-up.
+        """This rank's canonical tensors that no optimizer step is expected to change, as known at set-up.
 
-        With `generate_config.incremental` they get buckets of their own. Whether a tensor changed is decided by
-        its bytes.
+        With `generate_config.incremental` they get separate buckets. The decision to send a tensor depends on its
+        bytes, not on this list.
         """
 
+    @property
+    def process_groups(self) -> Collection[dist.ProcessGroup]:
+        """Process groups that are unused while vLLM generates, in the same order on all ranks."""
+
     def offload_items(self) -> Iterable[OffloadItem]:
-        """Everything that can leave the device: parameters, gradients, optimizer state, caches, as they are now."""
+        """Return all state that can be offloaded now: parameters, gradients, optimizer state, caches."""
 
     def reload_main_params(self) -> None:
-        """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
+        """Update the optimizer's copies of parameters after these were written from outside."""
 
 
-class Companion(Protocol):
-    """A model beside the actor (trainer/companions/)."""
+class ColocatedModel(Protocol):
+    """Model that shares the devices with the actor (trainer/reference_and_critic/)."""
 
     name: str
 
     @property
     def has_the_device(self) -> bool:
-        """Whether it is there in place of the actor."""
+        """True while it is on the device instead of the actor."""
 
     def resident_nbytes(self) -> int:
-        """Bytes of its state on this rank's device."""
+        """Return the bytes of its state on this rank's device."""
 
 
 class InferenceWeights(WeightAdaptor, Protocol):
-    """The side that is written, group by group (a group is what its engine commits at once, e.g. a module)."""
+    """Side to which weights are written, group by group. A group is committed at once, e.g. a module."""
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Flat destination buffers of these groups (all of this rank) by `BufferId.name`, padding already in place."""
+        """Return flat destination buffers of these groups of this rank by `BufferId.name`, with padding in place."""
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Make filled groups the live weights: run the engine's own post-load processing where it repacks them."""
+        """Make filled groups the live weights: run the engine's post-load processing if it repacks them."""
 
     def finish_fill(self) -> None:
-        """After the last commit of a fill: free staging memory."""
+        """Free staging memory, after the last commit of a fill."""
 
     def abandon(self) -> None:
-        """This rank goes no further with a fill, wherever it failed: no other waits for it in `commit`. Waits for none.
-        Idempotent.
+        """Abandon a fill on this rank, so that no other rank waits for it in `commit`. Does not wait. Idempotent.
 
-        All ranks release the weights before they are filled again.
+        All ranks release the weights before the next fill.
         """
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """Free the memory of all weights; they cannot be used before the next allocate, fill and commit.
+        """Free the memory of all weights; they are unusable until the next allocate, fill and commit.
 
-        `keep`: committed groups that stay as they are where the engine can keep some without the others. Without
-        `generate_config.incremental` none are named.
+        `keep`: committed groups that stay unchanged, if the engine can keep some groups without the others; empty
+        without `generate_config.incremental`.
         """
 
     def committed(self) -> Collection[str]:
-        """The groups that hold what was last committed to them; asked for with `generate_config.incremental` alone."""
+        """Return the groups that hold their last committed weights. Only called with `generate_config.incremental`."""
 
-    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Within this context `commit` checks of every group with one of these canonical tensors that the engine holds
-        what was filled in place. Its end checks that all such groups, of earlier fills too, still have the bytes
-        that were committed. `unproven` is told what is not so. Called where a fill is verified only."""
+    def proving(
+        self, tensors: Collection[str], unproven: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the engine proves that it holds the bytes that were filled.
+
+        `commit` checks every group that contains one of `tensors`. The end of the context checks that all such groups,
+        also of earlier fills, still have the committed bytes. Only used if a fill is verified.
+
+        Args:
+            tensors: canonical tensors to prove.
+            unproven: called with a description of every mismatch.
+        """
 
     def resident_nbytes(self) -> int:
-        """Bytes of device memory that the weights take now, those in flight and memory kept for them included."""
+        """Return the bytes of device memory in use for weights, including buffers in flight and reserved memory."""
 
 
 class InferenceCaches(Protocol):
-    """Caches of an inference engine, as the switch uses them.
+    """Caches of an inference engine.
 
     Attributes:
-        taken_before: bytes of this rank's GPU that were taken when the engine was built; 0 on a CPU.
+        taken_before: bytes of this rank's GPU that were in use when the engine was built; 0 on a CPU.
     """
 
     taken_before: int
 
     def wake_kv_cache(self) -> None:
-        """Take the KV cache's memory again where the release of the weights gave it back."""
+        """Allocate the KV cache again, if the release of the weights freed it."""
 
     def reset_caches(self) -> None:
-        """Forget what was computed with older weights: no later answer depends on it, whatever it was."""
+        """Drop everything that was computed with older weights, so that no later output depends on it."""
 
 
 @dataclass(frozen=True)
 class NearEnd:
-    """What an inference engine that knows of it does for prefetch: calls in every rollout, on each rank by itself.
+    """Callback near the end of every rollout, for prefetch. Each rank's inference engine calls it independently.
 
     Attributes:
-        share: of this replica's sequences that are left, at most, when it calls.
-        call: `ShardingManager.near_end`; what it raises ends the rollout.
+        share: it is called once at most this share of the replica's sequences is unfinished.
+        call: `ShardingManager.near_end`; an exception from it ends the rollout.
     """
 
     share: float
     call: Callable[[], object]
 
 
-# -- between them -----------------------------------------------------------------------------------------------------
+# -- transports -------------------------------------------------------------------------------------------------------
 
 
 class Transport(Protocol):
-    """Moves bytes. Every rank calls `run` for every bucket, in the plan's order, with its share of it.
+    """Transport of bytes. Every rank calls `run` for every bucket, in the plan's order, with its share of the bucket.
 
     Contract, checked for every transport by one test suite: after `run` returned on a rank, every transfer whose
-    `dst_rank` is that rank is complete; source buffers may be overwritten only after all ranks of their host returned
-    (the caller fences), whichever other hosts read them. Errors are TransportError, never a hang: waits end after the
-    transport's timeout (seconds).
+    `dst_rank` is that rank is complete. Source buffers may be overwritten only after all ranks of their host have
+    returned (the caller fences), regardless of other hosts that read them. Failures raise TransportError and never
+    hang: waits end after the transport's timeout (seconds).
 
-    A class of transports is registered in transports/router.py, which says what it carries and how it is built.
+    Classes of transports are registered in transports/router.py, with the transfers that each carries.
     """
 
     name: str
@@ -251,10 +263,10 @@ class Transport(Protocol):
         source: Mapping[str, torch.Tensor] | None,
         reason: str = "",
     ) -> None:
-        """Begin what can be under way before `run`, or before `abandon`, of a bucket; not needed, and idempotent.
+        """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
 
-        No more than `relays.NUM_SLOTS` buckets are started and not run. Without `source` this rank failed elsewhere,
-        for a `reason`.
+        At most `relays.NUM_SLOTS` buckets are started but not run. `source` is None if this rank failed elsewhere; then
+        `reason` is the cause.
         """
 
     def run(
@@ -267,22 +279,28 @@ class Transport(Protocol):
         """Carry out `transfers` (those of bucket number `bucket` that read from or write to this rank)."""
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
+        """Replace `run` on a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
 
     def notify(
-        self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
+        self,
+        bucket: int,
+        phase: str,
+        receivers: Iterable[int],
+        senders: Iterable[int],
+        reason: str = "",
     ) -> str:
-        """Tell `receivers` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `senders`.
+        """Notify `receivers` that this rank has finished a phase of a bucket, and wait for the same from `senders`.
 
-        Returns what the first of the senders to fail said, with peer, bucket and phase; "" when none did. Each rank
-        is a listener of those that are its senders. A transport without messages does nothing: it returns "".
+        `reason` is not empty if this rank failed. Returns the reason of the first failed sender with peer, bucket and
+        phase; "" if none failed. A rank is a receiver on each of its senders. A transport without messages does
+        nothing, and returns "".
         """
 
     def take_seconds(self) -> Mapping[str, float]:
-        """Seconds by phase since the last call: read (find sources, pack), transfer, write (unpack)."""
+        """Return seconds by phase since the last call: read (locate and pack sources), transfer, write (unpack)."""
 
     def trim(self) -> int:
-        """Between fills: give back staging memory, and say how many bytes it was."""
+        """Free staging memory between fills; return its bytes."""
 
     def close(self) -> None:
-        """Give back mappings and staging memory; idempotent."""
+        """Release mappings and staging memory. Idempotent."""

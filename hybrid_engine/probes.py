@@ -1,4 +1,4 @@
-"""Questions by which a trainer and an inference engine are compared (switch/computation.py)."""
+"""Probes with which a trainer and an inference engine are compared (switch/logprob_check.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class ProbeLimits:
-    """Limits of the tokens by which a side can be compared.
+    """Limits of the token sequences that a side can compute in a probe.
 
     Attributes:
-        refusal: why it computes none of any length; empty where it does.
-        max_length: most tokens of a row; None: any number.
-        multiple: what the length is a multiple of.
-        vocab_size: token ids are below it.
+        refusal: reason for which the side cannot be probed at all; "" if it can.
+        max_length: maximum tokens per sequence; None: unlimited.
+        multiple: the sequence length must be a multiple of this.
+        vocab_size: exclusive upper bound of token ids.
     """
 
     refusal: str = ""
@@ -34,8 +34,8 @@ class ProbeAnswer:
     """Answer of a side to tokens [B, L].
 
     Attributes:
-        log_probs: [B, L - 1] float32 on the host, of every token but the first after those before it.
-        dtype: what it computes in: the coarsest there is.
+        log_probs: [B, L - 1] float32 on the host: log-probability of every token but the first, given its prefix.
+        dtype: coarsest dtype in which the side computes.
     """
 
     log_probs: torch.Tensor
@@ -44,30 +44,33 @@ class ProbeAnswer:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotation of queries and keys by their position.
+    """Rotary position embedding of queries and keys.
 
     Attributes:
-        frequencies: radians per token of every pair of elements that is rotated, the fastest first.
-        scale: factor of the rotated elements, 1 but for YaRN.
+        frequencies: radians per token of every rotated pair of elements, in descending order.
+        scale: factor of the rotated elements; 1 except with YaRN.
         angle_error: rounding error of the angles at `num_positions`, in radians.
-        num_positions: positions that the frequencies were read from.
+        num_positions: number of positions from which the frequencies were determined.
+        may_be_unused: the layer's own code, which is the same on both sides, decides whether it
+            rotates; with this, "nothing is rotated" on the other side is no difference.
     """
 
     frequencies: tuple[float, ...] = ()
     scale: float = 1.0
     angle_error: float = 0.0
     num_positions: int = 1
+    may_be_unused: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What the attention of one layer computes beside its weights, as read from live modules.
+    """Attention settings of one layer, read from the live modules.
 
     Attributes:
-        scale: factor of the attention scores; None: neither it, nor window and softcap can be read.
-        window: number of tokens a query sees, its own included; None: all.
-        softcap: scores s become softcap * tanh(s / softcap); None: they do not.
-        rotary: without frequencies where nothing is rotated; None: it cannot be read.
+        scale: factor of the attention scores; None: scale, window and softcap cannot be read.
+        window: number of tokens that a query attends to, including itself; None: all.
+        softcap: scores s become softcap * tanh(s / softcap); None: scores are not capped.
+        rotary: rotary embedding, with empty frequencies if nothing is rotated; None: it cannot be read.
     """
 
     scale: float | None
@@ -78,25 +81,25 @@ class Attention:
 
 @runtime_checkable
 class Probed(Protocol):
-    """A side that can be asked what it computes. A trainer and an engine that both are one get compared."""
+    """Interface of a side that can be probed. A trainer and an engine are compared if both implement it."""
 
     def probe_limits(self) -> ProbeLimits:
-        """Return what it can compute. No collective; ranks may differ."""
+        """Return the limits of a probe. No collective; ranks may differ."""
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """Log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks. Collective.
+        """Compute log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks. Collective.
 
-        Neither gradients, generators, counters nor flags of the model are changed by it. Of a trainer, parameters are
-        on the device while it is called, and its `guard` lets it pass.
+        Must not change gradients, random generators, counters or flags of the model. When a trainer is called, its
+        parameters are on the device, and its `guard` permits the call.
         """
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """Return the settings that decide what it computes, by their names in config.json where they have such."""
+        """Return the settings that affect the computation, under their names in config.json if they have one."""
 
 
 @runtime_checkable
 class WithAttention(Protocol):
-    """A side whose layers can be read. Those of a trainer and an engine that both are one get compared."""
+    """Interface of a side whose layers can be read. Layers are compared if trainer and engine implement it."""
 
     def attention(self) -> Mapping[int, Attention]:
         """Return the attention of this rank's decoder layers, by number in the checkpoint.
@@ -107,8 +110,13 @@ class WithAttention(Protocol):
 
 @contextmanager
 def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
-    """Give attributes, where there are such, other values inside the context."""
-    before = [(owner, name, getattr(owner, name)) for owner in owners for name in values if hasattr(owner, name)]
+    """Set attributes inside the context, on owners that have them, and restore them afterwards."""
+    before = [
+        (owner, name, getattr(owner, name))
+        for owner in owners
+        for name in values
+        if hasattr(owner, name)
+    ]
     for owner, name, _ in before:
         setattr(owner, name, values[name])
     try:
@@ -118,16 +126,21 @@ def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def following_log_probs(logits: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Log-probabilities [B, L - 1] float32 of `tokens` [B, L] but the first, by logits [B, L, >= vocab_size]."""
+def following_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Return log-probabilities [B, L - 1] float32 of all `tokens` [B, L] but the first.
+
+    `logits`: [B, L, V], with V >= vocab_size.
+    """
     log_probs = logits[:, :-1, :vocab_size].float().log_softmax(-1)
     return log_probs.gather(-1, tokens[:, 1:, None].to(log_probs.device)).squeeze(-1)
 
 
 def rotary_of_table(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-    """Read the frequencies off a table of cosines and sines [positions, pairs] from position 0 on.
+    """Determine the frequencies from a table of cosines and sines [positions, pairs], from position 0 on.
 
-    An angle is known up to whole turns. The frequency by position 1 predicts the turns at position
+    An angle is known only up to whole turns. The frequency by position 1 predicts the turns at position
     2, that by position 2 those at position 4, and so on; the table's rounding counts half as much
     each time.
     """
@@ -148,10 +161,10 @@ def rotary_of_table(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 _RELATIVE_ERROR = 1e-5
-"""Of frequencies and scales in float32. A larger one is another angle after some 10,000 tokens."""
+"""Tolerance of frequencies and scales in float32. A larger error changes the angle after some 10,000 tokens."""
 
 Layers = Mapping[int, Collection[Attention]]
-"""Layer number -> its attention, of all ranks with this layer; several where ranks differ."""
+"""Layer number -> distinct attention settings of all ranks with this layer; more than one if ranks differ."""
 
 
 @dataclass(frozen=True)
@@ -164,38 +177,50 @@ class Difference:
 
 
 def attention_differences(trainer: Layers, inference: Layers, max_length: int | None) -> list[str]:
-    """Describe every difference between the layers that both have, once for all layers that have it.
+    """Describe every difference between layers that both sides have, once for all layers with this difference.
 
-    A window of more than `max_length` tokens hides nothing from any sequence, and is none.
+    A window of more than `max_length` tokens hides no token of any sequence, and counts as no window.
     """
     layers: dict[Difference, list[int]] = {}
     for layer in sorted(trainer.keys() & inference.keys()):
-        pairs = product(trainer[layer], inference[layer])
-        for found in dict.fromkeys(found for pair in pairs for found in differences(*pair, max_length)):
-            layers.setdefault(found, []).append(layer)
-    return [
-        f"in {ranges(numbers)}, {found.name} is {found.first} for the trainer and {found.second} for vLLM"
-        for found, numbers in layers.items()
-    ]
+        in_layer: dict[Difference, None] = {}  # an ordered set: several pairs may differ alike
+        for first, second in product(trainer[layer], inference[layer]):
+            in_layer |= dict.fromkeys(differences(first, second, max_length))
+        for difference in in_layer:
+            layers.setdefault(difference, []).append(layer)
+    texts = []
+    for difference, numbers in layers.items():
+        values = f"{difference.first} for the trainer and {difference.second} for vLLM"
+        texts.append(f"in {ranges(numbers)}, {difference.name} is {values}")
+    return texts
 
 
 def unread_layers(trainer: Layers, inference: Layers) -> list[int]:
-    """Layers that `attention_differences` does not compare, or not wholly: a side cannot be read."""
+    """Return the layers that `attention_differences` does not compare fully, because a side cannot be read."""
 
-    def is_whole(found: Collection[Attention]) -> bool:
-        return bool(found) and all(None not in (attention.scale, attention.rotary) for attention in found)
+    def is_read(side: Layers, layer: int) -> bool:
+        kinds = side.get(layer, ())
+        return bool(kinds) and all(
+            None not in (attention.scale, attention.rotary) for attention in kinds
+        )
 
     layers = trainer.keys() | inference.keys()
     return sorted(
-        layer for layer in layers if not (is_whole(trainer.get(layer, ())) and is_whole(inference.get(layer, ())))
+        layer for layer in layers if not (is_read(trainer, layer) and is_read(inference, layer))
     )
 
 
-def differences(first: Attention, second: Attention, max_length: int | None = None) -> Iterator[Difference]:
-    """Find how two layers differ by more than rounding."""
+def differences(
+    first: Attention, second: Attention, max_length: int | None = None
+) -> Iterator[Difference]:
+    """Yield the differences of two layers that exceed rounding."""
 
     def window(size: int | None) -> str:
-        return "none" if size is None or (max_length is not None and size > max_length) else f"{size} tokens"
+        return (
+            "none"
+            if size is None or (max_length is not None and size > max_length)
+            else f"{size} tokens"
+        )
 
     if first.rotary is not None and second.rotary is not None:
         yield from _rotary_differences(first.rotary, second.rotary)
@@ -205,26 +230,37 @@ def differences(first: Attention, second: Attention, max_length: int | None = No
         Difference("the sliding window", window(first.window), window(second.window)),
         Difference("the cap of attention scores", _number(first.softcap), _number(second.softcap)),
     ]
-    yield from (found for found in properties if found.first != found.second)
+    yield from (difference for difference in properties if difference.first != difference.second)
     if not math.isclose(first.scale, second.scale, rel_tol=_RELATIVE_ERROR):
-        yield Difference("the scale of attention scores", _number(first.scale), _number(second.scale))
+        yield Difference(
+            "the scale of attention scores", _number(first.scale), _number(second.scale)
+        )
 
 
 def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
+    if second.may_be_unused and not first.frequencies:
+        return
     pairs = [*zip(first.frequencies, second.frequencies, strict=False)]
-    rounding = sum(rotary.angle_error / rotary.num_positions for rotary in (first, second))
-    wrong = [
-        index for index, (one, other) in enumerate(pairs) if abs(one - other) > _RELATIVE_ERROR * abs(one) + rounding
-    ]
+    rounding = first.angle_error / first.num_positions + second.angle_error / second.num_positions
+    wrong = []
+    for index, (left, right) in enumerate(pairs):
+        if abs(left - right) > _RELATIVE_ERROR * abs(left) + rounding:
+            wrong.append(index)
     if len(first.frequencies) != len(second.frequencies):
-        yield Difference("the number of rotary frequencies", str(len(first.frequencies)), str(len(second.frequencies)))
+        yield Difference(
+            "the number of rotary frequencies",
+            str(len(first.frequencies)),
+            str(len(second.frequencies)),
+        )
     elif wrong:
-        index = wrong[-1]  # the slowest, where scalings differ most
+        index = wrong[-1]  # the lowest frequency, where rope scalings differ most
         values = [f"{_number(frequency)} radians per token" for frequency in pairs[index]]
         yield Difference(f"rotary frequency {index}", *values)
     scale_error = _RELATIVE_ERROR + first.angle_error + second.angle_error
     if not math.isclose(first.scale, second.scale, rel_tol=scale_error):
-        yield Difference("the scale of rotated elements", _number(first.scale), _number(second.scale))
+        yield Difference(
+            "the scale of rotated elements", _number(first.scale), _number(second.scale)
+        )
 
 
 def _number(value: float | None) -> str:
@@ -232,7 +268,7 @@ def _number(value: float | None) -> str:
 
 
 def ranges(layers: Sequence[int]) -> str:
-    """Name sorted layer numbers: "layers 0 to 3, 7"."""
+    """Format sorted layer numbers, as in "layers 0 to 3, 7"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

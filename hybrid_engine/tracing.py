@@ -1,24 +1,27 @@
-"""`generate_config.trace`: one timeline of every switch over all ranks, for https://ui.perfetto.dev.
+"""`generate_config.trace`: a timeline of every switch, one file per rank, for https://ui.perfetto.dev.
 
-    with span("commit", bucket=3):             anywhere inside a switch; nothing where none is recorded
-    with timeline.switch("train->infer"):      records the spans of the block, on all ranks; rank 0 writes them
+    with span("commit", bucket=3):             anywhere inside a switch; no effect unless a timeline is recorded
+    with timeline.switch("train->infer"):      records the spans of the block, and writes them to this rank's file
 
-Each rank is a process of the trace; its slices lie in each other as the calls did:
+Perfetto opens the files of several ranks together. Each rank is a process of the trace; its slices are nested as the
+calls were:
 
     train->infer  >  fill  >  bucket  >  allocate | shared_memory > read, transfer, write | verify | fence |
                                          offload bucket | commit
                      wait: from the rank's arrival at the end of a phase until all ranks are there
 
 Phases have the names of `ReshardReport.seconds_by_phase`. A torch.profiler that runs meanwhile sees the same names.
+Times are microseconds of the host's monotonic clock, so ranks of one host are aligned and those of
+different hosts are not.
 
-Gathering is not part of the switch and of its report. A switch that fails is written too, once the state before is
-restored; only after a lost rank there is nobody to gather from. What cannot be written is dropped with one warning.
+Writing is not part of the switch or its report. A failed switch is written too. If the file cannot be written, the
+trace ends with one warning.
 
-The file is one JSON array of Chrome's trace events, whose end is overwritten by what is added ("Trace Event Format",
-docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). It is valid JSON whenever nothing is being
-written; readers of the format accept an array without its end, too, so a kill costs nothing that was there. A file that
-has grown to its bound becomes FILE.1, in place of the one before, and so does a trace that is there at the start. What
-does not begin as ours do is neither moved nor replaced.
+The file is a JSON array of Chrome trace events, whose end is overwritten by new events ("Trace Event Format",
+docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). It is valid JSON except during a write;
+readers of the format also accept an array without its end, so a killed process loses no earlier events. A file that
+reaches its size limit becomes FILE.1, replacing the previous one, and so does a trace that exists at the start. A file
+that does not begin with our header is neither moved nor replaced.
 """
 
 from __future__ import annotations
@@ -27,9 +30,8 @@ import errno
 import json
 import logging
 import os
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
+from hybrid_engine.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
     from hybrid_engine.ranks.job import Job
@@ -47,28 +49,23 @@ logger = logging.getLogger("hybrid_engine")
 Event = dict[str, Any]
 
 MOST_EVENTS = 100_000
-"""Of one switch on one rank; what comes after is counted only."""
-
-_MOST_OF_ALL = 2_000_000
-"""Events of all ranks together, each with as many as the one with most: some 80 bytes each."""
+"""Maximum number of events of one switch on one rank; further events are only counted."""
 
 
 @dataclass
 class Recording:
-    """Of one switch on one rank.
+    """Events of one switch on one rank.
 
     Attributes:
-        events: in order of their ends, "ts" by this process's clock.
+        events: in order of their ends, "ts" in microseconds of this process's clock.
         num_dropped: events beyond `MOST_EVENTS`.
-        met_at: microseconds of this process's clock when it left a collective after the switch, as all ranks did.
     """
 
     events: list[Event] = field(default_factory=list)
     num_dropped: int = 0
-    met_at: float = 0.0
 
     def add(self, **event: Any) -> None:
-        """Record an event if there is room; else count it."""
+        """Record an event, or count it if the recording is full."""
         if len(self.events) < MOST_EVENTS:
             self.events.append(event)
         else:
@@ -80,7 +77,7 @@ _current: ContextVar[Recording | None] = ContextVar("hybrid_engine_recording", d
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
-    """Within this context spans and counts are recorded."""
+    """Return a context in which spans and counts are recorded."""
     recording = Recording()
     token = _current.set(recording)
     try:
@@ -90,19 +87,19 @@ def recorded() -> Iterator[Recording]:
 
 
 def microseconds() -> float:
-    """This process's clock, which the processes of a host share."""
+    """Return the time of a clock that all processes of a host share."""
     return time.perf_counter_ns() / 1000
 
 
 def span(name: str, **arguments: int | float | str) -> AbstractContextManager[object]:
-    """The time of a `with` block; of one that fails, too, with the error's class."""
+    """Return a context that records its duration, with the class of the error if it raises."""
     recording = _current.get()
     return nullcontext() if recording is None else _timed(recording, name, arguments)
 
 
 @contextmanager
 def timed_span(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """A span whose time is added to that of others of its name, also where it fails."""
+    """Record a span, and add its duration to `seconds[name]`, also if it raises."""
     start = time.perf_counter()
     try:
         with span(name):
@@ -112,13 +109,16 @@ def timed_span(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def count(name: str, **values: int) -> None:
-    """What there is of something at this moment, e.g. bytes by what they are for."""
-    if (recording := _current.get()) is not None:
+    """Record present amounts of something, e.g. bytes by purpose."""
+    recording = _current.get()
+    if recording is not None:
         recording.add(ph="C", name=name, ts=microseconds(), args=values)
 
 
 @contextmanager
-def _timed(recording: Recording, name: str, arguments: dict[str, int | float | str]) -> Iterator[None]:
+def _timed(
+    recording: Recording, name: str, arguments: dict[str, int | float | str]
+) -> Iterator[None]:
     from torch.profiler import record_function
 
     start = microseconds()
@@ -129,40 +129,45 @@ def _timed(recording: Recording, name: str, arguments: dict[str, int | float | s
         arguments["error"] = type(error).__name__
         raise
     finally:
-        recording.add(ph="X", name=name, ts=start, dur=microseconds() - start, tid=0, args=arguments)
+        recording.add(
+            ph="X", name=name, ts=start, dur=microseconds() - start, tid=0, args=arguments
+        )
 
 
 MOST_NBYTES = 64 * 1024**2
-"""Of the file; FILE.1 has at most as much, and one switch more."""
+"""Size in bytes at which a file is rotated; FILE and FILE.1 exceed it by at most one switch."""
 
 _START, _END = b"[", b"\n]\n"
-FIRST: dict[str, Any] = {"ph": "M", "name": "process_name", "pid": 0}
-"""Beginning of the first event of a header, by which a trace is known as ours."""
+FIRST: Event = {"ph": "M", "name": "process_name"}
+"""Beginning of the first event of a header; identifies our trace files."""
 
 
 class TraceFile:
-    """Appends events.
+    """Trace file to which events are appended.
 
     Args:
-        path: of the file.
-        header: events that every file begins with, the first as `FIRST` does.
-        most_nbytes: of a file.
+        path: path of the file.
+        header: first events of every file; the first one begins with `FIRST`.
+        most_nbytes: size in bytes at which the file is rotated.
 
-    Raises OSError, here and when it is written.
+    The constructor and `append` raise OSError.
     """
 
     def __init__(self, path: Path, header: Iterable[Event], most_nbytes: int = MOST_NBYTES) -> None:
-        self.path, self._header, self._most_nbytes = path, list(header), most_nbytes
+        self.path = path
+        self._header = list(header)
+        self._most_nbytes = most_nbytes
         if path.exists() and not (path.is_file() and path.stat().st_size == 0):
             self._put_aside()
         self._begin()
 
     def append(self, events: Iterable[Event]) -> None:
-        """Add events; they are in the file when this returns."""
+        """Append events to the file, and write them out."""
         if self.path.stat().st_size >= self._most_nbytes:
             self._put_aside()
             self._begin()
-        if lines := _lines(events):
+        lines = _lines(events)
+        if lines:
             with self.path.open("r+b") as file:
                 file.seek(-len(_END), os.SEEK_END)
                 file.write(b"," + lines + _END)
@@ -174,7 +179,9 @@ class TraceFile:
         aside = self.path.with_name(f"{self.path.name}.1")
         for path in (self.path, aside):
             if path.exists() and not _is_ours(path):
-                raise FileExistsError(errno.EEXIST, f"{path.name} is there, and is not a trace of ours", str(path))
+                raise FileExistsError(
+                    errno.EEXIST, f"{path.name} is there, and is not a trace of ours", str(path)
+                )
         self.path.replace(aside)
 
 
@@ -184,7 +191,7 @@ def _lines(events: Iterable[Event]) -> bytes:
 
 def _is_ours(path: Path) -> bool:
     begin = _START + _lines([FIRST]).removesuffix(b"}")
-    if not path.is_file():  # a pipe, say, which would be waited for
+    if not path.is_file():  # opening a pipe would block
         return False
     with path.open("rb") as file:
         return file.read(len(begin)) == begin
@@ -194,87 +201,67 @@ CONFIG_KEY = "generate_config.trace"
 
 
 class Timeline:
-    """Of one job; made and used by all ranks together.
+    """Timeline of one rank's switches, in a file.
 
     Args:
-        path: of the file; on rank 0's host.
-        job: of all ranks.
+        path: file for rank 0; see `path_of_rank`.
+        job: job of all ranks.
 
-    Raises ConfigError on rank 0 when the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
 
     def __init__(self, path: Path, job: Job) -> None:
         self._job = job
-        self._origin = microseconds()
-        self._file = _opened(path, job) if job.rank == 0 else None
+        self._file: TraceFile | None = _opened(path_of_rank(path, job.rank), job)
 
     @contextmanager
     def switch(self, name: str) -> Iterator[None]:
-        """Record the block under this name. Collective. What it raises passes."""
+        """Record the block under this name, and write it, also if the block raises. No collective."""
         with recorded() as recording:
             try:
                 with span(name):
                     yield
-            except Exception as error:
-                self._collect_after(error, recording)
-                raise
-        self._collect(recording)
+            finally:
+                self._write(recording)
 
-    def _collect_after(self, error: Exception, recording: Recording) -> None:
-        if self._job.agreement.lost is not None:
-            return
-        try:
-            self._collect(recording)
-        except HybridEngineError as another:  # the switch's own error is what counts
-            logger.warning("%s: a failed switch is missing (%s): %s", CONFIG_KEY, error, another)
-
-    def _collect(self, recording: Recording) -> None:
-        self._job.agreement.conclude("trace")
-        recording.met_at = microseconds()
-        most = _MOST_OF_ALL // self._job.world_size
-        own = recording.events[:most], recording.num_dropped + len(recording.events[most:]), recording.met_at
-        told = self._job.agreement.gather(own, tuple[list[Event], int, float], "trace", sys.maxsize)
-        recordings = [Recording(*each) for each in told]
+    def _write(self, recording: Recording) -> None:
         if self._file is None:
             return
         try:
-            self._file.append(merged(recordings, self._job.hosts, self._origin))
+            self._file.append(sorted_events(recording, self._job.rank))
         except OSError as error:
-            logger.warning("%s: the trace ends here, %s cannot be written: %s", CONFIG_KEY, self._file.path, error)
+            logger.warning(
+                "%s: the trace ends here, %s cannot be written: %s",
+                CONFIG_KEY,
+                self._file.path,
+                error,
+            )
             self._file = None
 
 
-def merged(recordings: Sequence[Recording], hosts: Sequence[str], origin: float) -> Iterator[Event]:
-    """The events of all ranks, in microseconds since `origin` by rank 0's clock; a span is before those in it.
+def sorted_events(recording: Recording, rank: int) -> Iterator[Event]:
+    """Yield the events by time; a span precedes the spans inside it."""
+    for event in sorted(recording.events, key=lambda event: (event["ts"], -event.get("dur", 0))):
+        yield {**event, "pid": rank}
+    if recording.num_dropped:
+        dropped = {"dropped": recording.num_dropped}
+        now = microseconds()
+        yield {"ph": "i", "s": "p", "name": "recorded", "ts": now, "pid": rank, "args": dropped}
 
-    Clocks of other hosts are set by the moment at which all ranks had met: right to the time that a collective takes.
-    """
-    for rank, recording in enumerate(recordings):
-        shift = (recordings[0].met_at - recording.met_at if hosts[rank] != hosts[0] else 0) - origin
-        events = sorted(recording.events, key=lambda event: (event["ts"], -event.get("dur", 0)))
-        for event in events:
-            yield {**event, "ts": event["ts"] + shift, "pid": rank}
-        if recording.num_dropped:
-            at, known = recording.met_at + shift, {"dropped": recording.num_dropped}
-            yield {"ph": "i", "s": "p", "name": "recorded", "ts": at, "pid": rank, "args": known}
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """Return the file of a rank: `path` on rank 0, else with the rank in its name, as in trace.rank3.json."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def timeline_of(path: Path | None, job: Job) -> Timeline | None:
-    """The timeline of a job, if one is asked for. Collective.
-
-    Raises ConfigError on all ranks unless all or none of them ask, and where rank 0 cannot write the file.
-    """
-    asking = job.agreement.gather(path is not None, bool, "trace")
+    """Return this rank's timeline; None without `path`. Collective; raises ConfigError if a file cannot be written."""
     with job.agreement.phase("trace"):
-        if len(set(asking)) > 1:
-            missing = ", ".join(str(rank) for rank, asks in enumerate(asking) if not asks)
-            problem = f"not set on rank(s) {missing} of {job.world_size}"
-            raise ConfigError([Violation(CONFIG_KEY, problem, "Set it on all ranks, or on none")])
         return None if path is None else Timeline(path, job)
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError when a trace cannot be written there; changes nothing. For the rank that writes."""
+    """Raise ConfigError if a trace cannot be written to `path`. Changes nothing."""
     if path.is_dir():
         raise _unwritable(path, "it is a directory")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
@@ -282,16 +269,26 @@ def check_path(path: Path) -> None:
 
 
 def _unwritable(path: Path, problem: object) -> ConfigError:
-    return ConfigError([Violation(CONFIG_KEY, f"{path}: {problem}", "Name a file in a directory that can be written")])
+    remedy = "Name a file in a directory that can be written"
+    return ConfigError([Violation(CONFIG_KEY, f"{path}: {problem}", remedy, code="not-writable")])
 
 
 def _opened(path: Path, job: Job) -> TraceFile:
-    header: list[dict[str, Any]] = []
-    for rank, host in enumerate(job.hosts):
-        header.append({**FIRST, "pid": rank, "args": {"name": f"rank {rank} on {host}"}})
-        header.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+    """Create the file. Its header names the rank, and sorts it among the files of other ranks."""
+    rank = job.rank
     started = datetime.now().astimezone().isoformat(timespec="seconds")
-    header.append({"ph": "i", "s": "g", "name": f"started {started}", "ts": 0, "pid": 0, "tid": 0})
+    header: list[Event] = [
+        {**FIRST, "pid": rank, "args": {"name": f"rank {rank} on {job.hosts[rank]}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+        {
+            "ph": "i",
+            "s": "g",
+            "name": f"started {started}",
+            "ts": microseconds(),
+            "pid": rank,
+            "tid": 0,
+        },
+    ]
     try:
         return TraceFile(path, header)
     except OSError as error:

@@ -1,24 +1,26 @@
-"""Patches for Megatron (megatron-core 0.16 and 0.19): hooks to build on, and what it takes to run without CUDA.
+"""Patches for Megatron (megatron-core 0.16 and 0.19): hooks for a switch, and use without CUDA.
 
-    apply() ──> patch: version, targets and conflicts are checked, then all targets swapped
+    apply() ──> patch: version, targets and conflicts are checked, then all targets are replaced
                    │            └── revert() restores every original
-                   │ imports, when they are asked for, the patches of
-       ├── buffers          group "hooks": who allocates the flat buffers; `iter_buffers` reads them
-       ├── without_te       group "without_te": by default where Transformer Engine is not installed
-       ├── cpu/             groups "cpu" (by default without CUDA), "cpu_training" and "cpu_rl"; never imported
-       │                    where CUDA is
+                   │ imports on demand the patches of
+       ├── buffers          group "hooks": allocation of the flat buffers; `iter_buffers` reads them
+       ├── without_te       group "without_te": by default without Transformer Engine
+       ├── cpu/             groups "cpu" (by default without CUDA), "cpu_training" and "cpu_rl";
+       │                    never imported on a machine with CUDA
        ├── script           group "script": --enable-resharding on Megatron-LM's own scripts
-       │     └── engines            the command line, the protocol of an engine, and how one is found
-       └── rl               group "rl": the same in its RL loop
+       │     └── engines            command line, protocol of an engine, and selection of one
+       └── rl               group "rl": --enable-resharding in its RL loop
 
-    optimizers   `optimizer_tensors` lists an optimizer's state, `weight_version` counts its steps, and `gather_state`
-                 moves the state into flat tensors of one's own allocator
-    review       configuration fields that move weights or memory, and what of them is refused
-    __main__     ``python -m megatron_patches SCRIPT``; ``… patch-source CHECKOUT``: the same entry points as
-                 patches for source trees
+    optimizers       `optimizer_tensors` lists an optimizer's state, `weight_version` counts its
+                     steps, and `gather_state` moves the state into flat tensors of an allocator
+    refused_fields   configuration fields that change weights or memory, and refused values
+    __main__         ``python -m megatron_patches SCRIPT`` runs a script with the patches;
+                     ``patch-source CHECKOUT`` writes the same hooks into a source tree
+    errors           exceptions
 
-A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. errors.py has the exceptions.
-Only attributes of ``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.
+A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only
+attributes of ``megatron.*`` are ever replaced, never torch's. This package does not depend on
+hybrid_engine.
 """
 
 from megatron_patches.buffers import (

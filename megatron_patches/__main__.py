@@ -1,9 +1,10 @@
-"""The command line:
+"""Command line of the patches.
 
-python -m megatron_patches list                            every patch and whether it is applied here
-python -m megatron_patches sets                            patch sets for Megatron-LM checkouts, and where they are
-python -m megatron_patches patch-source CHECKOUT           put the set of its version on a checkout (--reverse: off)
-python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script, which then knows --enable-resharding
+python -m megatron_patches list                            list the patches, and which are applied
+python -m megatron_patches sets                            list the patch sets for checkouts
+python -m megatron_patches patch-source CHECKOUT           apply a set to a checkout, or --reverse
+python -m megatron_patches pretrain_gpt.py [arguments]     run a Megatron-LM script with the option
+                                                           --enable-resharding
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PatchSet:
-    """One set: a quilt series.
+    """Patch set for checkouts, a quilt series.
 
     Attributes:
-        directory: holds `series` and the patches that it names.
-        upstream: tag and commit that the patches were made against.
-        versions: what the trees that the set is for call themselves.
+        directory: folder of `series` and its patches.
+        upstream: tag and commit that the patches were created against.
+        versions: `megatron.core.__version__` of matching checkouts.
     """
 
     directory: Path
@@ -52,59 +53,72 @@ class PatchSet:
 
 
 def folder() -> Path:
-    """Return the folder of all sets."""
-    return Path(__file__).resolve().parent / "patches"
+    """Return the folder of all sets.
+
+    It is inside the installed package, or at the top of a checkout of this project.
+    """
+    package = Path(__file__).resolve().parent
+    installed = package / "patches"
+    return installed if installed.is_dir() else package.parent / "patches"
 
 
 def patch_sets() -> list[PatchSet]:
     """Return every set, by version."""
-    found = []
+    sets = []
     for series in sorted(folder().glob("core_v*/series")):
-        heads = dict(re.findall(r"^# (upstream|version): (.+)$", series.read_text(), re.MULTILINE))
-        found.append(PatchSet(series.parent, heads["upstream"], tuple(heads["version"].split())))
-    return found
+        comments = re.findall(r"^# (upstream|version): (.+)$", series.read_text(), re.MULTILINE)
+        values = dict(comments)
+        sets.append(PatchSet(series.parent, values["upstream"], tuple(values["version"].split())))
+    return sets
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run `path` as ``python path arguments`` would, with the patches of group "script" on megatron.training.
+    """Run `path` as ``python path arguments`` would, with the patches of group "script".
 
-    Without CUDA also with those that let Megatron run on CPU. Exits with a message, before the script starts, if the
-    file is missing, there is no megatron.training beside it, or the patches do not support its version. The last is a
-    warning where the script does not reshard: then it runs as it is.
+    Without CUDA the CPU patches are applied also. Exits with a message, before the script starts,
+    if the file or megatron.training is missing, or the patches do not support the version. If the
+    script does not reshard, an unsupported version only causes a warning, and the script runs
+    unpatched.
     """
     if not Path(path).is_file():
         sys.exit(f"{path}: no such file; usage: python -m megatron_patches SCRIPT [arguments]")
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+    # Without its parent package `find_spec` of a submodule raises.
+    packages = ("megatron", "megatron.training")
+    if any(importlib.util.find_spec(package) is None for package in packages):
         sys.exit(
-            f"{path}: there is no megatron.training, which megatron-core's package has since 0.17 only; "
-            "run an entry script of a Megatron-LM checkout, or add the checkout to PYTHONPATH"
+            f"{path}: megatron.training is missing, which the package megatron-core contains only "
+            "since 0.17; run an entry script of a Megatron-LM checkout, or add the checkout to "
+            "PYTHONPATH"
         )
-    importlib.import_module("megatron.training")  # if a dependency of it is missing, this says which
+    # Imported here, so that a missing dependency of it is reported by name.
+    importlib.import_module("megatron.training")
     try:
         apply(("script",), allow_version=script.allows_version())
         script.apply_stand_ins()
     except MegatronPatchError as error:
         if script.is_enabled():
             script.refuse(error)
-        logger.warning("%s; the script runs as it is", error)
+        logger.warning("%s; the script runs unpatched", error)
     runpy.run_path(path, run_name="__main__")
 
 
 app = typer.Typer(
-    help="The patches that this package applies to Megatron. With a script in place of a command: run that script of "
-    "Megatron-LM, which then knows --enable-resharding.",
+    help="Patches of this package for Megatron. With a script in place of a command: run that "
+    "script of Megatron-LM, which then accepts --enable-resharding.",
     no_args_is_help=True,
 )
 
 
 @app.command("list")
 def list_patches(
-    check: Annotated[bool, typer.Option(help="Apply the default groups first, to check that they fit.")] = True,
+    check: Annotated[
+        bool, typer.Option(help="Apply the default groups first, to check that they fit.")
+    ] = True,
 ) -> None:
-    """Print each patch: name, group and state, then its target and its reason."""
+    """Print each patch with its name, group, state, target and reason."""
     if check:
         try:
             apply()
@@ -123,52 +137,68 @@ def list_patches(
 
 @app.command("sets")
 def list_sets() -> None:
-    """Print the patch sets for Megatron-LM checkouts: name, versions, upstream commit; first the folder of all."""
+    """Print the folder of the patch sets, then each set: name, versions, upstream commit."""
     print(folder())
-    for each in patch_sets():
-        print(f"{each.name}  for {', '.join(each.versions)}, made against {each.upstream}")
+    for patch_set in patch_sets():
+        versions = ", ".join(patch_set.versions)
+        print(f"{patch_set.name}  for {versions}, made against {patch_set.upstream}")
 
 
 @app.command("patch-source")
 def patch_source(
     checkout: Annotated[Path, typer.Argument(help="Root of a clean git checkout of Megatron-LM.")],
     reverse: Annotated[bool, typer.Option("--reverse", help="Take the set off again.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Patch forks, changed trees, and trees without git.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Patch forks, changed trees, and trees without git.")
+    ] = False,
 ) -> None:
-    """Put the patch set of its version on a Megatron-LM checkout, all of it or nothing. Nothing is committed.
+    """Apply the patch set for a Megatron-LM checkout, completely or not at all, without a commit.
 
-    Exits with 1, and changes nothing, when there is no set for the version or a hunk does not fit.
+    Exits with 1 and changes nothing if there is no set for the version, or a hunk does not fit.
     """
-    flags = [flag for flag, given in (("--reverse", reverse), ("--force", force)) if given]
-    # Through bash, for a wheel does not keep the bit that makes a file executable. It prints what it did, or why not.
-    raise typer.Exit(subprocess.run(["bash", str(folder() / "apply.sh"), str(checkout), *flags]).returncode)
+    # Through bash, because a wheel does not preserve the executable bit.
+    command = ["bash", str(folder() / "apply.sh"), str(checkout)]
+    if reverse:
+        command.append("--reverse")
+    if force:
+        command.append("--force")
+    raise typer.Exit(subprocess.run(command).returncode)
 
 
 def _fail(error: MegatronPatchError) -> NoReturn:
-    Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
+    message = f"{type(error).__name__}: {error}"
+    Console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1) from error
 
 
 def _state_of(patch: Patch) -> str:
     core = sys.modules.get("megatron.core")
     if core is not None and not patch.is_needed_by(release_of(core.__version__)):
-        spans = (("before", patch.since), ("from", patch.until))
-        return "not needed " + " and ".join(f"{word} megatron-core {version}" for word, version in spans if version)
+        spans = []
+        if patch.since:
+            spans.append(f"before megatron-core {patch.since}")
+        if patch.until:
+            spans.append(f"from megatron-core {patch.until}")
+        return f"not needed {' and '.join(spans)}"
     if is_applied(patch):
         return "applied"
-    return "not applied" if patch.group in default_groups() else "not applied (not a default group here)"
+    if patch.group in default_groups():
+        return "not applied"
+    return "not applied (not a default group here)"
 
 
 def main() -> None:
-    """Run a script, or a command of ours."""
+    """Run a script, or a command of this package."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     names = [str(registered.name) for registered in app.registered_commands]
     if command in names or command.startswith("-"):
         app(prog_name="python -m megatron_patches")
-    elif not Path(command).is_file() and (meant := get_close_matches(command, names, 1)):
-        sys.exit(f"{command}: neither a command nor a script. Did you mean {meant[0]}?")
-    else:
-        run_script(command, sys.argv[2:])
+        return
+    if not Path(command).is_file():
+        matches = get_close_matches(command, names, 1)
+        if matches:
+            sys.exit(f"{command}: neither a command nor a script. Did you mean {matches[0]}?")
+    run_script(command, sys.argv[2:])
 
 
 if __name__ == "__main__":

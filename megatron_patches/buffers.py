@@ -1,13 +1,15 @@
-"""Megatron's flat parameter and gradient buffers: what lies where, and who allocates them.
+"""Megatron's flat parameter and gradient buffers: contents and allocation.
 
 Megatron's DDP keeps the parameters and gradients of one dtype in one or two flat 1-D tensors per
-`_ParamAndGradBuffer`; each parameter is a view, in reverse order of the model's, with padding between and after them:
+`_ParamAndGradBuffer`. Each parameter is a view, in reverse order of the model, with padding between
+and after them:
 
     param_data  | p9 |pad| p8 |pad..| p7 ...|     distributed optimizer only
     grad_data   | g9 |pad| g8 |pad..| g7 ...|     always
                 0    start   end                  units: elements
 
-`iter_buffers` reads this; `set_buffer_allocator` decides where the flat tensors come from.
+`iter_buffers` reads the buffers; `set_buffer_allocator` replaces the allocation of the flat
+tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ TensorKind = Literal["param", "grad"]
 
 @dataclass(frozen=True, eq=False)
 class ParamSlot:
-    """Where one parameter lies in its buffer.
+    """Location of a parameter in its buffer.
 
     Attributes:
-        name: from ``chunk.named_parameters()``, so with the wrappers' ``module.`` prefixes.
-        param: the live parameter; with the distributed optimizer a view of ``param_data[start:end]``.
+        name: from ``chunk.named_parameters()``, with the wrappers' ``module.`` prefixes.
+        param: the live parameter; with the distributed optimizer a view of
+            ``param_data[start:end]``.
         start: first element within the buffer.
         end: the element after the last; ``end - start == param.numel()``.
     """
@@ -50,17 +53,21 @@ class ParamSlot:
 
 @dataclass(frozen=True, eq=False)
 class BufferRecord:
-    """One `_ParamAndGradBuffer` of one model chunk. Holds the live tensors, copies nothing.
+    """`_ParamAndGradBuffer` of a model chunk, with its live tensors.
 
     Attributes:
         chunk_index: position in the list of model chunks (the virtual pipeline stage).
-        kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over another group).
+        kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over
+            another group).
         index: position among the buffers of this chunk and kind (one per parameter dtype).
-        param_data: 1-D; None without the distributed optimizer, where every parameter owns its storage.
-        grad_data: 1-D of as many elements, padding included; `param.main_grad` are its views, but for `extra_grads`.
-        slots: in buffer order. Gaps between them are padding, never read by the model.
-        extra_grads: gradients that Megatron accumulates in float32 beside `grad_data`, if it was told to (since 0.17:
-            `param_name_patterns_for_fp32_local_accumulation`); then they are what `param.main_grad` is.
+        param_data: 1-D; None without the distributed optimizer, where every parameter owns its
+            storage.
+        grad_data: 1-D with as many elements, including padding. `param.main_grad` are its views,
+            except for `extra_grads`.
+        slots: in buffer order. Gaps between them are padding, which the model never reads.
+        extra_grads: gradients that Megatron accumulates in float32 outside `grad_data`, if
+            configured (since 0.17: `param_name_patterns_for_fp32_local_accumulation`). They then
+            are `param.main_grad`.
     """
 
     chunk_index: int
@@ -73,12 +80,12 @@ class BufferRecord:
 
 
 def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[BufferRecord]:
-    """A record of every buffer of every chunk: by chunk, dense before expert, then by position.
+    """Return a record of every buffer, by chunk, dense before expert, then by position.
 
-    Reads only, needs no patch, and may be called at any time after DDP has wrapped the chunks.
+    Only reads, needs no patch, and may be called at any time after DDP has wrapped the chunks.
 
     Raises:
-        UnsupportedModelError: for a chunk that is not wrapped in megatron's DistributedDataParallel.
+        UnsupportedModelError: a chunk is not wrapped in megatron's DistributedDataParallel.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -89,7 +96,8 @@ def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[Buffer
     ]
     if wrong:
         raise UnsupportedModelError(
-            f"{'; '.join(wrong)}: only chunks wrapped in megatron.core's DistributedDataParallel have flat buffers"
+            f"{'; '.join(wrong)}: only chunks wrapped in megatron.core's DistributedDataParallel "
+            "have flat buffers"
         )
     records = []
     for chunk_index, chunk in enumerate(model_chunks):
@@ -102,55 +110,72 @@ def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[Buffer
 
 
 def _buffer_record(
-    chunk_index: int, kind: BufferKind, index: int, buffer: Any, names: Mapping[torch.nn.Parameter, str]
+    chunk_index: int,
+    kind: BufferKind,
+    index: int,
+    buffer: Any,
+    names: Mapping[torch.nn.Parameter, str],
 ) -> BufferRecord:
-    slots = [ParamSlot(names[param], param, start, end) for param, (start, end, _) in buffer.param_index_map.items()]
+    slots = [
+        ParamSlot(names[param], param, start, end)
+        for param, (start, end, _) in buffer.param_index_map.items()
+    ]
     slots.sort(key=lambda slot: slot.start)
+    # megatron-core before 0.17 has none.
     extra_grads = tuple(getattr(buffer, "extra_main_grads", ()))
-    return BufferRecord(chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots), extra_grads)
+    return BufferRecord(
+        chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots), extra_grads
+    )
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory holds the data: `tensor` itself, but for Transformer Engine's `GroupedTensor`.
+    """Return the tensor whose memory holds the data, which usually is `tensor` itself.
 
-    That is the weights of several experts as one parameter; it has no memory of its own and wraps a flat tensor.
+    Transformer Engine's `GroupedTensor`, several experts in one parameter, has no memory and wraps
+    a flat tensor.
     """
-    held = getattr(tensor, "rowwise_data", None)
-    return tensor if held is None else held
+    wrapped = getattr(tensor, "rowwise_data", None)
+    return tensor if wrapped is None else wrapped
 
 
 class BufferAllocator(Protocol):
-    """Makes the flat tensors of Megatron's buffers.
+    """Allocator of the flat tensors of Megatron's buffers.
 
-    Called by `_ParamAndGradBuffer.__init__`, once per flat tensor: "param" (only with the distributed
-    optimizer), then "grad". Returns a contiguous 1-D tensor of `numel` elements of `dtype` on `device`,
-    filled with zeros (padding is reduced and gathered too; this is not checked, it would touch every
-    page). Megatron keeps it for the life of the model and makes all its views from it.
+    `_ParamAndGradBuffer.__init__` calls it once per flat tensor: "param" (only with the distributed
+    optimizer), then "grad". It returns a contiguous 1-D tensor of `numel` elements of `dtype` on
+    `device`, filled with zeros. Padding is reduced and gathered like data, but zeros are not
+    checked, because a check would touch every page. Megatron keeps the tensor for the life of the
+    model and makes all its views from it.
     """
 
-    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: TensorKind) -> torch.Tensor: ...
+    def __call__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, kind: TensorKind
+    ) -> torch.Tensor: ...
 
 
 _allocator: BufferAllocator | None = None
 
 
 def set_buffer_allocator(allocate: BufferAllocator | None) -> None:
-    """Let `allocate` make the flat tensors of every buffer built from now on; None: Megatron itself.
+    """Use `allocate` for the flat tensors of every buffer built from now on.
 
-    Buffers that exist already do not change.
+    None restores Megatron's own allocation. Existing buffers do not change.
 
     Raises:
-        BufferAllocationError: while the "hooks" patches are not applied, for Megatron would not call `allocate`.
+        BufferAllocationError: the "hooks" patches are not applied, so Megatron would not call
+            `allocate`.
     """
     global _allocator
     if allocate is not None and not hooks_applied():
-        raise BufferAllocationError("Megatron does not know the allocator: call megatron_patches.apply() first")
+        raise BufferAllocationError(
+            "Megatron would not call the allocator: call megatron_patches.apply() first"
+        )
     _allocator = allocate
 
 
 @contextlib.contextmanager
 def buffer_allocator(allocate: BufferAllocator) -> Iterator[None]:
-    """`set_buffer_allocator` within a with block (around the construction of DDP)."""
+    """Set a buffer allocator within a with block, around the construction of DDP."""
     before = _allocator
     set_buffer_allocator(allocate)
     try:
@@ -160,46 +185,57 @@ def buffer_allocator(allocate: BufferAllocator) -> Iterator[None]:
 
 
 class _Redirected(TorchFunctionMode):
-    """While one buffer is being built: its flat ``torch.zeros`` come from the allocator."""
+    """Redirection of a buffer's flat ``torch.zeros`` to the allocator during its construction."""
 
     def __init__(self, buffer: Any, allocate: BufferAllocator) -> None:
         super().__init__()
         self._buffer = buffer
         self._allocate = allocate
-        self._made: list[TensorKind] = []
+        self._allocated: list[TensorKind] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # a buffer makes other tensors too, and only its flat ones are of exactly `numel` elements, given by position
+        # Only the flat tensors of a buffer have exactly `numel` elements, passed by position.
         if func is torch.zeros and args == (getattr(self._buffer, "numel", None),):
             return self._flat_tensor(kwargs["dtype"], _as_device(kwargs["device"]))
         return func(*args, **kwargs)
 
     def _expected(self) -> list[TensorKind]:
+        # Without the distributed optimizer every parameter owns its storage.
         return ["param", "grad"] if self._buffer.ddp_config.use_distributed_optimizer else ["grad"]
 
     def _flat_tensor(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._buffer.nccl_ub:
-            raise BufferAllocationError("nccl_ub registers megatron's own allocation; turn it off to use an allocator")
-        if len(self._made) == len(self._expected()):
             raise BufferAllocationError(
-                f"unexpected flat tensor of {self._buffer.numel} elements of {dtype} after {self._made}: this buffer "
-                "cannot use an allocator"
+                "nccl_ub registers megatron's own allocation; turn it off to use an allocator"
             )
-        kind = self._expected()[len(self._made)]
+        if len(self._allocated) == len(self._expected()):
+            raise BufferAllocationError(
+                f"unexpected flat tensor of {self._buffer.numel} elements of {dtype} after "
+                f"{self._allocated}: this buffer cannot use an allocator"
+            )
+        kind = self._expected()[len(self._allocated)]
         tensor = self._allocate(self._buffer.numel, dtype, device, kind)
-        check_flat(f"the buffer allocator, for {kind} data,", tensor, self._buffer.numel, dtype, device)
-        self._made.append(kind)
+        check_flat(
+            f"the buffer allocator, for {kind} data,", tensor, self._buffer.numel, dtype, device
+        )
+        self._allocated.append(kind)
         return tensor
 
     def check_complete(self) -> None:
-        """Raise unless both flat tensors went through the allocator (with MXFP8 they share one)."""
-        if self._made != self._expected():
+        """Raise BufferAllocationError unless the allocator has made all flat tensors."""
+        # With MXFP8 parameters and gradients share one tensor.
+        if self._allocated != self._expected():
             raise BufferAllocationError(
-                f"megatron allocated {self._made} through the allocator, expected {self._expected()}; "
-                "MXFP8 parameters share one buffer and cannot be used with an allocator"
+                f"megatron allocated {self._allocated} through the allocator, expected "
+                f"{self._expected()}; MXFP8 parameters share one buffer and cannot be used with an "
+                "allocator"
             )
 
 
@@ -207,13 +243,22 @@ def _as_device(device: Any) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def check_flat(allocator: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BufferAllocationError unless `tensor` is what `allocator` was asked for."""
+def check_flat(
+    allocator: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise BufferAllocationError unless `tensor` fits the request.
+
+    Args:
+        allocator: subject of the message.
+        tensor: tensor that it returned.
+        numel, dtype, device: of the request.
+    """
     returned = (tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.is_contiguous())
-    asked = ((numel,), dtype, device.type, True)
-    if returned != asked:
+    expected = ((numel,), dtype, device.type, True)
+    if returned != expected:
         raise BufferAllocationError(
-            f"{allocator} returned (shape, dtype, device, contiguous) {returned}, expected {asked}"
+            f"{allocator} returned (shape, dtype, device, contiguous) {returned}, expected "
+            f"{expected}"
         )
 
 
@@ -235,7 +280,7 @@ PATCHES: tuple[Patch, ...] = (
         name="hooks.buffer_allocator",
         group="hooks",
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-        reason="lets the flat buffers live in memory of our choice (elastic, shared) at a fixed address",
+        reason="puts the flat buffers into chosen memory (elastic, shared) at a fixed address",
         remove_when="megatron-core takes an allocator for its parameter and gradient buffers",
         build=_build_init,
     ),

@@ -1,19 +1,20 @@
-"""What ``--enable-resharding`` hands training to: the protocol of an engine, how one is found, and the command line.
+"""Engine protocol of ``--enable-resharding``, selection of an engine, and the command line.
 
     validate_args        engine = factory(script)          checks everything; nothing is built yet
     get_model            with engine.building(): ...       DDP's flat buffers are allocated
-                         engine.model_built(chunks)        before the optimizer is made
-    train                engine.attach(chunks, optimizer, num_steps)    checkpoint loaded, all is on the device
+                         engine.model_built(chunks)        before the optimizer is built
+    train                engine.attach(chunks, optimizer, num_steps)    checkpoint is loaded, all
+                                                           state is on the device
       every N steps      engine.switch(iteration)          to inference and back
                          engine.detach()                   also on sys.exit
-    (then Megatron evaluates and saves as usual)
+    (Megatron then evaluates and saves as usual)
 
-With --perform-rl-step Megatron's RL loop says when to switch: `switch` is called all the same, and
+With --perform-rl-step Megatron's RL loop decides when to switch. `switch` is still called, and
     MegatronLocal.launch   await engine.launch_rollouts()    before the first rollout
 
-An engine registers a factory under the entry-point group "megatron_patches.engines". What is given on the command line
-goes into `ReshardingOptions`, never into Megatron's Namespace: Megatron saves that with every checkpoint, and a
-checkpoint must not show whether a run resharded.
+An engine registers a factory in the entry-point group "megatron_patches.engines". Options of the
+command line go into `ReshardingOptions`, never into Megatron's Namespace, because Megatron saves
+that in every checkpoint, and a checkpoint must not depend on resharding.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ ALLOW_VERSION_FLAG = "--resharding-allow-version"
 
 @dataclass(frozen=True)
 class ReshardingOptions:
-    """The command line: one field per flag, whose help in `add_arguments` says what it does.
+    """Options of the command line, one field per flag; the help in `add_arguments` describes each.
 
-    None: the configuration file, or its default, decides. Without `prompts` nothing is generated, without `engine` the
-    installed one is used; skipped optimizer steps do not count in `interval`.
+    None: the configuration file, or its default, decides. Without `prompts` the engine generates
+    nothing, and without `engine` the installed one is used. Skipped optimizer steps do not count in
+    `interval`.
     """
 
     enabled: bool = False
@@ -61,68 +63,131 @@ class ReshardingOptions:
     allow_version: bool = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> ReshardingOptions:
-        """From what `add_arguments` collected. Raises ScriptError for options without --enable-resharding."""
-        options = cls(**given)
-        useless = sorted(set(given) - {"enabled", "allow_version"})
-        if useless and not options.enabled:
-            flags = ", ".join(_FLAGS[name] for name in useless)
-            raise ScriptError([f"{flags}: no effect without --enable-resharding; add that, or remove this"])
+    def of(cls, values: Mapping[str, Any]) -> ReshardingOptions:
+        """Return the options from the values that `add_arguments` collected.
+
+        Raises:
+            ScriptError: options are present without --enable-resharding.
+        """
+        options = cls(**values)
+        unused = sorted(set(values) - {"enabled", "allow_version"})
+        if unused and not options.enabled:
+            flags = ", ".join(_FLAGS[name] for name in unused)
+            problem = f"{flags}: no effect without --enable-resharding; add that, or remove this"
+            raise ScriptError([problem])
         return options
 
 
-_FLAGS = {
-    field.name: "--" + ("" if field.name.startswith(("infer_", "offload_")) else "resharding-") + field.name
-    for field in fields(ReshardingOptions)
-} | {"enabled": ENABLE_FLAG}
-_FLAGS = {name: flag.replace("_", "-") for name, flag in _FLAGS.items()}
+def _flag_of(name: str) -> str:
+    """Return the flag of a field of `ReshardingOptions`."""
+    if name == "enabled":
+        return ENABLE_FLAG
+    prefix = "" if name.startswith(("infer_", "offload_")) else "resharding-"
+    return f"--{prefix}{name}".replace("_", "-")
+
+
+_FLAGS = {field.name: _flag_of(field.name) for field in fields(ReshardingOptions)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Add the group "resharding" to `parser`; returns the dict that parsing fills, by fields of `ReshardingOptions`."""
-    given: dict[str, Any] = {}
+    """Add the group "resharding" to `parser`.
+
+    Returns the dict that parsing fills with values of `ReshardingOptions`.
+    """
+    values: dict[str, Any] = {}
     group = parser.add_argument_group(
-        "resharding", "Generate with an inference engine from the live weights, on the devices that train."
+        "resharding",
+        "Generate with an inference engine from the live weights, on the devices that train.",
     )
 
     def add(name: str, help_text: str, **settings: Any) -> None:
-        group.add_argument(_FLAGS[name], action=_Collect, given=given, field=name, help=help_text, **settings)
+        flag = _FLAGS[name]
+        group.add_argument(
+            flag, action=_Collect, collected=values, field=name, help=help_text, **settings
+        )
 
     add("enabled", "Switch to the inference engine and back while training.", nargs=0)
-    add("config", "YAML file of the engine: model, generate_config, sampling.", type=Path, metavar="FILE")
-    add("interval", "Optimizer steps between two switches (default: 1).", type=_positive, metavar="N")
+    add(
+        "config",
+        "YAML file of the engine: model, generate_config, sampling.",
+        type=Path,
+        metavar="FILE",
+    )
+    add(
+        "interval",
+        "Optimizer steps between two switches (default: 1).",
+        type=_positive,
+        metavar="N",
+    )
     add("at_start", "Also switch before the first step of this run.", nargs=0)
     for axis in ("tensor", "pipeline", "data", "expert"):
         text = f"{axis.capitalize()} parallel size of inference; overrides the file."
         add(f"infer_{axis}_parallel_size", text, type=_positive, metavar="N")
-    for what, of in {"param": "parameters", "grad": "gradients", "optimizer": "optimizer state"}.items():
-        text = f"Take {of} off the device while generating, or not; overrides the file."
-        name = f"offload_train_{what}"
-        no_flag = _FLAGS[name].replace("--", "--no-", 1)
-        group.add_argument(_FLAGS[name], no_flag, action=_Collect, given=given, field=name, nargs=0, help=text)
-    add("prompts", 'JSON lines with "prompt": text, or a list of token ids.', type=Path, metavar="FILE")
+    descriptions = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer state"}
+    for kind, description in descriptions.items():
+        name = f"offload_train_{kind}"
+        flag = _FLAGS[name]
+        group.add_argument(
+            flag,
+            flag.replace("--", "--no-", 1),
+            action=_Collect,
+            collected=values,
+            field=name,
+            nargs=0,
+            help=f"Take {description} off the device while generating, or not; overrides the file.",
+        )
+    add(
+        "prompts",
+        'JSON lines with "prompt": text, or a list of token ids.',
+        type=Path,
+        metavar="FILE",
+    )
     add("output", "Directory for samples and timings.", type=Path, metavar="DIR")
     choices = ("off", "sample", "full")
-    add("verify", "Compare inference weights with training's, bit by bit (default: as in the file).", choices=choices)
-    add("callback", "Called with the live inference engine in every switch.", metavar="MODULE:FUNCTION")
+    add(
+        "verify",
+        "Compare inference weights with training's, bit by bit (default: as in the file).",
+        choices=choices,
+    )
+    add(
+        "callback",
+        "Called with the live inference engine in every switch.",
+        metavar="MODULE:FUNCTION",
+    )
     add("engine", "The engine, where none is installed or several are.", metavar="MODULE:OBJECT")
-    add("allow_version", "Accept versions of Megatron and of the engine that were not tested.", nargs=0)
-    return given
+    add(
+        "allow_version",
+        "Accept versions of Megatron and of the engine that were not tested.",
+        nargs=0,
+    )
+    return values
 
 
 class _Collect(argparse.Action):
-    """Stores into `given` instead of the Namespace; a flag without a value is True, or False in its --no- form."""
+    """Action that stores into `collected` instead of the Namespace.
+
+    A flag without a value is True, or False in its --no- form.
+    """
 
     def __init__(
-        self, option_strings: Sequence[str], dest: str, *, given: dict[str, Any], field: str, **kwargs: Any
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        *,
+        collected: dict[str, Any],
+        field: str,
+        **kwargs: Any,
     ) -> None:
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
-        self._given = given
+        self._collected = collected
         self._field = field
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        is_switch = self.nargs == 0
-        self._given[self._field] = not str(option_string).startswith("--no-") if is_switch else values
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        if self.nargs == 0:
+            values = not str(option_string).startswith("--no-")
+        self._collected[self._field] = values
 
 
 def _positive(text: str) -> int:
@@ -133,22 +198,25 @@ def _positive(text: str) -> int:
 
 
 ENTRY_POINT_GROUP = "megatron_patches.engines"
-_INSTALL_HINT = "pip install 'hybrid-engine[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
+_INSTALL_HINT = (
+    "pip install 'hybrid-engine[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
+)
 
 
 def performs_rl(args: argparse.Namespace) -> bool:
-    """Whether these arguments of Megatron's are of its RL loop; before 0.19 there is none."""
+    """Return True if Megatron's arguments select its RL loop."""
+    # There is no such loop before 0.19.
     return bool(getattr(args, "perform_rl_step", False))
 
 
 @dataclass(frozen=True)
 class MegatronScript:
-    """The running script, as an engine sees it.
+    """Running script, as an engine uses it.
 
     Attributes:
-        options: of our command line.
-        args: Megatron's validated arguments. Not to be changed: checkpoints contain them.
-        flags: all that Megatron's parser has; None where nobody has seen it.
+        options: resharding options of the command line.
+        args: Megatron's validated arguments. Do not change them: checkpoints contain them.
+        flags: all flags of Megatron's parser; None if they are not known.
     """
 
     options: ReshardingOptions
@@ -156,7 +224,7 @@ class MegatronScript:
     flags: frozenset[str] | None = None
 
     def transformer_config(self) -> Any:
-        """megatron-core's TransformerConfig, as Megatron derives it from the arguments."""
+        """Return the TransformerConfig that Megatron derives from the arguments."""
         from megatron.training.arguments import core_transformer_config_from_args
 
         return core_transformer_config_from_args(self.args)
@@ -183,52 +251,72 @@ class MegatronScript:
 
 
 def _global(name: str) -> Any:
-    """One of Megatron's global variables, by its function `get_<name>`."""
-    return getattr(importlib.import_module("megatron.training.global_vars"), f"get_{name}")()
+    """Return a global variable of Megatron, from its function `get_<name>`."""
+    module = importlib.import_module("megatron.training.global_vars")
+    return getattr(module, f"get_{name}")()
 
 
 class ReshardingEngine(Protocol):
-    """Called on every rank at the same points; all methods may be collective.
+    """Engine that a script calls on every rank at the same points; all methods may be collective.
 
-    `building` and `model_built` may raise ScriptError, too. Between calls the training state is on the device, at its
-    original addresses. No call changes a random state.
+    `building` and `model_built` may raise ScriptError. Between calls the training state is on the
+    device, at its original addresses. No call changes a random state.
     """
 
     def building(self) -> AbstractContextManager[None]:
-        """Entered around Megatron's `get_model`. The tokenizer exists; may raise to refuse the model."""
+        """Return a context for Megatron's `get_model`. The tokenizer exists.
+
+        Raises:
+            ScriptError: the engine does not support the model.
+        """
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
-        """The DDP-wrapped chunks exist, without an optimizer; parameters may still be moved."""
+        """Take the DDP-wrapped chunks. There is no optimizer yet, so parameters may still move."""
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
-        """Training is about to start; the optimizer has taken `num_steps` steps, not counting skipped ones."""
+        """Start, before training.
+
+        `num_steps`: steps that the optimizer has taken, not counting skipped ones.
+        """
 
     def switch(self, iteration: int) -> None:
         """Switch to inference and back; `iteration` iterations are complete."""
 
     def detach(self) -> None:
-        """Training is over; release what inference holds."""
+        """Release the resources of inference, after training."""
 
     async def launch_rollouts(self) -> Any:
-        """With --perform-rl-step: an `InferenceServer` of megatron.rl, which Megatron's loop resumes for rollouts,
-        suspends to train, and kills at the end, on every rank; its agents ask the one of rank 0."""
+        """Return an `InferenceServer` of megatron.rl, with --perform-rl-step.
+
+        Megatron's loop resumes it for rollouts, suspends it to train, and kills it at the end, on
+        every rank. Its agents send requests to the one of rank 0.
+        """
 
 
 EngineFactory = Callable[[MegatronScript], ReshardingEngine]
-"""Raises ScriptError with every problem of the options, before any collective: the script ends with its message."""
+"""Function that returns an engine.
+
+Before any collective, it raises ScriptError with every problem of the options. The script then ends
+with the message.
+"""
 
 
 def find_engine(reference: str | None = None) -> EngineFactory:
-    """The factory that `reference` (``module:object``) names; default: the only installed one. Raises ScriptError."""
+    """Return the factory at `reference` (``module:object``); default: the only installed one.
+
+    Raises:
+        ScriptError: `reference` cannot be imported, or not exactly one engine is installed.
+    """
     if reference is not None:
         return _imported(reference)
-    found = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
-    if not found:
+    entry_points = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+    if not entry_points:
         raise ScriptError([f"no resharding engine is installed: {_INSTALL_HINT}"])
-    if len(found) > 1:
-        names = ", ".join(sorted(point.value for point in found))
-        raise ScriptError([f"several resharding engines are installed: choose one of {names} by --resharding-engine"])
-    factory: EngineFactory = found[0].load()
+    if len(entry_points) > 1:
+        names = ", ".join(sorted(point.value for point in entry_points))
+        problem = f"several resharding engines are installed: choose one of {names}"
+        raise ScriptError([f"{problem} by --resharding-engine"])
+    factory: EngineFactory = entry_points[0].load()
     return factory
 
 
@@ -237,5 +325,5 @@ def _imported(reference: str) -> EngineFactory:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        message = f"--resharding-engine {reference} cannot be imported ({error}); use an importable MODULE:OBJECT"
-        raise ScriptError([message]) from error
+        problem = f"--resharding-engine {reference} cannot be imported ({error})"
+        raise ScriptError([f"{problem}; use an importable MODULE:OBJECT"]) from error

@@ -1,12 +1,12 @@
 """Errors raised by `megatron_patches`.
 
-MegatronPatchError                  everything below
-├── PatchSetError                   the patches do not fit what is installed, or one another; nothing was changed
+MegatronPatchError                  base class of all
+├── PatchSetError                   patches do not fit Megatron or each other; nothing was changed
 │   └── UnsupportedVersionError     the patches were not tested with this megatron-core
-├── UnknownGroupError               apply() was called with a group that does not exist
-├── UnsupportedModelError           a model chunk without Megatron's flat buffers
-├── UnsupportedOptimizerError       an optimizer of an unsupported type
-├── BufferAllocationError           a buffer allocator cannot be used here, or returned a wrong tensor
+├── UnknownGroupError               there is no group of patches with this name
+├── UnsupportedModelError           a model chunk has no Megatron flat buffers
+├── UnsupportedOptimizerError       an optimizer has an unsupported type
+├── BufferAllocationError           a buffer allocator cannot be used, or returned a wrong tensor
 ├── CpuUnsupportedError             a CUDA-only feature was used on CPU
 └── ScriptError                     --enable-resharding is not possible here; lists every reason
 """
@@ -18,11 +18,11 @@ from typing import ClassVar
 
 
 class MegatronPatchError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error that this package raises deliberately."""
 
 
-class _ListedError(MegatronPatchError):
-    """Says everything that is wrong below a heading.
+class _ListedPatchError(MegatronPatchError):
+    """Error that lists all problems under a heading.
 
     Attributes:
         violations: one sentence per problem, each with its remedy.
@@ -32,10 +32,11 @@ class _ListedError(MegatronPatchError):
 
     def __init__(self, violations: Sequence[str]) -> None:
         self.violations = tuple(violations)
-        super().__init__("\n".join([f"{self.heading}:", *(f"- {violation}" for violation in self.violations)]))
+        lines = [f"{self.heading}:", *(f"- {violation}" for violation in self.violations)]
+        super().__init__("\n".join(lines))
 
 
-class PatchSetError(_ListedError):
+class PatchSetError(_ListedPatchError):
     """Patches cannot be applied or reverted. Raised before anything changes."""
 
     heading = "nothing was changed"
@@ -46,7 +47,7 @@ class UnsupportedVersionError(PatchSetError):
 
 
 class UnknownGroupError(MegatronPatchError, ValueError):
-    """No patch belongs to the group that was asked for."""
+    """No group of patches has this name."""
 
 
 class UnsupportedModelError(MegatronPatchError, TypeError):
@@ -54,18 +55,18 @@ class UnsupportedModelError(MegatronPatchError, TypeError):
 
 
 class UnsupportedOptimizerError(MegatronPatchError, TypeError):
-    """The optimizer is of a type whose tensors this package cannot list."""
+    """This package cannot list the tensors of this type of optimizer."""
 
 
 class BufferAllocationError(MegatronPatchError):
-    """The buffer allocator cannot be used here, or returned a tensor that does not fit."""
+    """The buffer allocator cannot be used here, or returned a wrong tensor."""
 
 
 class CpuUnsupportedError(MegatronPatchError, NotImplementedError):
     """A CUDA-only feature was used while the CPU patches are applied."""
 
 
-class ScriptError(_ListedError):
-    """A Megatron script cannot do what --enable-resharding asks for."""
+class ScriptError(_ListedPatchError):
+    """--enable-resharding is not possible in this Megatron script."""
 
     heading = "--enable-resharding"

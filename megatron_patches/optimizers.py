@@ -1,20 +1,20 @@
-"""Megatron's optimizers: which tensors they hold, how many steps they have taken, and one flat memory for their state.
+"""State of Megatron's optimizers: its tensors, step counts, and a flat memory for it.
 
 Megatron optimizer            parameters of the torch optimizer  `optimizer_tensors` lists
 DistributedOptimizer, bf16    fp32 copies of this rank's shards  main_param + moments
 DistributedOptimizer, fp32    views of the model's parameters    moments
 Float16Optimizer…             fp32 copies of whole parameters    main_param + moments
 FP32Optimizer                 the model's parameters             moments
-ChainedOptimizer              those of its members (may nest)    all of theirs
+ChainedOptimizer              those of its members (may nest)    those of its members
 
-`gather_state` moves these into one flat tensor per optimizer and dtype:
+`gather_state` moves these tensors into one flat tensor per optimizer and dtype:
 
     before   main_param a, main_param b, exp_avg a, exp_avg b, ...   one allocation each
-    after    |main_param a|main_param b|exp_avg a|exp_avg b| ...     one flat tensor; each of them is a view of it
+    after    |main_param a|main_param b|exp_avg a|exp_avg b| ...     views of one flat tensor
 
-The tensor objects stay (``tensor.data = view``), and with them everything that refers to one: the torch optimizer's
-groups and state, megatron's shard lists, ``param.main_param``. The allocator decides what memory the
-flat tensor lies in, as for the buffers of `buffers.py`.
+The tensor objects stay (``tensor.data = view``), and with them all references: the torch
+optimizer's groups and state, megatron's shard lists, ``param.main_param``. The caller's allocator
+chooses the memory of the flat tensor, as for the buffers of `buffers.py`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _MASTER_WEIGHTS = frozenset({"master_param"})
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """One tensor that an optimizer holds, in memory of its own.
+    """Tensor of an optimizer, outside the memory of the model.
 
     Attributes:
-        path: of the parameter it belongs to, a Python expression from the outermost optimizer, such as
+        path: location of its parameter, a Python expression from the outermost optimizer, such as
             ``chained_optimizers[0].optimizer.param_groups[1]['params'][3]``.
-        kind: "main_param" fp32 copy of (a shard of) a parameter; "main_grad" gradient converted for it;
-            "moment" of Adam or SGD; "state" anything else of one dim or more in the optimizer's state.
+        kind: "main_param" fp32 copy of (a shard of) a parameter; "main_grad" gradient converted for
+            it; "moment" of Adam or SGD; "state" another tensor with dims in the optimizer's state.
         key: name within the state (``exp_avg``), or "param" / "grad" / "decoupled_grad".
         tensor: the live tensor.
     """
@@ -66,81 +66,95 @@ class OptimizerTensor:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> list[OptimizerTensor]:
-    """Every tensor worth offloading that `optimizer` holds now, in the order of its parameters.
+    """Return the tensors of `optimizer` that are worth offloading, in the order of its parameters.
 
-    Left out are views of the model's parameters and gradients (FP32Optimizer; fp32 parameters of the others), which
-    `iter_buffers` lists, and zero-dim state (Adam's ``step``, the grad scaler's scalars), which takes no memory to
-    speak of. Moments exist only after the first step or a loaded checkpoint.
+    Views of the model's parameters and gradients (FP32Optimizer; fp32 parameters of the others) are
+    left out, because `iter_buffers` lists them. So is zero-dim state (Adam's ``step``, the grad
+    scaler's scalars), because its memory is negligible. Moments exist only after the first step or
+    a loaded checkpoint.
 
     Raises:
-        UnsupportedOptimizerError: when a member has an unknown type, before anything is listed.
+        UnsupportedOptimizerError: a member has an unknown type. Raised before anything is listed.
     """
-    return [tensor for path, member in optimizer_members(optimizer) for tensor in member_tensors(path, member)]
+    tensors: list[OptimizerTensor] = []
+    for path, member in optimizer_members(optimizer):
+        tensors += member_tensors(path, member)
+    return tensors
 
 
 def optimizer_members(optimizer: MegatronOptimizer) -> list[tuple[str, MegatronOptimizer]]:
-    """The optimizers inside `optimizer` that hold tensors themselves, each with its path: empty, or ending in a dot.
+    """Return (path, optimizer) of the optimizers inside `optimizer` that hold tensors themselves.
 
-    A member without parameters, as on a stage that is frozen, holds no tensors.
+    A path is empty or ends in a dot. A member without parameters, as on a frozen stage, holds no
+    tensors.
 
     Raises:
         UnsupportedOptimizerError: naming all members of unknown types.
     """
     members = list(_members(optimizer, ""))
-    problems = [problem for path, member in members for problem in [_problem(path, member)] if problem]
-    if problems:
-        raise UnsupportedOptimizerError("; ".join(problems))
+    problems = [_problem(path, member) for path, member in members]
+    if any(problems):
+        raise UnsupportedOptimizerError("; ".join(filter(None, problems)))
     return members
 
 
 def _members(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The optimizers inside nested ChainedOptimizers that hold tensors themselves, with their paths."""
+    """Yield (path, optimizer) of all members of nested ChainedOptimizers that have parameters."""
     from megatron.core.optimizer import ChainedOptimizer
 
     if isinstance(optimizer, ChainedOptimizer):
         for index, member in enumerate(optimizer.chained_optimizers):
             yield from _members(member, f"{path}chained_optimizers[{index}].")
+    # A stub has no parameters, as on a frozen stage.
     elif not getattr(optimizer, "is_stub_optimizer", False):
         yield path, optimizer
 
 
-def _problem(path: str, optimizer: Any) -> str | None:
-    """Why the tensors of `optimizer` cannot be listed, with the remedy; None when they can."""
+def _problem(path: str, optimizer: Any) -> str:
+    """Return why the tensors of `optimizer` cannot be listed, with a remedy; "" if they can."""
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-    where = path.rstrip(".") or "the optimizer"
-    if not isinstance(optimizer, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
+    name = path.rstrip(".") or "the optimizer"
+    supported = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+    if not isinstance(optimizer, supported):
         return (
-            f"{where} is of unsupported type {type(optimizer).__name__}; use DistributedOptimizer, "
+            f"{name} is of unsupported type {type(optimizer).__name__}; use DistributedOptimizer, "
             "Float16OptimizerWithFloat16Params, FP32Optimizer, or a ChainedOptimizer of these"
         )
     if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
-        return f"{where} already keeps its state on the host; turn optimizer_cpu_offload off"
+        return f"{name} already keeps its state on the host; turn optimizer_cpu_offload off"
     if optimizer.config.use_precision_aware_optimizer:
         return (
-            f"{where} is precision-aware: Transformer Engine's FusedAdam has its own format for main params and "
-            "moments; turn use_precision_aware_optimizer off"
+            f"{name} is precision-aware: Transformer Engine's FusedAdam has its own format for "
+            "main params and moments; turn use_precision_aware_optimizer off"
         )
     if isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp:
-        return f"{where} belongs to Megatron-FSDP, which has no flat buffers; turn use_megatron_fsdp off"
-    return None
+        return (
+            f"{name} belongs to Megatron-FSDP, which has no flat buffers; "
+            "turn use_megatron_fsdp off"
+        )
+    return ""
 
 
 def member_tensors(path: str, optimizer: MegatronOptimizer) -> Iterator[OptimizerTensor]:
-    """`optimizer_tensors` of one of `optimizer_members`."""
+    """Yield the tensors of a member of `optimizer_members`, as `optimizer_tensors` does."""
+    # Views of the model's memory are parameters of some optimizers; `iter_buffers` lists them.
     model_storages = {_storage(tensor) for tensor in _model_tensors(optimizer)}
-    for group_index, group in enumerate(optimizer.optimizer.param_groups):
+    inner = optimizer.optimizer
+    for group_index, group in enumerate(inner.param_groups):
         for index, param in enumerate(group["params"]):
-            where = f"{path}optimizer.param_groups[{group_index}]['params'][{index}]"
-            for found in _param_tensors(where, param, optimizer.optimizer.state.get(param, {})):
-                if _storage(found.tensor) not in model_storages:
-                    yield found
+            param_path = f"{path}optimizer.param_groups[{group_index}]['params'][{index}]"
+            for tensor in _param_tensors(param_path, param, inner.state.get(param, {})):
+                if _storage(tensor.tensor) not in model_storages:
+                    yield tensor
 
 
-def _param_tensors(path: str, param: torch.Tensor, state: dict[str, Any]) -> Iterator[OptimizerTensor]:
-    """The parameter itself, its gradients and its state, wherever their memory lies."""
+def _param_tensors(
+    path: str, param: torch.Tensor, state: dict[str, Any]
+) -> Iterator[OptimizerTensor]:
+    """Yield the parameter, its gradients and its state, also those in the memory of the model."""
     yield OptimizerTensor(path, "main_param", "param", param)
     for key in ("grad", "decoupled_grad"):
         gradient = gradient_of(param, key)
@@ -158,7 +172,7 @@ def _state_kind(key: str) -> OptimizerTensorKind:
 
 
 def _model_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The model's parameters and gradients that `optimizer` works on."""
+    """Yield the model's parameters that `optimizer` updates, and their gradients."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
@@ -177,15 +191,15 @@ def _model_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def gradient_of(param: torch.Tensor, key: str = "grad") -> torch.Tensor | None:
-    """A gradient attribute of `param`, if it has one.
-
-    The distributed optimizer gives gradients to views of fp32 parameters, which are not leaves of the autograd graph,
-    so torch warns on every read.
-    """
+    """Return a gradient attribute of `param`, or None if it has none."""
+    # The distributed optimizer sets gradients of views of fp32 parameters. Views are not leaves of
+    # the autograd graph, so torch warns at every read.
     if param.is_leaf:
         return getattr(param, key, None)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings(
+            "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+        )
         return getattr(param, key, None)
 
 
@@ -194,9 +208,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 _num_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-"""torch's optimizer, inside Megatron's -> steps it has taken."""
+"""torch optimizer inside Megatron's -> number of its steps."""
 _first_versions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Megatron's optimizer -> its version before the first of these steps."""
+"""Megatron's optimizer -> version before the first counted step."""
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -207,11 +221,12 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def weight_version(optimizer: MegatronOptimizer) -> int:
-    """Number of steps that the weights of `optimizer` have taken, on top of `set_weight_version`; 0 without any.
+    """Return the number of steps of the weights of `optimizer`, added to `set_weight_version`.
 
-    Counted since this package was imported, by torch's own post-step hook. Skipped steps (inf or nan gradients under a
-    grad scaler) do not count, for Megatron does not call torch's optimizer then. A rank that trains no weights takes no
-    steps. With overlap_param_gather a step returns, and counts, before the shards of other ranks have arrived.
+    Steps are counted since the import of this package, by torch's post-step hook. Skipped steps
+    (inf or nan gradients under a grad scaler) do not count, because Megatron does not call torch's
+    optimizer then. A rank without trained weights takes no steps. With overlap_param_gather a step
+    returns, and counts, before the shards of other ranks have arrived.
     """
     return _first_versions.get(optimizer, 0) + _steps_of(optimizer)
 
@@ -220,7 +235,7 @@ def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
     """Continue counting from `version`, for weights that were restored from a checkpoint.
 
     Raises:
-        ValueError: when `version` is negative.
+        ValueError: `version` is negative.
     """
     if version < 0:
         raise ValueError(f"weight version must be >= 0, got {version}")
@@ -228,30 +243,37 @@ def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
 
 
 def _steps_of(optimizer: MegatronOptimizer) -> int:
-    """Steps of all members at once count as one."""
-    inner = (getattr(member, "optimizer", None) for _, member in _members(optimizer, ""))
-    return max((_num_steps.get(each, 0) for each in inner if each is not None), default=0)
+    # Members step together, so a step of all counts as one.
+    steps = [0]
+    for _, member in _members(optimizer, ""):
+        inner = getattr(member, "optimizer", None)
+        if inner is not None:
+            steps.append(_num_steps.get(inner, 0))
+    return max(steps)
 
 
 StateAllocator = Callable[[int, torch.dtype, torch.device, str], torch.Tensor]
-"""(number of elements, dtype, device, "optimizer") -> flat contiguous tensor."""
+"""Function (number of elements, dtype, device, "optimizer") -> flat contiguous tensor."""
 
 MemoryGiver = Callable[[torch.Tensor, int], None]
-"""(flat tensor of a `StateAllocator`, number of elements): from then on its first elements have memory."""
+"""Function (flat tensor of a `StateAllocator`, n) that gives memory to its first n elements."""
 
-_MOST_KEPT_NBYTES = 2**28
-"""Memory of tensors that have moved which torch's CUDA allocator may keep while others move."""
+_MOST_CACHED_NBYTES = 2**28
+"""Freed bytes after which torch's CUDA allocator must return its cached memory."""
 
-_ALIGNMENT = 256  # bytes between the starts of two tensors in a flat one: what CUDA's own allocator gives
+_ALIGNMENT = 256
+"""Alignment of tensors in a flat tensor, in bytes, as CUDA's own allocator aligns them."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateBuffer:
-    """One flat tensor with main params and moments of one optimizer.
+    """Flat tensor with main params and moments of an optimizer.
 
     Attributes:
-        path: of that optimizer, from the outermost one, such as ``chained_optimizers[0].``; empty for itself.
-        tensor: 1-D; the tensors in it start at multiples of 256 bytes, the contents of the gaps are unspecified.
+        path: location of the optimizer in the outermost one, such as ``chained_optimizers[0].``;
+            empty for the outermost one.
+        tensor: 1-D. The tensors in it start at multiples of 256 bytes, and the contents of the gaps
+            are unspecified.
     """
 
     path: str
@@ -260,11 +282,11 @@ class StateBuffer:
 
 @dataclass(frozen=True)
 class GatheredState:
-    """What `gather_state` made of an optimizer's memory.
+    """Memory of an optimizer's state after `gather_state`.
 
     Attributes:
-        buffers: the flat tensors, by member and in the order they were made.
-        outside: the optimizer's tensors that lie in none of them: gradients, and what cannot be moved.
+        buffers: flat tensors, by member and in the order of their allocation.
+        outside: tensors of the optimizer in none of them: gradients, and tensors that cannot move.
     """
 
     buffers: tuple[StateBuffer, ...]
@@ -272,7 +294,7 @@ class GatheredState:
 
 
 def _has_memory(flat: torch.Tensor, stop: int) -> None:
-    """For allocators that give it all at once."""
+    """Do nothing, because the allocator has given memory to the whole tensor."""
 
 
 def gather_state(
@@ -280,105 +302,122 @@ def gather_state(
 ) -> GatheredState:
     """Move main params and moments into flat tensors of `allocate`. Idempotent.
 
-    An optimizer without moments is left alone until it has some, so that all of its state lies together. State that a
-    checkpoint replaced is copied to where the old one was; new state gets a flat tensor of its own. Gradients stay
-    where they are, and so do tensors without memory at the moment (resized to 0 bytes), non-contiguous tensors and
-    tensor subclasses.
+    An optimizer without moments stays unchanged until it has some, so that all its state is
+    contiguous. State that a checkpoint has replaced is copied to the place of the old state; new
+    state gets another flat tensor. Gradients do not move, and neither do tensors without memory at
+    the moment (resized to 0 bytes), non-contiguous tensors and tensor subclasses.
 
-    Memory: tensors are copied in the order in which they lie, and each one's old memory is freed once it is copied.
-    Where `allocate` only reserves addresses and `give_memory` has memory behind them, S bytes of state never take much
-    more than S; with memory at once they take 2 S.
+    Memory: tensors are copied in the order of their addresses, and the old memory of each is freed
+    after its copy. If `allocate` only reserves addresses and `give_memory` adds the memory, S bytes
+    of state never take much more than S; otherwise they take 2 S.
 
     Raises:
-        UnsupportedOptimizerError: as `optimizer_tensors` does; nothing is moved.
-        BufferAllocationError: for a wrong tensor from `allocate`; nothing is moved.
-        Exception: that of `give_memory`: every tensor is valid, some have moved, and the next call moves the rest.
+        UnsupportedOptimizerError: as from `optimizer_tensors`; no tensor has moved.
+        BufferAllocationError: `allocate` returned a wrong tensor; no tensor has moved.
+        Exception: raised by `give_memory`. Every tensor is valid, some have moved, and the next
+            call moves the rest.
     """
     buffers: list[StateBuffer] = []
     outside: list[OptimizerTensor] = []
     for path, member in optimizer_members(optimizer):
-        home = _homes.setdefault(member, _Home())
+        home = _homes.setdefault(member, _BufferPlace())
         tensors = list(member_tensors(path, member))
         if member.optimizer.state:
-            home.adopt([found for found in tensors if _is_movable(found)], path, allocate, give_memory)
+            movable = [tensor for tensor in tensors if _is_movable(tensor)]
+            home.adopt(movable, path, allocate, give_memory)
         buffers += [StateBuffer(path, flat) for flat in home.flats]
         outside += home.without(tensors)
     return GatheredState(tuple(buffers), tuple(outside))
 
 
 @dataclass
-class _Home:
-    """The flat tensors of one optimizer.
+class _BufferPlace:
+    """Flat tensors of an optimizer.
 
     Attributes:
-        slots: the part of a flat tensor that belongs to the optimizer's tensor of this (path, key).
+        flats: the flat tensors, in the order of their allocation.
+        slots: (path, key) of a tensor of the optimizer -> its part of a flat tensor.
     """
 
     flats: list[torch.Tensor] = field(default_factory=list)
     slots: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def without(self, tensors: Iterable[OptimizerTensor]) -> list[OptimizerTensor]:
-        """Those that lie in none of the flat tensors."""
-        addresses = {flat.untyped_storage().data_ptr() for flat in self.flats}
-        return [found for found in tensors if found.tensor.untyped_storage().data_ptr() not in addresses]
+        """Return the tensors that are in none of the flat tensors."""
+        storages = {flat.untyped_storage().data_ptr() for flat in self.flats}
+        return [
+            item for item in tensors if item.tensor.untyped_storage().data_ptr() not in storages
+        ]
 
     @torch.no_grad()
     def adopt(
-        self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator, give_memory: MemoryGiver
+        self,
+        tensors: Iterable[OptimizerTensor],
+        path: str,
+        allocate: StateAllocator,
+        give_memory: MemoryGiver,
     ) -> None:
-        """Move every tensor that is outside into its slot; make slots for those that have none.
+        """Move every tensor from outside into its slot, and add missing slots.
 
-        In order of their addresses: torch's allocator has memory to give back only where all neighbours are gone. It
-        keeps what is freed, and is made to give it back as it comes together.
+        They move in the order of their addresses. torch's allocator caches freed memory, and can
+        return a block only when all tensors in it are freed.
         """
         outside = self.without(tensors)
-        outside.sort(key=lambda found: found.tensor.data_ptr())
-        self._make_slots([found for found in outside if not self._has_slot(found, path)], path, allocate)
+        outside.sort(key=lambda item: item.tensor.data_ptr())
+        new = [item for item in outside if not self._has_slot(item, path)]
+        self._make_slots(new, path, allocate)
         flats = {flat.untyped_storage().data_ptr(): flat for flat in self.flats}
         freed_nbytes = 0
-        while outside:
-            found = outside.pop(0)
-            slot = self.slots[_name(found, path)]
-            give_memory(flats[slot.untyped_storage().data_ptr()], int(slot.storage_offset()) + slot.numel())
-            slot.copy_(found.tensor.reshape(-1))
-            found.tensor.data = slot.view(found.tensor.shape)
-            freed_nbytes += found.tensor.nbytes
-            if slot.is_cuda and freed_nbytes >= _MOST_KEPT_NBYTES:
+        for item in outside:
+            slot = self.slots[_name(item, path)]
+            flat = flats[slot.untyped_storage().data_ptr()]
+            give_memory(flat, int(slot.storage_offset()) + slot.numel())
+            slot.copy_(item.tensor.reshape(-1))
+            item.tensor.data = slot.view(item.tensor.shape)
+            freed_nbytes += item.tensor.nbytes
+            if slot.is_cuda and freed_nbytes >= _MOST_CACHED_NBYTES:
                 torch.cuda.empty_cache()
                 freed_nbytes = 0
 
-    def _has_slot(self, found: OptimizerTensor, path: str) -> bool:
-        slot, tensor = self.slots.get(_name(found, path)), found.tensor
-        wanted = (tensor.numel(), tensor.dtype, tensor.device)
-        return slot is not None and (slot.numel(), slot.dtype, slot.device) == wanted
+    def _has_slot(self, item: OptimizerTensor, path: str) -> bool:
+        slot = self.slots.get(_name(item, path))
+        # A checkpoint may have replaced the tensor by one of another size, dtype or device.
+        return slot is not None and (slot.numel(), slot.dtype, slot.device) == (
+            item.tensor.numel(),
+            item.tensor.dtype,
+            item.tensor.device,
+        )
 
-    def _make_slots(self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator) -> None:
-        """One flat tensor per dtype and device."""
+    def _make_slots(
+        self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator
+    ) -> None:
+        """Allocate a flat tensor per dtype and device, and a slot in it for each tensor."""
         groups: dict[tuple[torch.dtype, torch.device], list[OptimizerTensor]] = {}
-        for found in tensors:
-            groups.setdefault((found.tensor.dtype, found.tensor.device), []).append(found)
+        for item in tensors:
+            groups.setdefault((item.tensor.dtype, item.tensor.device), []).append(item)
         for (dtype, device), group in groups.items():
             step = _ALIGNMENT // dtype.itemsize
-            sizes = [-(-found.tensor.numel() // step) * step for found in group]  # rounded up to the alignment
-            flat = allocate(sum(sizes), dtype, device, "optimizer")
-            check_flat("the state allocator", flat, sum(sizes), dtype, device)
+            sizes = [-(-item.tensor.numel() // step) * step for item in group]  # rounded up
+            numel = sum(sizes)
+            flat = allocate(numel, dtype, device, "optimizer")
+            check_flat("the state allocator", flat, numel, dtype, device)
             self.flats.append(flat)
-            for found, part in zip(group, flat.split(sizes), strict=True):
-                self.slots[_name(found, path)] = part[: found.tensor.numel()]
+            for item, part in zip(group, flat.split(sizes), strict=True):
+                self.slots[_name(item, path)] = part[: item.tensor.numel()]
 
 
-_homes: weakref.WeakKeyDictionary[Any, _Home] = weakref.WeakKeyDictionary()
+_homes: weakref.WeakKeyDictionary[Any, _BufferPlace] = weakref.WeakKeyDictionary()
 
 
-def _name(found: OptimizerTensor, path: str) -> tuple[str, str]:
-    """The tensor's place in its own optimizer: the same whether that is asked itself or a chain around it."""
-    return found.path.removeprefix(path), found.key
+def _name(item: OptimizerTensor, path: str) -> tuple[str, str]:
+    """Return the location of a tensor in its own optimizer, independent of chains around it."""
+    return item.path.removeprefix(path), item.key
 
 
-def _is_movable(found: OptimizerTensor) -> bool:
-    tensor = found.tensor
+def _is_movable(item: OptimizerTensor) -> bool:
+    tensor = item.tensor
     return (
-        found.kind != "main_grad"
+        item.kind != "main_grad"
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.is_contiguous()
         and tensor.numel() > 0

@@ -1,16 +1,16 @@
-"""Where ``--enable-resharding`` enters ``megatron.training``: a decorator on each function.
+"""Hooks of ``--enable-resharding`` in ``megatron.training``: a decorator on each function.
 
-    way 1   python -m megatron_patches pretrain_gpt.py ...    applies the decorators at run time (`PATCHES`)
-    way 2   patches/core_v*/ (here)                           writes them into the source tree (apply.sh there)
+    way 1   python -m megatron_patches pretrain_gpt.py ...    applies them at run time (`PATCHES`)
+    way 2   patches/core_v*/                                  writes them into the source tree
 
-    parse_args      with_arguments     our arguments join the parser
-    validate_args   with_validation    options are checked, the "hooks" patches applied, the engine made
-    get_model       with_buffers       the engine provides DDP's flat buffers; since 0.19 also where scripts have a
-                                       builder in place of get_model
-    train           with_engine        the engine lives as long as training
-    train_step      with_switch        every N optimizer steps the engine gets the devices
+    parse_args      with_arguments     adds the resharding options to the parser
+    validate_args   with_validation    checks options, applies "hooks" patches, creates the engine
+    get_model       with_buffers       the engine provides DDP's flat buffers; since 0.19 also
+                                       around the builder that some scripts have instead
+    train           with_engine        the engine is attached during training
+    train_step      with_switch        the engine gets the devices every N optimizer steps
 
-Without the flag each calls the original and does nothing else.
+Without the flag each decorator only calls the original.
 """
 
 from __future__ import annotations
@@ -49,20 +49,23 @@ logger = logging.getLogger(__name__)
 Function = Callable[..., Any]
 _MARK = "_enters_resharding"
 _SECONDS_FOR_RANK_0 = 10.0
-"""That another rank waits before it says what is wrong there: ranks import for as long, and not at one speed."""
+"""Delay in seconds of the message of another rank, during which rank 0 may report the same problem.
+
+Imports take that long, and differ in speed between ranks.
+"""
 
 
 @dataclass
-class _Run:
-    """This process's run of a script.
+class _ScriptRun:
+    """Run of a script in this process.
 
     Attributes:
-        options: of the command line.
+        options: resharding options of the command line.
         engine: None until Megatron has validated its arguments.
-        num_steps: optimizer steps taken, not counting skipped ones; continues from a checkpoint.
-        starts: no step has begun since the engine was attached.
-        attached: training runs, and the engine is attached to it.
-        flags: all that Megatron's parser has.
+        num_steps: optimizer steps taken, without skipped ones; continues from a checkpoint.
+        starts: True until the first step after the engine was attached begins.
+        attached: True while the engine is attached and training runs.
+        flags: all flags of Megatron's parser; None before it has parsed.
     """
 
     options: ReshardingOptions = field(default_factory=ReshardingOptions)
@@ -73,29 +76,31 @@ class _Run:
     flags: frozenset[str] | None = None
 
 
-_run = _Run()
+_run = _ScriptRun()
 
 
 def options() -> ReshardingOptions:
-    """The resharding options of this run's command line, which are not among Megatron's arguments."""
+    """Return the resharding options, which are not among Megatron's arguments."""
     return _run.options
 
 
 def allows_version() -> bool:
-    """Whether the command line accepts untested versions; needed before Megatron parses it."""
+    """Return True if the command line accepts untested versions."""
+    # Needed before Megatron parses the command line.
     return ALLOW_VERSION_FLAG in sys.argv
 
 
 def is_enabled() -> bool:
-    """Whether the command line has the flag; needed before Megatron parses it."""
+    """Return True if the command line has --enable-resharding."""
+    # Needed before Megatron parses the command line.
     return ENABLE_FLAG in sys.argv
 
 
 def prepare() -> None:
-    """Apply the CPU patches where there is no CUDA, if this run reshards.
+    """Apply the CPU patches if this run reshards and there is no CUDA.
 
-    Called once, when the ``megatron.training`` of a patched source tree is imported: by scripts without the flag, too,
-    and by converters, for which nothing changes.
+    Called once, when the ``megatron.training`` of a patched source tree is imported. Nothing
+    changes for scripts without the flag, and for converters.
     """
     if is_enabled():
         with _refusing():
@@ -103,7 +108,11 @@ def prepare() -> None:
 
 
 def apply_stand_ins() -> None:
-    """Apply the stand-ins for what this machine lacks, and without CUDA those of scripts. Raises PatchSetError."""
+    """Apply the stand-ins for missing libraries and devices; without CUDA also those of scripts.
+
+    Raises:
+        PatchSetError: they do not fit the installed Megatron.
+    """
     groups = stand_in_groups()
     if "cpu" in groups:
         groups = (*groups, "cpu_training")
@@ -112,7 +121,7 @@ def apply_stand_ins() -> None:
 
 
 def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """A decorator that is applied once, even if both the source and a patch apply it."""
+    """Return a decorator that has an effect once, even if both the source and a patch apply it."""
 
     @functools.wraps(decorate)
     def apply_once(original: Function) -> Function:
@@ -127,26 +136,28 @@ def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function],
 
 @_decorator
 def with_arguments(parse_args: Function) -> Function:
-    """Decorate `parse_args(extra_args_provider, ignore_unknown_args)`: our arguments join the parser."""
+    """Decorate `parse_args(extra_args_provider, ignore_unknown_args)`: add our options."""
 
     def parse(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         global _run
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         flags: frozenset[str] | None = None
 
         def provide(parser: ArgumentParser) -> ArgumentParser:
-            nonlocal given, flags
+            nonlocal values, flags
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-            given = add_arguments(parser)
-            # private; the usage text lacks flags without help, and all names of a flag but the first
+            values = add_arguments(parser)
+            # A private attribute, because the usage text lacks flags without help, and all but the
+            # first name of a flag.
             flags = frozenset(parser._option_string_actions)
             return parser
 
         parsed = parse_args(provide, *args, **kwargs)
         with _refusing():
-            options = ReshardingOptions.of(given)
-        if _run.engine is None or _run.options != options:  # Megatron may parse again when the engine is there
-            _run = _Run(options, flags=flags)
+            options = ReshardingOptions.of(values)
+        # Megatron may parse the same command line again after the engine was created.
+        if _run.engine is None or _run.options != options:
+            _run = _ScriptRun(options, flags=flags)
         return parsed
 
     return parse
@@ -154,7 +165,7 @@ def with_arguments(parse_args: Function) -> Function:
 
 @_decorator
 def with_validation(validate_args: Function) -> Function:
-    """Decorate `validate_args(args, defaults)`: the engine is made."""
+    """Decorate `validate_args(args, defaults)`: create the engine."""
 
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
         validated = validate_args(args, *rest, **kwargs)
@@ -168,7 +179,7 @@ def with_validation(validate_args: Function) -> Function:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """End the script with what is wrong in place of a traceback."""
+    """End the script with the message of a MegatronPatchError instead of a traceback."""
     try:
         yield
     except MegatronPatchError as error:
@@ -176,9 +187,10 @@ def _refusing() -> Iterator[None]:
 
 
 def refuse(error: MegatronPatchError) -> NoReturn:
-    """End the script with what is wrong. What is wrong on all ranks rank 0 says.
+    """End the script with the message of an error.
 
-    The launcher ends the others as soon as rank 0 has ended; one that is wrong alone speaks after a while.
+    Other ranks wait before they end. If all ranks fail, rank 0 ends first, and the launcher ends
+    the others before they print the same message.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_SECONDS_FOR_RANK_0)
@@ -188,19 +200,22 @@ def refuse(error: MegatronPatchError) -> NoReturn:
 def _make_engine(script: MegatronScript) -> ReshardingEngine:
     factory = find_engine(script.options.engine)
     allow_version = script.options.allow_version
-    check_version(allow_version=allow_version)  # in a patched source tree nothing has applied them
+    # A patched source tree has not applied any patches yet, so nothing has checked the version.
+    check_version(allow_version=allow_version)
     apply(("hooks",), allow_version=allow_version)
     engine = factory(script)
-    if performs_rl(script.args):  # not before: what these replace is imported for it alone
-        apply(("rl",) if torch.cuda.is_available() else ("rl", "cpu_rl"), allow_version=allow_version)
+    # Applying these imports megatron.rl, which only the RL loop needs.
+    if performs_rl(script.args):
+        groups = ("rl",) if torch.cuda.is_available() else ("rl", "cpu_rl")
+        apply(groups, allow_version=allow_version)
     return engine
 
 
 @_decorator
 def with_buffers(get_model: Function) -> Function:
-    """Decorate what builds a model, `get_model(…, wrap_with_ddp, …)`: the engine provides memory.
+    """Decorate `get_model(…, wrap_with_ddp, …)`: the engine provides the memory of the buffers.
 
-    Models without DDP are not trained.
+    Models without DDP are not trained, so they stay as they are.
     """
 
     def get(*args: Any, **kwargs: Any) -> Any:
@@ -218,32 +233,42 @@ def with_buffers(get_model: Function) -> Function:
 
 @_decorator
 def with_engine(train: Function) -> Function:
-    """Decorate `train(…, model, optimizer, opt_param_scheduler, …)`: the engine is attached meanwhile."""
+    """Decorate `train(…, model, optimizer, opt_param_scheduler, …)`: attach the engine."""
 
     def train_with_engine(*args: Any, **kwargs: Any) -> Any:
         if not _run.options.enabled:
             return train(*args, **kwargs)
         model, optimizer, scheduler = (
-            _argument(train, name, args, kwargs) for name in ("model", "optimizer", "opt_param_scheduler")
+            _argument(train, name, args, kwargs)
+            for name in ("model", "optimizer", "opt_param_scheduler")
         )
-        with _attached(required_engine(), model, optimizer, _steps_taken(_megatron_args(), scheduler)):
+        engine = required_engine()
+        num_steps = _steps_taken(_megatron_args(), scheduler)
+        with _attached(engine, model, optimizer, num_steps):
             return train(*args, **kwargs)
 
     return train_with_engine
 
 
 @contextlib.contextmanager
-def _attached(engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: int) -> Iterator[None]:
-    """Detach at the end and on Megatron's exit, which all ranks reach; not after an error: ranks may be anywhere."""
+def _attached(
+    engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: int
+) -> Iterator[None]:
+    """Attach the engine within a with block, and detach it at the end or on Megatron's exit."""
+    # All ranks reach the end and Megatron's exit. After an error ranks may be at different points,
+    # so `detach`, which may be collective, is not called.
     engine.attach(model, optimizer, num_steps)
-    _run.num_steps, _run.starts, _run.attached = num_steps, True, True
+    _run.num_steps = num_steps
+    _run.starts = True
+    _run.attached = True
     try:
         yield
     except SystemExit:
         try:
             engine.detach()
-        except Exception:  # must not replace Megatron's exit status
-            logger.exception("the resharding engine could not be ended")
+        # An error here must not replace Megatron's exit status.
+        except Exception:
+            logger.exception("the resharding engine could not be detached")
         raise
     finally:
         _run.attached = False
@@ -251,19 +276,25 @@ def _attached(engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: i
 
 
 def _steps_taken(args: Any, scheduler: Any) -> int:
-    """Optimizer steps that led to a checkpoint. Exact as long as a step always has the same number of samples."""
-    # Megatron counts iterations, skipped ones too, but its scheduler counts the samples of steps that were taken
+    """Return the number of optimizer steps before a checkpoint.
+
+    Exact if all steps have the same number of samples.
+    """
+    # Megatron's iterations include skipped steps, but its scheduler counts the samples of steps
+    # that were taken.
     skipped_samples = args.consumed_train_samples - scheduler.num_steps
     return max(0, args.iteration - skipped_samples // args.global_batch_size)
 
 
 @_decorator
 def with_switch(train_step: Function) -> Function:
-    """Decorate `train_step`, whose result begins with (losses, whether the step was skipped): the engine switches."""
+    """Decorate `train_step`, which returns (losses, was_skipped, …): switch every N steps."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if _run.options.enabled and not _run.attached:
-            raise ScriptError(["train_step was called outside of megatron.training's train(); call it in there"])
+            raise ScriptError(
+                ["train_step was called outside of megatron.training's train(); call it in there"]
+            )
         if _run.starts and _run.options.at_start:
             required_engine().switch(_megatron_args().curr_iteration)
         _run.starts = False
@@ -279,9 +310,18 @@ def with_switch(train_step: Function) -> Function:
 
 
 def required_engine() -> ReshardingEngine:
-    """The engine of this run. Raises ScriptError where none was made."""
+    """Return the engine of this run.
+
+    Raises:
+        ScriptError: no engine was created.
+    """
     if _run.engine is None:
-        raise ScriptError(["Megatron did not validate its arguments, as with --yaml-cfg; pass them as flags instead"])
+        raise ScriptError(
+            [
+                "Megatron did not validate its arguments, as with --yaml-cfg; pass them as flags "
+                "instead"
+            ]
+        )
     return _run.engine
 
 
@@ -292,14 +332,18 @@ def _megatron_args() -> Any:
 
 
 def _argument(function: Function, name: str, args: Any, kwargs: Any) -> Any:
-    """What `function` gets for parameter `name` when called with these arguments."""
+    """Return the value of parameter `name` in a call of `function` with these arguments."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments[name]
 
 
 def _patch(
-    decorator: Callable[[Function], Function], target: str, reason: str, name: str = "", since: str = ""
+    decorator: Callable[[Function], Function],
+    target: str,
+    reason: str,
+    name: str = "",
+    since: str = "",
 ) -> Patch:
     return Patch(
         name=f"script.{name or decorator.__name__}",
@@ -312,37 +356,48 @@ def _patch(
     )
 
 
-def _compiling_where_possible(compile_helpers: Function) -> Function:
+def _compiling_if_needed(compile_helpers: Function) -> Function:
     @functools.wraps(compile_helpers)
-    def compile_or_go_on() -> None:
+    def compile_if_needed() -> None:
         folder = Path(compile_helpers.__globals__["__file__"]).parent
         is_compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
         if (folder / "Makefile").exists() or not is_compiled:
             compile_helpers()
 
-    return compile_or_go_on
+    return compile_if_needed
 
 
 PATCHES: tuple[Patch, ...] = (
     _patch(with_arguments, "arguments:parse_args", "adds the arguments of --enable-resharding"),
-    _patch(with_validation, "arguments:validate_args", "checks them and makes the engine, before anything is built"),
-    _patch(with_buffers, "training:get_model", "lets the engine allocate the memory of parameters and gradients"),
+    _patch(
+        with_validation,
+        "arguments:validate_args",
+        "checks them and creates the engine, before anything is built",
+    ),
+    _patch(
+        with_buffers,
+        "training:get_model",
+        "lets the engine allocate the memory of parameters and gradients",
+    ),
     _patch(
         with_buffers,
         "models.dist_utils:unimodal_build_distributed_models",
-        "builds the model in place of get_model where the script passes its configuration to pretrain",
+        "builds the model in place of get_model if a script passes its configuration to pretrain",
         name="with_buffers.builders",
         since="0.19.0",
     ),
     _patch(with_engine, "training:train", "attaches the engine during training"),
-    _patch(with_switch, "training:train_step", "gives the engine the devices every N optimizer steps"),
+    _patch(
+        with_switch, "training:train_step", "gives the engine the devices every N optimizer steps"
+    ),
     Patch(
         name="script.compiled_helpers",
         group="script",
         target="megatron.core.datasets.utils:compile_helpers",
-        reason="calls make, which ends scripts beside the wheel alone: it has the compiled helpers, but no Makefile",
-        remove_when="the wheel has a Makefile, or megatron.training does not compile what is compiled",
-        build=_compiling_where_possible,
+        reason="calls make, which ends scripts that run with the wheel: it has compiled helpers, "
+        "but no Makefile",
+        remove_when="the wheel has a Makefile, or megatron.training does not recompile the helpers",
+        build=_compiling_if_needed,
         since="0.17.0",
     ),
 )

@@ -1,4 +1,4 @@
-"""Group "without_te": megatron-core where Transformer Engine is not installed, with and without CUDA."""
+"""Group "without_te": megatron-core without Transformer Engine, with and without CUDA."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _TRANSFORMER = "megatron.core.transformer"
 
 
 def _build_missing_kernel(original: Any) -> Any:
-    """Build None, which megatron tests for before it uses the kernel."""
+    """Return None for a missing kernel, for which megatron checks before it uses the kernel."""
     return None if original is MISSING else original
 
 
 def _build_without_te(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # megatron-core sets the flag without looking for the package; only this constructor reads it wrongly
+        # megatron-core sets the flag without looking for the package, and only this constructor
+        # depends on a correct one.
         names = original.__globals__
         has_te = names["HAVE_TE"]
         names["HAVE_TE"] = has_te and find_spec("transformer_engine") is not None
@@ -46,7 +47,7 @@ PATCHES = (
         "without_te.latent_attention",
         "without_te",
         f"{_TRANSFORMER}.multi_latent_attention:MultiLatentAttention.__init__",
-        "assumes that Transformer Engine is installed, and then calls isinstance(..., None): TypeError",
+        "assumes that Transformer Engine is installed, and calls isinstance(..., None): TypeError",
         build=_build_without_te,
         remove_when="multi_latent_attention checks whether Transformer Engine is installed",
     ),

@@ -2,7 +2,7 @@
 
     harness/      what tests run on: ranks, marks, kills at every step, small disks
     zoo/          the small models: a registry of families, as transformers, Megatron and vLLM hold them
-    hybrid_engine/end_to_end      both engines in one job; hybrid_engine/verification/matrix.py: every layout and family
+    hybrid_engine/end_to_end      both engines in one job; hybrid_engine/tools/verify/matrix.py: every layout and family
     gpu/          checks of what was written for GPUs (make gpu-check), as far as possible on the CPU too
     faults/       real jobs that are broken on purpose (make test-faults)
     megatron_lm/  Megatron-LM's own unit tests, with our hooks and without

@@ -1,11 +1,10 @@
-"""deploy/: what it starts is what there is to start, in containers as it has them."""
+"""deploy/: commands of the manifest and the image, and the pod as processes in namespaces."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -26,28 +25,22 @@ import yaml
 
 from examples.gpt_rl.served import server_arguments
 from examples.gpt_rl.settings import load_settings
-from hybrid_engine.serving.invitation import TOKEN
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import ENVIRONMENT
 
 DEPLOY = REPO_ROOT / "deploy"
 IN_IMAGE = "/opt/hybrid-engine"
-MANIFESTS = sorted(path.name for path in DEPLOY.glob("*.yaml"))
 
 
-def documents(name: str) -> list[dict[str, Any]]:
-    return [*yaml.safe_load_all((DEPLOY / name).read_text())]
+def pod() -> dict[str, Any]:
+    job = yaml.safe_load((DEPLOY / "served.yaml").read_text())
+    template: dict[str, Any] = job["spec"]["template"]["spec"]
+    return template
 
 
-def pod_of(name: str) -> dict[str, Any]:
-    (job,) = [each for each in documents(name) if each["kind"] == "Job"]
-    pod: dict[str, Any] = job["spec"]["template"]["spec"]
-    return pod
-
-
-def containers_of(name: str) -> dict[str, dict[str, Any]]:
-    pod = pod_of(name)
-    return {each["name"]: each for each in (*pod.get("initContainers", ()), *pod["containers"])}
+def containers() -> dict[str, dict[str, Any]]:
+    template = pod()
+    return {container["name"]: container for container in (*template["initContainers"], *template["containers"])}
 
 
 def here(command: Sequence[str]) -> list[str]:
@@ -59,34 +52,26 @@ def here(command: Sequence[str]) -> list[str]:
 
 
 def test_the_pod_has_the_server_that_make_rl_would_start() -> None:
-    containers = containers_of("served.yaml")
-    python, dash_m, module, *arguments = here(containers["server"]["command"])
+    server = containers()["server"]
+    python, dash_m, module, *arguments = here(server["command"])
     assert (python, dash_m, module) == ("python", "-m", "vllm.entrypoints.openai.api_server")
     config = REPO_ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml"
     values = yaml.safe_load(config.read_text())
     assert sorted(arguments) == sorted(server_arguments(REPO_ROOT / "examples/gpt_rl/model", values, 8000))
-    assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in containers["server"]["env"]
+    assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("served.yaml", 2), ("several_hosts.yaml", 2)])
-def test_torchrun_and_the_example_take_what_ranks_are_given(name: str, world_size: int) -> None:
+def test_torchrun_and_the_example_take_the_arguments_of_the_ranks() -> None:
     from torch.distributed.run import get_args_parser
 
-    python, dash_m, module, *arguments = here(containers_of(name)["ranks"]["command"])
+    python, dash_m, module, *arguments = here(containers()["ranks"]["command"])
     assert (python, dash_m, module) == ("python", "-m", "examples.gpt_rl.torchrun")
     options = get_args_parser().parse_args(arguments)
     assert options.module
+    assert options.standalone
     assert options.training_script == "examples.gpt_rl.train"
-    num_hosts = 1 if options.standalone else int(options.nnodes)
-    assert num_hosts * int(options.nproc_per_node) == world_size
-    check_settings(options.training_script_args, world_size)
-    assert pod_of(name)["terminationGracePeriodSeconds"] == options.shutdown_timeout
-    if num_hosts > 1:
-        service, job, _ = documents(name)
-        first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-        assert options.rdzv_endpoint == f"{first}:29500"
-        assert job["spec"]["completions"] == job["spec"]["parallelism"] == num_hosts
-        assert_found_by_name(name)
+    check_settings(options.training_script_args, int(options.nproc_per_node))
+    assert pod()["terminationGracePeriodSeconds"] == options.shutdown_timeout
 
 
 def check_settings(arguments: Sequence[str], world_size: int) -> None:
@@ -107,48 +92,6 @@ class Parsed(Exception):
     """Options, and what was left of the command line."""
 
 
-def assert_found_by_name(name: str) -> None:
-    """Pods of the job have names that the service gives them, and are reached by each other alone."""
-    service, job, policy = documents(name)
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["clusterIP"] == "None"
-    selector = {"matchLabels": service["spec"]["selector"]}
-    assert (policy["kind"], policy["spec"]["podSelector"]) == ("NetworkPolicy", selector)
-    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": selector}]}]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what Ray imports
-def test_ray_and_its_recipe_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    from ray.scripts.scripts import start
-
-    from examples.recipes import on_ray
-
-    assert_found_by_name("ray.yaml")
-    node = containers_of("ray.yaml")["node"]
-    shell, dash_c, script = node["command"]
-    assert (shell, dash_c) == ("sh", "-c")
-    subprocess.run(["sh", "-nc", script], check=True)
-    lines = [line.strip().removeprefix("exec ") for line in script.splitlines()]
-    starts = [shlex.split(line) for line in re.findall(r"ray start [^;\n]*", script)]
-    heads = [start.make_context("start", words[2:], resilient_parsing=True).params for words in starts]
-    assert [each["head"] for each in heads] == [True, False]
-    assert heads[1]["address"] == f"on-ray-0.ray:{heads[0]['port']}"
-    (recipe,) = [here(shlex.split(line)) for line in lines if line.startswith("python")]
-    seen: list[Any] = []
-    monkeypatch.setattr(sys, "argv", recipe[2:])
-    monkeypatch.setattr(on_ray.ray, "init", lambda **options: seen.append(options))
-    monkeypatch.setattr(on_ray, "run", lambda *job: seen.append(job))
-    on_ray.main()
-    options, (config, ranks, _, overrides) = seen
-    assert options == {"address": "auto"}
-    assert sum(each["num_cpus"] for each in heads) == ranks + 1, "a CPU for each actor"
-    load_settings(config, ranks, overrides)
-    assert [each["name"] for each in node["env"]] == [TOKEN]
-
-
 def test_the_image_is_made_by_targets_of_the_makefile(tmp_path: Path) -> None:
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -167,23 +110,20 @@ def test_the_image_is_made_by_targets_of_the_makefile(tmp_path: Path) -> None:
     assert "hybrid-engine" in (REPO_ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
 
 
-# -- manifests ---------------------------------------------------------------------------------------------------------
+# -- the manifest ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_containers_have_their_volumes_and_no_capability(name: str) -> None:
-    for document in documents(name):
-        assert {"apiVersion", "kind", "metadata", "spec"} <= document.keys()
-    pod = pod_of(name)
-    volumes = {each["name"] for each in pod["volumes"]}
-    for container in containers_of(name).values():
-        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+def test_containers_have_their_volumes_and_no_capability() -> None:
+    template = pod()
+    volumes = {volume["name"] for volume in template["volumes"]}
+    for container in containers().values():
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert set(mounts.values()) <= volumes
         assert "/dev/shm" in mounts
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert (container["image"], container["imagePullPolicy"]) == ("hybrid-engine", "IfNotPresent")
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert pod["automountServiceAccountToken"] is False
+    assert template["securityContext"]["runAsNonRoot"]
+    assert template["automountServiceAccountToken"] is False
 
 
 # -- a pod -------------------------------------------------------------------------------------------------------------
@@ -228,8 +168,8 @@ def test_the_pod_trains_with_a_shared_tmp_alone(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     commands = {
-        name: [sys.executable, *(part.replace("8000", str(port)) for part in here(each["command"])[1:])]
-        for name, each in containers_of("served.yaml").items()
+        name: [sys.executable, *(part.replace("8000", str(port)) for part in here(declared["command"])[1:])]
+        for name, declared in containers().items()
     }
     short = ["rl_config.iterations=3", "rl_config.warm_up.max_steps=20", "generate_config.verify=full"]
     short.append("generate_config.transport=shared_memory")  # or an error: nothing is sent

@@ -7,12 +7,13 @@ import re
 import runpy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 from markdown.extensions.toc import slugify
 
-import hybrid_engine
+import hybrid_engine.rl
 from tests.harness.launch import REPO_ROOT
 
 PAGES = [
@@ -108,8 +109,8 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_abilities_names_what_is_refused() -> None:
-    """And nothing that an engine does not have."""
+def test_the_table_of_abilities_names_what_a_loop_does_itself() -> None:
+    """The table names nothing that an engine lacks."""
     from tests.zoo.abilities import BY_THE_OWNER
 
     table = (REPO_ROOT / "docs" / "api.md").read_text().partition("## Who can what")[2].partition("## ")[0]
@@ -119,7 +120,8 @@ def test_the_table_of_abilities_names_what_is_refused() -> None:
     named = {name: row[2] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     named = {name: who for name, who in named.items() if name not in hybrid_engine.__all__}
     assert {name for name in named if not hasattr(hybrid_engine.ActorHybridWorker, name)} == set()
-    assert {name for name, who in named.items() if who == "refused"} == set(BY_THE_OWNER)
+    assert {name for name, who in named.items() if who == "your loop"} == set(BY_THE_OWNER)
+    assert [name for name in BY_THE_OWNER if hasattr(hybrid_engine.HybridEngine, name)] == []
 
 
 @pytest.mark.parametrize(
@@ -175,6 +177,30 @@ def test_the_loop_beside_verls_has_a_valid_configuration(monkeypatch: pytest.Mon
     assert config.prompts_per_step <= len(prompts)
     completion = type("Completion", (), {"text": " 9"})
     assert [reward({"prompt": "", "answer": answer}, completion) for answer in ("9", "8")] == [1.0, 0.0]
+
+
+def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run up to the calls that need engines, whose signatures are this project's."""
+    page = (REPO_ROOT / "README.md").read_text()
+    around, in_one_call = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len([line for line in around.splitlines() if line.strip()]) <= 12
+    monkeypatch.setattr("hybrid_engine.prepare", mock.create_autospec(hybrid_engine.prepare))
+    engine = mock.create_autospec(hybrid_engine.HybridEngine, instance=True)
+    attach = mock.create_autospec(hybrid_engine.attach, return_value=engine)
+    monkeypatch.setattr("hybrid_engine.attach", attach)
+    trained: list[Any] = []
+    names: dict[str, Any] = {"build_my_model": lambda: ("model", "optimizer"), "batches": [["a", "b"]]}
+    exec(around, names | {"my_training_step": lambda *arguments: trained.append(arguments)})
+    assert trained == [("model", "optimizer", engine.generate.return_value)]
+
+    train = mock.create_autospec(hybrid_engine.rl.train)
+    monkeypatch.setattr("hybrid_engine.rl.train", train)
+    exec(in_one_call, {})
+    model, prompts, reward, config = train.call_args.args
+    assert hybrid_engine.HybridConfig.model_validate(model).actor_config.params_dtype == "float32"
+    assert config.prompts_per_step <= len(prompts)
+    completion = type("Completion", (), {"text": "It is 16."})
+    assert [reward(prompt, completion) for prompt in prompts[:2]] == [1.0, 0.0]
 
 
 # Said by others: pydantic, vLLM, torch, the driver, the operating system.

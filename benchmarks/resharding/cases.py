@@ -142,7 +142,9 @@ class Case:
         (path / "config.json").write_text(json.dumps(MODELS[self.model], indent=2))
         return path
 
-    def config(self, directory: Path, vllm: Mapping[str, Any] | None = None, **generate: Any) -> HybridConfig:
+    def config(
+        self, directory: Path, vllm: Mapping[str, Any] | None = None, **generate: Any
+    ) -> HybridConfig:
         """The checked configuration, with the model below `directory`. Raises ConfigError.
 
         `vllm`: further engine arguments; `generate`: further keys of generate_config.
@@ -214,4 +216,7 @@ def chosen(only: str, quick: bool, *, trains: bool = False, keeps: bool = False)
     else:
         every = GPU_CASES if torch.cuda.is_available() else CASES
         cases = [case for case in every if only in case.name and (case.in_quick or not quick)]
-    return [replace(case, trains=trains, keeps=keeps) for case in sorted(cases, key=lambda case: case.ranks)]
+    return [
+        replace(case, trains=trains, keeps=keeps)
+        for case in sorted(cases, key=lambda case: case.ranks)
+    ]

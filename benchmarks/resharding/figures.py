@@ -81,7 +81,11 @@ class Figures:
 
     def times_ours(self, key: str) -> float | None:
         """How many times as long as ours a contender into the same destination takes."""
-        own = self.ours_to_megatron_seconds if key == "megatron_resharding_seconds" else self.ours_seconds
+        own = (
+            self.ours_to_megatron_seconds
+            if key == "megatron_resharding_seconds"
+            else self.ours_seconds
+        )
         other = getattr(self, key)
         return other / own if own and other is not None else None
 
@@ -98,7 +102,9 @@ class Figures:
             **dataclasses.asdict(self),
             "percent_of_floor": self._percent_of_floor(self.ours_seconds),
             "percent_of_floor_copies": self._percent_of_floor(self.ours_copies_seconds),
-            "bytes_over_least": self.bytes_received / self.bytes_least if self.bytes_least else None,
+            "bytes_over_least": self.bytes_received / self.bytes_least
+            if self.bytes_least
+            else None,
             "peak_over_max_layout_bytes": over,
             "times_ours": {
                 key: self.times_ours(key)

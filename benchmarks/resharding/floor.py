@@ -26,14 +26,23 @@ class Floor:
     """
 
     def __init__(
-        self, worker: Engines, source: torch.dtype = torch.uint8, destination: torch.dtype = torch.uint8
+        self,
+        worker: Engines,
+        source: torch.dtype = torch.uint8,
+        destination: torch.dtype = torch.uint8,
     ) -> None:
-        buffers = [flat for flat in worker.train.weights.buffers().values() if export_tensor(flat) is not None]
+        buffers = [
+            flat
+            for flat in worker.train.weights.buffers().values()
+            if export_tensor(flat) is not None
+        ]
         handles = gather([export_tensor(flat) for flat in buffers])
         peer = (dist.get_rank() + 1) % dist.get_world_size()
         device = worker.job.device
         with ExitStack() as ends:
-            sources = [ends.enter_context(reading(handle, device)).view(source) for handle in handles[peer]]
+            sources = [
+                ends.enter_context(reading(handle, device)).view(source) for handle in handles[peer]
+            ]
             for each in sources:
                 each.sum()  # its pages are in this process's tables from here on
             self._ends = ends.pop_all()
@@ -57,7 +66,9 @@ class Floor:
         self._ends.close()
 
 
-def _pairs(sources: list[torch.Tensor], destination: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(
+    sources: list[torch.Tensor], destination: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Runs of destination and source of equal size, over the sources again and again, until all is covered."""
     start = 0
     while start < destination.numel():

@@ -64,7 +64,9 @@ class Place:
         if not parameter.is_expert:
             return list(self.tensor) if parameter.is_cut else [rank]
         return [
-            owner for peer in self.expert for owner in (places[peer].expert_tensor if parameter.is_cut else (peer,))
+            owner
+            for peer in self.expert
+            for owner in (places[peer].expert_tensor if parameter.is_cut else (peer,))
         ]
 
 
@@ -115,26 +117,41 @@ class GatherBroadcast(IntoLoader):
                         dist.broadcast(stage, source, group=self._stage_group)
                 with clock.phase("cut"):
                     for cut in cuts:
-                        destination = flats[cut.buffer].as_strided(cut.lengths, cut.dst_strides, cut.dst_offset)
-                        destination.copy_(stage.as_strided(cut.lengths, cut.src_strides, cut.src_offset))
+                        destination = flats[cut.buffer].as_strided(
+                            cut.lengths, cut.dst_strides, cut.dst_offset
+                        )
+                        destination.copy_(
+                            stage.as_strided(cut.lengths, cut.src_strides, cut.src_offset)
+                        )
                 del stage
         self._target.commit(clock)
 
     def _describe(self, worker: ActorHybridWorker) -> Place:
         held = _held_by_parameter(worker)
         parameters = [
-            Parameter(tensor.numel(), ".experts." in name, bool(getattr(tensor, "tensor_model_parallel", False)), parts)
-            for (name, tensor), parts in zip(worker.train.weights.model.named_weights(), held, strict=True)
+            Parameter(
+                tensor.numel(),
+                ".experts." in name,
+                bool(getattr(tensor, "tensor_model_parallel", False)),
+                parts,
+            )
+            for (name, tensor), parts in zip(
+                worker.train.weights.model.named_weights(), held, strict=True
+            )
         ]
         groups = (self._tensor_group, self._expert_tensor_group, self._expert_group)
-        return Place(tuple(parameters), *(tuple(dist.get_process_group_ranks(group)) for group in groups))
+        return Place(
+            tuple(parameters), *(tuple(dist.get_process_group_ranks(group)) for group in groups)
+        )
 
     def _gather_stage(self, stage: torch.Tensor) -> None:
         start = 0
         for parameter, tensor in zip(self._place.parameters, self._weights, strict=True):
             whole = tensor.detach().reshape(-1)
             if parameter.is_cut:
-                whole = _all_gather(whole, self._expert_tensor_group if parameter.is_expert else self._tensor_group)
+                whole = _all_gather(
+                    whole, self._expert_tensor_group if parameter.is_expert else self._tensor_group
+                )
             if parameter.is_expert:
                 whole = _all_gather(whole, self._expert_group)
             stage[start : start + whole.numel()] = whole
@@ -155,7 +172,9 @@ def _held_by_parameter(worker: ActorHybridWorker) -> list[tuple[Held, ...]]:
     adaptor = worker.train.weights
     flats = adaptor.buffers()
     by_address: dict[int, list[Held]] = {}
-    starts = sorted((tensor.data_ptr(), tensor.nbytes) for _, tensor in adaptor.model.named_weights())
+    starts = sorted(
+        (tensor.data_ptr(), tensor.nbytes) for _, tensor in adaptor.model.named_weights()
+    )
     starts_of = {flat: flats[flat].data_ptr() for flat in flats}
     for shard in adaptor.layout().shards:
         name, size = shard.place.buffer.name, flats[shard.place.buffer.name].element_size()
@@ -163,7 +182,9 @@ def _held_by_parameter(worker: ActorHybridWorker) -> list[tuple[Held, ...]]:
         start = _home(starts, address)
         held = Held(shard.region, (address - start) // size, shard.place.strides)
         by_address.setdefault(start, []).append(held)
-    return [tuple(by_address.get(tensor.data_ptr(), ())) for _, tensor in adaptor.model.named_weights()]
+    return [
+        tuple(by_address.get(tensor.data_ptr(), ())) for _, tensor in adaptor.model.named_weights()
+    ]
 
 
 def _home(starts: list[tuple[int, int]], address: int) -> int:
@@ -187,7 +208,9 @@ def _stage_numel(places: Mapping[int, Place], rank: int) -> int:
     return sum(part.numel for part, _ in _parts(places, rank))
 
 
-def _cuts(places: Mapping[int, Place], rank: int, layout: Layout, seen: set[tuple[Shard, Region]]) -> Iterator[Cut]:
+def _cuts(
+    places: Mapping[int, Place], rank: int, layout: Layout, seen: set[tuple[Shard, Region]]
+) -> Iterator[Cut]:
     """Copies from the gathered stage of `rank` into the buffers of `layout`; regions in `seen` are there already."""
     wanted = layout.shards_by_tensor()
     for part, start in _parts(places, rank):
@@ -197,10 +220,14 @@ def _cuts(places: Mapping[int, Place], rank: int, layout: Layout, seen: set[tupl
                 if common is None or (shard, common) in seen:
                     continue
                 seen.add((shard, common))
-                inner = [low - base for low, base in zip(common.offsets, held.region.offsets, strict=True)]
+                inner = [
+                    low - base
+                    for low, base in zip(common.offsets, held.region.offsets, strict=True)
+                ]
                 shift = sum(step * stride for step, stride in zip(inner, held.strides, strict=True))
                 target = shard.place.at(
-                    low - base for low, base in zip(common.offsets, shard.region.offsets, strict=True)
+                    low - base
+                    for low, base in zip(common.offsets, shard.region.offsets, strict=True)
                 )
                 yield Cut(
                     common.lengths,

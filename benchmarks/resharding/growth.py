@@ -74,14 +74,27 @@ def trace_cycle(worker: ActorHybridWorker) -> dict[str, Any]:
         for target in (State.INFER, State.TRAIN):
             before = time.perf_counter() - started
             worker.sharding.enter(target)
-            events.append({"name": f"to {target.value}", "start": before, "stop": time.perf_counter() - started})
+            events.append(
+                {
+                    "name": f"to {target.value}",
+                    "start": before,
+                    "stop": time.perf_counter() - started,
+                }
+            )
             time.sleep(20 * _SECONDS_BETWEEN_SAMPLES)
     seconds, training, inference = map(list, zip(*samples, strict=True))
-    return {"seconds": seconds, "training_bytes": training, "inference_bytes": inference, "events": events}
+    return {
+        "seconds": seconds,
+        "training_bytes": training,
+        "inference_bytes": inference,
+        "events": events,
+    }
 
 
 @contextmanager
-def _sampling(worker: ActorHybridWorker, samples: list[tuple[float, int, int]], started: float) -> Iterator[None]:
+def _sampling(
+    worker: ActorHybridWorker, samples: list[tuple[float, int, int]], started: float
+) -> Iterator[None]:
     """Note the bytes again and again in a thread of its own."""
     over = threading.Event()
     adaptor = worker.inference.adaptor

@@ -28,7 +28,9 @@ class LoaderTarget:
         self._keeps_memory = keeps_memory
         self._adaptor = worker.inference.adaptor
         if self._adaptor.staged:
-            raise ValueError(f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader")
+            raise ValueError(
+                f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader"
+            )
         self.layout = self._adaptor.layout()
         self.rank = worker.job.rank
         self._groups = list(dict.fromkeys(buffer.group for buffer in self.layout.buffers.values()))
@@ -84,7 +86,9 @@ class IntoLoader:
         self._target.release()
 
 
-def timed(items: Iterator[tuple[str, torch.Tensor]], clock: Clock, phase: str) -> Generator[tuple[str, torch.Tensor]]:
+def timed(
+    items: Iterator[tuple[str, torch.Tensor]], clock: Clock, phase: str
+) -> Generator[tuple[str, torch.Tensor]]:
     """The same items; the time that making each of them takes goes to `phase`."""
     while True:
         started = time.perf_counter()

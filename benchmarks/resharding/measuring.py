@@ -101,7 +101,9 @@ def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing,
     middle = runs[(len(runs) - 1) // 2]
     phases = middle[1]
     commit, allocate = (phases.get(name, 0.0) for name in (COMMIT, ALLOCATE))
-    return Timing(_net(middle), commit, allocate, phases, _net(runs[0]), _net(runs[-1]), len(runs)), digests
+    return Timing(
+        _net(middle), commit, allocate, phases, _net(runs[0]), _net(runs[-1]), len(runs)
+    ), digests
 
 
 def _one_run(contender: Contender) -> tuple[float, Clock]:

@@ -52,7 +52,10 @@ class MegatronDestination:
         self._buffers = adaptor.buffers()
         adaptor.zero_padding()
         layout = adaptor.layout()
-        grouped = {buffer_id: replace(buffer, group=buffer_id.name) for buffer_id, buffer in layout.buffers.items()}
+        grouped = {
+            buffer_id: replace(buffer, group=buffer_id.name)
+            for buffer_id, buffer in layout.buffers.items()
+        }
         self._layout = Layout(layout.tensors, grouped, layout.shards)
 
     def layout(self) -> Layout:
@@ -78,7 +81,11 @@ class MegatronDestination:
         """Nothing: the model keeps its memory."""
 
     def _check_known(self, groups: Sequence[str]) -> None:
-        if unknown := [name for name in groups if BufferId(self._adaptor.rank, name) not in self._layout.buffers]:
+        if unknown := [
+            name
+            for name in groups
+            if BufferId(self._adaptor.rank, name) not in self._layout.buffers
+        ]:
             raise StateError(f"unknown buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")
 
 
@@ -110,7 +117,9 @@ class SecondModel:
         digests: dict[str, str] = {}
         self.clear()
         yield digests
-        digests.update({name: digest(tensor) for name, tensor in self.adaptor.model.named_weights()})
+        digests.update(
+            {name: digest(tensor) for name, tensor in self.adaptor.model.named_weights()}
+        )
 
 
 def inference_layout(config: HybridConfig) -> ActorConfig:
@@ -123,13 +132,19 @@ def inference_layout(config: HybridConfig) -> ActorConfig:
         "expert_model_parallel_size": expert,
         "expert_tensor_parallel_size": 1 if expert > 1 else None,
     }
-    return config.actor_config.model_copy(update={**sizes, "virtual_pipeline_model_parallel_size": None})
+    return config.actor_config.model_copy(
+        update={**sizes, "virtual_pipeline_model_parallel_size": None}
+    )
 
 
 @contextmanager
 def second_parallel_state() -> Iterator[None]:
     """Megatron's module-wide groups as if not initialised; as they were at the end of the block."""
-    kept = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    kept = {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper()
+    }
     kept["_global_process_group_list"] = parallel_state._global_process_group_list
     parallel_state.destroy_model_parallel()
     try:
@@ -145,7 +160,9 @@ class OursToMegatron:
         self._source = worker.train.weights
         self._model = SecondModel(worker)
         self._ends = ExitStack()
-        self._container = connect(worker, MegatronDestination(self._model.adaptor), self._ends).container
+        self._container = connect(
+            worker, MegatronDestination(self._model.adaptor), self._ends
+        ).container
 
     def prepare(self) -> None:
         self._container.release()
@@ -174,8 +191,12 @@ class MegatronResharding:
         source.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         target.pg_collection = self._model.groups
         num_experts = source.config.num_moe_experts
-        self._source, self._target = (_TransformerEngineNames(each, bool(num_experts)) for each in (source, target))
-        self._target._cached_reshard_plan = build_centralized_reshard_plan(self._source, self._target, num_experts)
+        self._source, self._target = (
+            _TransformerEngineNames(each, bool(num_experts)) for each in (source, target)
+        )
+        self._target._cached_reshard_plan = build_centralized_reshard_plan(
+            self._source, self._target, num_experts
+        )
         self._service = GlooCopyService()
 
     def prepare(self) -> None:
@@ -199,7 +220,9 @@ class MegatronResharding:
 def one_chunk(chunks: list[torch.nn.Module]) -> Any:
     """The model of a rank without virtual stages. Raises ValueError: megatron-core reshards one chunk."""
     if len(chunks) > 1:
-        raise ValueError(f"megatron-core's resharding takes 1 model chunk of a rank, not {len(chunks)}")
+        raise ValueError(
+            f"megatron-core's resharding takes 1 model chunk of a rank, not {len(chunks)}"
+        )
     return unwrap_model(chunks[0])
 
 
@@ -213,7 +236,9 @@ class _TransformerEngineNames(torch.nn.Module):
         self.config = model.config
         self.pg_collection = model.pg_collection
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self._model.named_parameters(*args, **kwargs):
             yield transformer_engine_name(name, self._has_experts), parameter
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from benchmarks.resharding.loading import Engines, LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
-from hybrid_engine.switch import rendezvous
-from hybrid_engine.switch.rendezvous import Connection
+from hybrid_engine.switch import setup
+from hybrid_engine.switch.setup import Connection
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
@@ -25,10 +25,14 @@ def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) ->
         clock.add(name, seconds)
 
 
-def connect(worker: ActorHybridWorker, destination: InferenceWeights, owner: ExitStack) -> Connection:
+def connect(
+    worker: ActorHybridWorker, destination: InferenceWeights, owner: ExitStack
+) -> Connection:
     """To another destination of the worker's training weights; ends with `owner`. Collective."""
     weights, config = worker.train.weights, worker.config.generate_config
-    return rendezvous.connect(worker.job, weights, destination, config, owner, may_stay_unread=worker.table.shapes)
+    return setup.connect(
+        worker.job, weights, destination, config, owner, may_stay_unread=worker.table.shapes
+    )
 
 
 class Ours:

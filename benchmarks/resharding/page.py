@@ -19,7 +19,10 @@ _INTO_VLLM = (
 )
 _BRIDGE = ("Megatron-Bridge", "megatron_bridge_seconds")
 """A column where it was asked for."""
-_INTO_MEGATRON = (("ours", "ours_to_megatron_seconds"), ("megatron-core", "megatron_resharding_seconds"))
+_INTO_MEGATRON = (
+    ("ours", "ours_to_megatron_seconds"),
+    ("megatron-core", "megatron_resharding_seconds"),
+)
 _GROWTH = (
     ("memory, MiB", "rss_bytes"),
     ("memory files, MiB", "memfd_bytes"),
@@ -40,7 +43,13 @@ def page(rows: Sequence[Row]) -> str:
         parts.append(_section("Growth", _growth_table(rows)))
     if reasons := [(row, key, text) for row in rows for key, text in row["reasons"].items()]:
         parts.append(
-            "\n".join(["### Not measured", *(f"- {name_of(row)}, {key}: {text}" for row, key, text in reasons), ""])
+            "\n".join(
+                [
+                    "### Not measured",
+                    *(f"- {name_of(row)}, {key}: {text}" for row, key, text in reasons),
+                    "",
+                ]
+            )
         )
     return "\n".join(parts)
 
@@ -72,8 +81,17 @@ def _ratio(row: Row, over: str, under: str) -> float | None:
 
 
 def _seconds_table(rows: Sequence[Row]) -> str:
-    columns = [*_INTO_VLLM, *([_BRIDGE] if any(row.get(_BRIDGE[1]) is not None for row in rows) else [])]
-    head = ["case", *(title for title, _ in columns), "copies / floor", "mbridge / ours", "gather + broadcast / ours"]
+    columns = [
+        *_INTO_VLLM,
+        *([_BRIDGE] if any(row.get(_BRIDGE[1]) is not None for row in rows) else []),
+    ]
+    head = [
+        "case",
+        *(title for title, _ in columns),
+        "copies / floor",
+        "mbridge / ours",
+        "gather + broadcast / ours",
+    ]
     lines = [
         [
             name_of(row),
@@ -101,12 +119,23 @@ def _megatron_table(rows: Sequence[Row]) -> str:
 
 
 def _bytes_table(rows: Sequence[Row]) -> str:
-    head = ["case", "tensors", "received, MB", "least, MB", "peak, MB", "larger layout, MB", "over it, buckets"]
+    head = [
+        "case",
+        "tensors",
+        "received, MB",
+        "least, MB",
+        "peak, MB",
+        "larger layout, MB",
+        "over it, buckets",
+    ]
     lines = [
         [
             name_of(row),
             "–" if row["num_tensors"] is None else str(row["num_tensors"]),
-            *(_megabytes(row[key]) for key in ("bytes_received", "bytes_least", "peak_bytes", "max_layout_bytes")),
+            *(
+                _megabytes(row[key])
+                for key in ("bytes_received", "bytes_least", "peak_bytes", "max_layout_bytes")
+            ),
             _buckets(row),
         ]
         for row in rows
@@ -128,7 +157,9 @@ def _phases_table(rows: Sequence[Row]) -> str:
         [
             name_of(row),
             contender,
-            ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds > 5e-4),
+            ", ".join(
+                f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds > 5e-4
+            ),
         ]
         for row in rows
         for contender, phases in row["phases"].items()
@@ -139,7 +170,11 @@ def _phases_table(rows: Sequence[Row]) -> str:
 def _growth_table(rows: Sequence[Row]) -> str:
     grown = [row for row in rows if row.get("growth")]
     lines = [
-        [name_of(row), str(row["growth"]["cycles"]), *(_change(row["growth"], key) for _, key in _GROWTH)]
+        [
+            name_of(row),
+            str(row["growth"]["cycles"]),
+            *(_change(row["growth"], key) for _, key in _GROWTH),
+        ]
         for row in grown
     ]
     return _table(["case", "cycles", *(title for title, _ in _GROWTH)], lines)
@@ -147,7 +182,9 @@ def _growth_table(rows: Sequence[Row]) -> str:
 
 def _change(growth: Mapping[str, Any], key: str) -> str:
     """First and last count of all ranks together."""
-    show: Callable[[int], str] = (lambda value: f"{value / 2**20:.1f}") if key.endswith("_bytes") else str
+    show: Callable[[int], str] = (
+        (lambda value: f"{value / 2**20:.1f}") if key.endswith("_bytes") else str
+    )
     return f"{show(growth['first'][key])} → {show(growth['last'][key])}"
 
 
@@ -169,7 +206,9 @@ def plot_phases(rows: Sequence[Row], path: Path) -> None:
     if not timed:
         raise ValueError("no case has phases to plot")
     plt = _pyplot()
-    names = list(dict.fromkeys(name for row in timed for phases in row["phases"].values() for name in phases))
+    names = list(
+        dict.fromkeys(name for row in timed for phases in row["phases"].values() for name in phases)
+    )
     colours = dict(zip(names, plt.get_cmap("tab20").colors, strict=False))
     figure, panels = plt.subplots(len(timed), 1, figsize=(9, 2.4 * len(timed) + 0.8), squeeze=False)
     for row, axes in zip(timed, panels[:, 0], strict=True):
@@ -205,10 +244,16 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
     figure, panels = plt.subplots(len(traced), 1, figsize=(9, 3 * len(traced)), squeeze=False)
     for row, axes in zip(traced, panels[:, 0], strict=True):
         line = row["timeline"]
-        training, inference = ([value / 1e6 for value in line[f"{side}_bytes"]] for side in ("training", "inference"))
-        axes.stackplot(line["seconds"], training, inference, labels=["training", "inference"], step="post")
+        training, inference = (
+            [value / 1e6 for value in line[f"{side}_bytes"]] for side in ("training", "inference")
+        )
+        axes.stackplot(
+            line["seconds"], training, inference, labels=["training", "inference"], step="post"
+        )
         larger = max(max(training), max(inference))
-        axes.axhline(larger, color="black", linestyle="--", linewidth=1, label="larger of the two layouts")
+        axes.axhline(
+            larger, color="black", linestyle="--", linewidth=1, label="larger of the two layouts"
+        )
         for event in line["events"]:
             axes.axvspan(event["start"], event["stop"], color="black", alpha=0.07)
             axes.text(event["start"], larger * 1.02, event["name"], fontsize=8)

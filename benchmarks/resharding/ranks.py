@@ -137,7 +137,9 @@ def _fill_with_values(worker: ActorHybridWorker) -> None:
     """Give every canonical tensor values of its own, on all ranks that hold some of it the same."""
     adaptor = worker.train.weights
     layout, buffers = adaptor.layout(), adaptor.buffers()
-    values = (torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)) * 0.02).to(worker.job.device)
+    values = (torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)) * 0.02).to(
+        worker.job.device
+    )
     for name, shards in layout.shards_by_tensor().items():
         shape = layout.tensors[name]
         first = zlib.crc32(name.encode()) % _NUM_VALUES
@@ -145,9 +147,13 @@ def _fill_with_values(worker: ActorHybridWorker) -> None:
         whole = turned.repeat(-(-math.prod(shape) // _NUM_VALUES))[: math.prod(shape)].view(shape)
         for shard in shards:
             region, place = shard.region, shard.place
-            box = tuple(slice(low, high) for low, high in zip(region.offsets, region.ends, strict=True))
+            box = tuple(
+                slice(low, high) for low, high in zip(region.offsets, region.ends, strict=True)
+            )
             flat = buffers[place.buffer.name]
-            flat.as_strided(region.lengths, place.strides, flat.storage_offset() + place.offset).copy_(whole[box])
+            flat.as_strided(
+                region.lengths, place.strides, flat.storage_offset() + place.offset
+            ).copy_(whole[box])
 
 
 def _switch_once(worker: ActorHybridWorker, figures: Figures) -> None:
@@ -157,8 +163,14 @@ def _switch_once(worker: ActorHybridWorker, figures: Figures) -> None:
     for _ in range(2):
         report = sharding.enter(State.INFER)
         sharding.enter(State.TRAIN)
-    received, own, least = (gather(value) for value in (report.bytes_received, report.bytes_own, report.bytes_least))
-    figures.bytes_received, figures.bytes_own, figures.bytes_least = sum(received), sum(own), sum(least)
+    received, own, least = (
+        gather(value) for value in (report.bytes_received, report.bytes_own, report.bytes_least)
+    )
+    figures.bytes_received, figures.bytes_own, figures.bytes_least = (
+        sum(received),
+        sum(own),
+        sum(least),
+    )
     peaks = gather((report.peak_bytes, max(training, inference)))
     figures.peak_bytes, figures.max_layout_bytes = max(peaks, key=lambda pair: pair[0] - pair[1])
     figures.inference_bytes = sum(gather(inference))
@@ -171,11 +183,19 @@ def _switch_once(worker: ActorHybridWorker, figures: Figures) -> None:
 def _resident(worker: ActorHybridWorker) -> int:
     """Bytes of training state on this rank's device now."""
     worker.sharding.offloader.onload(set(KINDS))
-    return sum(nbytes for owners in worker.sharding.offloader.resident_nbytes().values() for nbytes in owners.values())
+    return sum(
+        nbytes
+        for owners in worker.sharding.offloader.resident_nbytes().values()
+        for nbytes in owners.values()
+    )
 
 
 def _time(
-    entry: Entry, worker: ActorHybridWorker, request: Request, figures: Figures, results: dict[str, Digests]
+    entry: Entry,
+    worker: ActorHybridWorker,
+    request: Request,
+    figures: Figures,
+    results: dict[str, Digests],
 ) -> None:
     """Time one contender and check what it wrote."""
     key = f"{entry.key}_seconds"
@@ -198,7 +218,10 @@ def _time(
     figures.spread[entry.key] = (timing.fastest, timing.slowest)
     figures.num_runs[entry.key] = timing.num_runs
     if dist.get_rank() == 0:
-        print(f"{entry.key}: {timing.seconds:.4f} s, and {timing.commit_seconds:.4f} s of repacking", flush=True)
+        print(
+            f"{entry.key}: {timing.seconds:.4f} s, and {timing.commit_seconds:.4f} s of repacking",
+            flush=True,
+        )
 
 
 def _difference(entry: Entry, results: dict[str, Digests]) -> str | None:
@@ -213,9 +236,8 @@ def _difference(entry: Entry, results: dict[str, Digests]) -> str | None:
     if not (count := sum(count for count, _, _ in found)):
         return None
     first = next(name for _, _, names in found for name in names)
-    return (
-        f"{count} of {sum(total for _, total, _ in found)} parameters are not those of {entry.compared_with}: {first}"
-    )
+    num_parameters = sum(total for _, total, _ in found)
+    return f"{count} of {num_parameters} parameters are not those of {entry.compared_with}: {first}"
 
 
 if __name__ == "__main__":

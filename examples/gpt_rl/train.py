@@ -94,15 +94,11 @@ def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> 
             files.begin(settings.fingerprint(), resume)
             shown.begin()
         worker.barrier("preparing the run's directory")
-        if settings.engine.critic_config is not None:
-            _say(console, str(worker.memory_plan()))
         on_progress = [shown.show_progress] if shown is not None else []
         trainer = Trainer(worker, settings, files, StopRequest(console).is_made, *on_progress)
         for row in trainer.run():
             if shown is not None:
                 shown.add(row)
-        if settings.engine.critic_config is not None and worker.rank == 0:
-            (files.out / "memory.txt").write_text(worker.memory_report() + "\n")
         worker.shutdown()
     if shown is not None:
         shown.finish()

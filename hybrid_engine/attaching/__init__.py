@@ -1,11 +1,11 @@
-"""vLLM beside a Megatron model that is there already: one of the user's own loop, or a script's.
+"""vLLM for a Megatron model that exists already: of the user's loop, or of a Megatron-LM script.
 
     prepare()             attachment.py      before DDP is built: patches, and elastic memory for its buffers
-    attach(model, …)                         every check, then vLLM and the plan -> HybridEngine
-                          matching.py        does the Hugging Face config describe Megatron's model?
+    attach(model, ...)                       every check, then vLLM and the plan -> HybridEngine
+                          config_check.py    comparison of Megatron's model with the Hugging Face config
 
-`megatron_script` uses both for Megatron-LM's own scripts. What is read off Megatron's objects is read in
-backends/megatron/live_model.py.
+`megatron_script` uses both for Megatron-LM's own scripts. backends/megatron/live_model.py reads
+Megatron's objects.
 """
 
 from hybrid_engine.attaching.attachment import attach, prepare

@@ -1,12 +1,14 @@
-"""What the trainers' backends share: guards of state that is off the device, and facts about flat buffers.
+"""Shared code of the training backends: guards of offloaded state, and layouts in flat buffers.
 
 Hooks refuse access to training state while it is off the device:
 
-    forward pass, `state_dict`, `load_state_dict` of a model and of each module in it      parameters
-    `step`, `state_dict`, `load_state_dict` of an optimizer                                everything
+    hook                                                                             state
+    forward pass of a model; `state_dict` and `load_state_dict` of its modules       parameters
+    `step`, `state_dict` and `load_state_dict` of an optimizer                       all
 
-So whatever saves by these (save_pretrained, torch.distributed.checkpoint, Megatron's `sharded_state_dict`) is refused,
-too. A parameter or a moment that is read or written itself is not: torch has no hook there.
+They also cover code that saves through these methods: save_pretrained,
+torch.distributed.checkpoint, Megatron's `sharded_state_dict`. They do not cover a direct access to
+a parameter or a moment, because torch has no hook there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from hybrid_engine.errors import ReshardError, WeightError
@@ -26,98 +29,137 @@ from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 
-_ALIGNMENT = 16  # bytes: kernels that load several elements at once want it, and no element is larger
+_ALIGNMENT = 16
+"""Alignment of parts of a buffer, in bytes.
+
+Kernels with vectorized loads need it, and no element is larger.
+"""
 
 Guard = Callable[[Iterable[str]], None]
-"""Called with kinds of training state; raises StateError where they may be off the device."""
+"""Function that takes kinds of training state, and raises StateError if they are off the device."""
 
 
 class GuardedState:
-    """Base of trainers (port `Trainer`), whose state may leave the device.
+    """Base class of trainers (port `Trainer`) with state that may leave the device.
 
     Attributes:
-        guard: called with the kinds of state that a call is about to use; whoever moves them is asked.
-        before_step: called once before each optimizer step, however many optimizers take part in it.
+        guard: called with the kinds of state that a call is about to use. The code that moves the
+            state sets it.
+        before_step: called once before each training step, even if several optimizers step in it.
     """
 
     guard: Guards
     before_step: Callable[[], object]
 
     def __init__(self) -> None:
-        self.guard, self.before_step = Guards(), lambda: None
-        self._num_begun: dict[torch.optim.Optimizer, int] = {}  # steps
-        self._ends = ExitStack()
-        weakref.finalize(self, self._ends.close)
+        self.guard = Guards()
+        self.before_step = lambda: None
+        self._num_steps_begun: dict[torch.optim.Optimizer, int] = {}
+        self._cleanup = ExitStack()
+        # The models and optimizers may outlive this object, but its hooks must not.
+        weakref.finalize(self, self._cleanup.close)
 
     def close(self) -> None:
-        """Let models and optimizers be their owner's alone, or another engine's; idempotent."""
-        self._ends.close()
-        self.guard, self.before_step = Guards(), lambda: None
+        """Remove all hooks from models and optimizers; idempotent."""
+        self._cleanup.close()
+        self.guard = Guards()
+        self.before_step = lambda: None
 
     @property
     def unserved(self) -> Collection[str]:
-        """Canonical tensors that are trained and that the inference engine does not read: none, unless overridden."""
+        """Canonical tensors that are trained but not read by the inference engine.
+
+        Empty unless overridden.
+        """
         return ()
 
     @property
     def frozen(self) -> Collection[str]:
-        """Canonical tensors that no step changes: none are known, unless overridden."""
+        """Canonical tensors that no step changes. Empty unless overridden."""
+        return ()
+
+    @property
+    def process_groups(self) -> Collection[dist.ProcessGroup]:
+        """Process groups that are idle while vLLM generates. Empty unless overridden."""
         return ()
 
     def reload_main_params(self) -> None:
-        """Nothing, unless an optimizer has copies of the parameters that it steps on."""
+        """Copy the parameters to the optimizer, if it steps on copies. Does nothing by default."""
 
-    def watch(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have `guard` called by whatever needs the state of these, while this object is there and not closed; and
-        `before_step` by their steps."""
-        own = weakref.ref(self)
+    def watch(
+        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Call `guard` before any use of the state of these, and `before_step` before their steps.
+
+        Ends when this object is closed or garbage-collected.
+        """
+        # The hooks must not keep this object alive.
+        self_ref = weakref.ref(self)
 
         def guard(kinds: Iterable[str]) -> None:
-            if (state := own()) is not None:
+            if (state := self_ref()) is not None:
                 state.guard(kinds)
 
         def begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (state := own()) is not None:
+            if (state := self_ref()) is not None:
                 state._begin_step(optimizer)
 
         for model in models:
             self._remove_at_end(guard_model(model, guard))
         for optimizer in optimizers:
-            self._num_begun[optimizer] = steps_before(optimizer, self._num_begun)
+            self._num_steps_begun[optimizer] = steps_before(optimizer, self._num_steps_begun)
             self._remove_at_end(guard_optimizer(optimizer, guard))
             self._remove_at_end([optimizer.register_step_pre_hook(begin_step)])
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that has begun fewer steps than another takes part in one that is under way."""
-        if self._num_begun[optimizer] == max(self._num_begun.values()):
+        # An optimizer that has begun fewer steps than another joins the step of that other.
+        if self._num_steps_begun[optimizer] == max(self._num_steps_begun.values()):
             self.before_step()
-        self._num_begun[optimizer] += 1
+        self._num_steps_begun[optimizer] += 1
 
     def _remove_at_end(self, handles: Iterable[RemovableHandle]) -> None:
         for handle in handles:
-            self._ends.callback(handle.remove)
+            self._cleanup.callback(handle.remove)
 
 
-def steps_before(optimizer: torch.optim.Optimizer, counts: Mapping[torch.optim.Optimizer, int]) -> int:
-    """Steps of optimizers that step on the same parameters, which it replaces; others take part in steps with it."""
-    own = {id(each) for each in stepped_by(optimizer)}
-    return max((count for other, count in counts.items() if own & {id(each) for each in stepped_by(other)}), default=0)
+def steps_before(
+    optimizer: torch.optim.Optimizer, counts: Mapping[torch.optim.Optimizer, int]
+) -> int:
+    """Return the number of steps that a new optimizer continues from.
+
+    It replaces the optimizers that step on the same parameters, and takes part in the steps of all
+    others.
+
+    Args:
+        optimizer: the new optimizer.
+        counts: known optimizer -> number of steps it has begun.
+    """
+    stepped = {id(parameter) for parameter in stepped_by(optimizer)}
+    replaced = [0]
+    for other, count in counts.items():
+        if not stepped.isdisjoint(id(parameter) for parameter in stepped_by(other)):
+            replaced.append(count)
+    return max(replaced)
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters that an optimizer steps on."""
+    """Return the parameters that an optimizer steps on."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def guard_model(model: torch.nn.Module, guard: Guard) -> Iterator[RemovableHandle]:
-    """Have `guard` called whenever the model, or a module in it, is asked for what needs its parameters."""
-    own = weakref.WeakSet(model.modules())  # a copy of the model has its hooks, and parameters of its own
+    """Call `guard` whenever the model, or a module in it, is about to use its parameters.
+
+    Yields the handles of the hooks, each of which is registered when the iterator reaches it.
+    """
+    # A deep copy of the model also copies the hooks, but its parameters are its own.
+    guarded = weakref.WeakSet(model.modules())
 
     def needs_parameters(module: torch.nn.Module, *_: Any) -> None:
-        if module in own:
+        if module in guarded:
             guard(["param"])
 
-    # before FSDP2's own, which gathers parameters
+    # Before FSDP2's own hook, which gathers parameters.
     yield model.register_forward_pre_hook(needs_parameters, prepend=True)
     for module in model.modules():
         yield module.register_state_dict_pre_hook(needs_parameters)
@@ -125,7 +167,10 @@ def guard_model(model: torch.nn.Module, guard: Guard) -> Iterator[RemovableHandl
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer, guard: Guard) -> Iterator[RemovableHandle]:
-    """Have `guard` called whenever the optimizer steps, and when its state is read or written as a whole."""
+    """Call `guard` before steps of the optimizer, and before its state is saved or loaded.
+
+    Yields the handles of the hooks, each of which is registered when the iterator reaches it.
+    """
 
     def needs_all(*_: Any) -> None:
         guard(KINDS)
@@ -136,20 +181,27 @@ def guard_optimizer(optimizer: torch.optim.Optimizer, guard: Guard) -> Iterator[
 
 
 class WholeTensors:
-    """Weights that lie whole on this rank, as in a replicated model (port `TrainingWeights`, and all around it).
+    """Weights that are whole on every rank, as in a replicated model.
 
-    They move into one elastic buffer for each dtype, whose memory comes and goes page by page and which peers on the
-    host can read. Parameters stay the same objects, so that an optimizer may refer to them already.
+    Implements the port `TrainingWeights`, and the adaptor of such a model.
+
+    They move into one elastic buffer per dtype, whose memory comes and goes page by page and which
+    peers on the host can read. Parameters stay the same objects, so that an optimizer may refer to
+    them already.
 
     Args:
-        tensors: by their names in a checkpoint, on the device. One that has two names, as a tied head, counts once.
-        rank: of this process in the job.
+        tensors: name in a checkpoint -> tensor on the device. A tensor with two names, such as a
+            tied head, counts once, by its first name.
+        rank: this process in the job.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
         self.rank = rank
         first_names: dict[int, str] = {}
-        self.tensors = {name: one for name, one in tensors.items() if first_names.setdefault(id(one), name) == name}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if first_names.setdefault(id(tensor), name) == name:
+                self.tensors[name] = tensor
         self._flat: dict[str, torch.Tensor] = {}
         self._places: dict[str, Place] = {}
         parts = parts_in_elastic_buffers([tensor.data for tensor in self.tensors.values()])
@@ -160,66 +212,96 @@ class WholeTensors:
             tensor.data = part
 
     def layout(self) -> Layout:
+        """Return the location of every tensor on this rank."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        shards = [Shard(Region(name, (0,) * len(shape), shape), self._places[name]) for name, shape in shapes.items()]
+        shards = [
+            Shard(Region(name, (0,) * len(shape), shape), self._places[name])
+            for name, shape in shapes.items()
+        ]
         return layout_in(self._flat, self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the flat buffers by name."""
         return self._flat
 
     def offload_items(self) -> Iterator[OffloadItem]:
-        yield from (OffloadItem(name, "param", flat) for name, flat in self._flat.items())
+        """Yield an item for each buffer."""
+        for name, flat in self._flat.items():
+            yield OffloadItem(name, "param", flat)
 
     def prepare(self) -> None:
-        """Raise ReshardError if tensors moved since the layout was made: a switch would read stale memory."""
+        """Check that tensors are still in the buffers.
+
+        Raises:
+            ReshardError: a tensor moved, so that a switch would read stale memory.
+        """
         for name, tensor in self.tensors.items():
-            flat, place = self._flat[self._places[name].buffer.name], self._places[name]
+            place = self._places[name]
+            flat = self._flat[place.buffer.name]
             if tensor.data_ptr() != flat.data_ptr() + place.offset * flat.element_size():
-                raise ReshardError(f"{name} moved since the engine was built. Offload through the engine, not by .data")
+                raise ReshardError(
+                    f"{name} moved since the engine was built. Offload through the engine, not by "
+                    ".data",
+                    code="parameters-moved",
+                )
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
+        """Raise WeightError if a weight has a NaN or an infinite value.
+
+        `unread`: intervals by buffer, in elements, that need no check because no peer reads them.
+        """
         require_usable_values(read_parts(self._flat, unread or {}), self.tensors.items)
 
     @property
     def base(self) -> WholeTensors:
+        """The same weights, because they have no LoRA."""
         return self
 
     @property
     def merged(self) -> WholeTensors:
+        """The same weights, because they have no LoRA."""
         return self
 
     def zero_padding(self) -> None:
-        """Nothing: what no weight covers is never read."""
+        """Do nothing, because padding is never read."""
 
     def zero_adapters(self) -> None:
-        """Nothing: there are none."""
+        """Do nothing, because there are no adapters."""
 
 
 def parts_in_elastic_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors; those of one dtype lie one after the other in one elastic buffer.
+    """Copy tensors into elastic memory, in one buffer per dtype.
 
-    One for all of a dtype, since each takes whole pages and a file descriptor.
+    Every buffer takes whole pages and a file descriptor, so there is only one per dtype.
+
+    Returns:
+        The copies, in the order of `tensors`. Each start is a multiple of 16 bytes.
     """
     parts = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [index for index, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype is dtype]
         step = _ALIGNMENT // dtype.itemsize
-        *starts, end = accumulate((-(-tensors[index].numel() // step) * step for index in same), initial=0)
-        flat = allocate_elastic(end, dtype, tensors[same[0]].device, "param")
-        for index, start in zip(same, starts, strict=True):
+        sizes = [-(-tensors[index].numel() // step) * step for index in indices]  # rounded up
+        *starts, end = accumulate(sizes, initial=0)
+        flat = allocate_elastic(end, dtype, tensors[indices[0]].device, "param")
+        for index, start in zip(indices, starts, strict=True):
             tensor = tensors[index]
-            parts[index] = flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+            part = flat[start : start + tensor.numel()].view(tensor.shape)
+            parts[index] = part.copy_(tensor)
     return parts
 
 
 def flat_storage_of(local: torch.Tensor) -> torch.Tensor:
-    """All of the storage in which a local tensor lies, as a flat one of its dtype."""
+    """Return the whole storage of a local tensor, as a 1-D tensor of its dtype."""
     return torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage())
 
 
 def runs_by_buffer(shards: Sequence[Shard]) -> dict[str, list[Extent]]:
-    """By buffer, the elements from each shard's first to its last: parameters are dense and cut along their rows, so
-    shards hold all of these."""
+    """Return, by buffer, the interval of each shard from its first element to its last.
+
+    The shard covers all elements of the interval, because parameters are dense and split along
+    their rows.
+    """
     runs: dict[str, list[Extent]] = {}
     for shard in shards:
         extent = shard.place.extent(shard.region.lengths)
@@ -228,77 +310,112 @@ def runs_by_buffer(shards: Sequence[Shard]) -> dict[str, list[Extent]]:
 
 
 def gaps(numel: int, runs: Sequence[Extent]) -> tuple[Extent, ...]:
-    """What no run covers of a buffer: ends of buckets, padding of the vocabulary, what aligns a parameter."""
-    found, end = [], 0
+    """Return the intervals of a buffer that no run covers.
+
+    They are ends of buckets, padding of the vocabulary, and alignment of parameters.
+
+    Args:
+        numel: elements of the buffer.
+        runs: intervals in it, in any order; may overlap.
+    """
+    uncovered = []
+    end = 0
+    # The empty interval at the end of the buffer closes the last gap.
     for run in (*sorted(runs), Extent(numel, numel)):
         if run.start > end:
-            found.append(Extent(end, run.start))
+            uncovered.append(Extent(end, run.start))
         end = max(end, run.stop)
-    return tuple(found)
+    return tuple(uncovered)
 
 
 def layout_in(
-    buffers: Mapping[str, torch.Tensor], rank: int, shapes: Mapping[str, tuple[int, ...]], shards: Sequence[Shard]
+    buffers: Mapping[str, torch.Tensor],
+    rank: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    shards: Sequence[Shard],
 ) -> Layout:
-    """The layout of shards in these flat buffers, by name; padding is what no shard covers."""
+    """Return the layout of shards in flat buffers; elements that no shard covers are padding.
+
+    Args:
+        buffers: name -> flat buffer.
+        rank: this process in the job.
+        shapes: canonical tensor -> its whole shape.
+        shards: parts of these tensors in the buffers.
+    """
     runs = runs_by_buffer(shards)
     records = {}
     for name, flat in buffers.items():
-        padding, exported = gaps(flat.numel(), runs.get(name, ())), exported_buffer_of(flat) is not None
-        records[BufferId(rank, name)] = Buffer(flat.numel(), dtype_name(flat), padding=padding, exported=exported)
+        padding = gaps(flat.numel(), runs.get(name, ()))
+        is_exported = exported_buffer_of(flat) is not None
+        records[BufferId(rank, name)] = Buffer(
+            flat.numel(), dtype_name(flat), padding=padding, exported=is_exported
+        )
     return Layout(shapes, records, tuple(shards))
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:
+    """Return True for a parameter that requires no gradient."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Of a tensor's elements, as records have it."""
+    """Return the name of a tensor's dtype, as in records: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def read_parts(buffers: Mapping[str, torch.Tensor], unread: Mapping[str, Sequence[Extent]]) -> Iterator[torch.Tensor]:
-    """The buffers without the intervals that nobody reads."""
+def read_parts(
+    buffers: Mapping[str, torch.Tensor], unread: Mapping[str, Sequence[Extent]]
+) -> Iterator[torch.Tensor]:
+    """Yield the parts of buffers outside the intervals `unread`."""
     for name, flat in buffers.items():
-        yield from (flat[part.start : part.stop] for part in gaps(flat.numel(), unread.get(name, ())))
+        for part in gaps(flat.numel(), unread.get(name, ())):
+            yield flat[part.start : part.stop]
 
 
 def require_usable_values(
     buffers: Iterable[torch.Tensor], parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
 ) -> None:
-    """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once.
+    """Raise WeightError listing every parameter that holds a NaN or an infinity.
 
-    `parameters`: (what a message calls it, its elements on this rank), asked for where a buffer is at fault: there may
-    be something in its padding alone.
+    Reads each buffer once.
+
+    Args:
+        buffers: memory of the parameters.
+        parameters: function that yields (name in messages, elements on this rank). It is called
+            only if a buffer has an unusable value, which may also be in padding.
     """
     if all(_is_finite(tensor) for tensor in buffers):
         return
-    findings = [
-        f"{name}: {problem} of {tensor.numel()} elements"
-        for name, tensor in parameters()
-        if (problem := _unusable_values(tensor.detach()))
-    ]
+    findings = []
+    for name, tensor in parameters():
+        problem = _unusable_values(tensor.detach())
+        if problem:
+            findings.append(f"{name}: {problem} of {tensor.numel()} elements")
     if findings:
         raise WeightError(findings)
 
 
 def require_finite_to_save(tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-    """Raise WeightError naming each of what is to be saved, (name, elements on this rank), that is not finite."""
+    """Raise WeightError listing every tensor that is not finite, before it is saved.
+
+    `tensors`: function that yields (name in messages, elements on this rank).
+    """
     try:
         require_usable_values((tensor for _, tensor in tensors()), tensors)
     except WeightError as error:
-        raise WeightError([*error.findings, "go back to a checkpoint, or save them with check_nan=False"]) from None
+        remedy = "return to an earlier checkpoint, or save them with check_nan=False"
+        raise WeightError([*error.findings, remedy]) from None
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # the sum is the fastest look, but it may overflow where no element does
+    # The sum is the fastest check, but it may overflow although all elements are finite.
     if not tensor.numel() or tensor.sum().isfinite():
         return True
+    # A NaN is both the minimum and the maximum.
     return all(bool(value.isfinite()) for value in tensor.aminmax())
 
 
 def _unusable_values(tensor: torch.Tensor) -> str:
-    """ "3 NaN, 1 Inf", or nothing when every element is finite."""
+    """Return the numbers of unusable values, as "3 NaN, 1 Inf"; "" if every element is finite."""
     counts = {"NaN": int(tensor.isnan().sum()), "Inf": int(tensor.isinf().sum())}
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -1,9 +1,11 @@
-"""Rules of a whole job: the critic beside the actor, and the memory of all models.
+"""Rules of a whole job: the critic of the actor, and the memory of all models.
 
-The critic has the actor's parallel sizes, for Megatron has one set of process groups, and one schedule for pipelines.
-So it is an `ActorConfig` too, made from the actor's, and must keep the same rules.
+Megatron has one set of process groups and one pipeline schedule, so the critic has the actor's
+parallel sizes. It is represented as an `ActorConfig` made from the actor's, and keeps the same
+rules.
 
-FSDP2's memory is computed for `plan` alone, in advisor/cluster_plan.py: it takes the modules that transformers builds.
+FSDP2's memory is computed only for `plan`, in tools/plan/cluster_plan.py, because it needs the
+modules that transformers builds.
 """
 
 from __future__ import annotations
@@ -13,22 +15,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
-from hybrid_engine.config.rules import Constraint, Finding, JobContext, TrainingContext, constraint
+from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, constraint
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.memory import GIB, MIB, MemoryPlan, Stays, TrainingMemory, megatron_memory, plan_memory
+from hybrid_engine.layouts.memory import (
+    GIB,
+    MIB,
+    MemoryPlan,
+    Stays,
+    TrainingMemory,
+    megatron_memory,
+    plan_memory,
+)
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import StoredElements
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
-from hybrid_engine.models.families import read_model
+from hybrid_engine.models.families import read_model, require_written
 from hybrid_engine.models.table import ModelTable, value_table
 from hybrid_engine.planning.planner import largest_bucket
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
-_OF_STAGES = (
+_STAGE_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -38,17 +48,17 @@ _OF_STAGES = (
     "noop_layers",
     "hybrid_layer_pattern",
 )
-"""Keys of the actor that say how its own layers are split."""
+"""Keys of the actor that describe the split of its own layers over stages."""
 
 
 @dataclass(frozen=True)
 class CriticContext(TrainingContext):
-    """The critic, as if it was an actor: its configuration, and the table of a value model.
+    """The critic as a training model: its settings as an actor, and the table of a value model.
 
     Attributes:
         config: `critic_config`.
-        hf_config: config.json of its model.
-        job: the actor's side, which keeps all its rules.
+        hf_config: config.json of the critic's model.
+        job: context of the actor, which satisfies all its rules.
     """
 
     config: CriticConfig
@@ -56,152 +66,236 @@ class CriticContext(TrainingContext):
     job: JobContext
 
 
-def _num_chunks(context: TrainingContext) -> int:
-    """Model chunks of every stage."""
+def _chunks_per_stage(context: TrainingContext) -> int:
+    """Return the number of model chunks on every pipeline stage."""
     dims = context.table.dims
     chunks = chunks_of(context.train_sizes, dims.num_layers, dims.num_mtp_layers)
     return len(chunks) // context.train_sizes.pipeline
 
 
 WITH_FSDP: list[Constraint[CriticContext]] = []
-"""Rules where FSDP2 trains the actor."""
+"""Rules of the critic if FSDP2 trains the actor."""
 CRITIC: list[Constraint[CriticContext]] = []
-"""Rules where Megatron does, in addition to those of `actor_config`."""
+"""Rules of the critic if Megatron trains the actor, in addition to those of `actor_config`."""
 
 
-@constraint(WITH_FSDP, "critic_config", "Megatron trains a critic, and its actor too.")
-def _trained_by_megatron(context: CriticContext) -> Iterator[Finding]:
+@constraint(WITH_FSDP, "critic_config", "Megatron trains a critic, and therefore also its actor.")
+def _trained_by_megatron(context: CriticContext) -> Iterator[Violation]:
     if context.job.actor.fsdp is not None:
-        yield "FSDP2 trains the actor, and has no value models", "Leave out critic_config, or actor_config.fsdp"
-
-
-@constraint(CRITIC, "critic_config.pipeline_model_parallel_layout", "A layout of stages is that of a model of its own.")
-def _layout_of_own_model(context: CriticContext) -> Iterator[Finding]:
-    if context.config.pipeline_model_parallel_layout is not None and context.config.model is None:
-        yield "without critic_config.model the stages are the actor's", "Leave it out, or set critic_config.model"
+        yield Violation(
+            "critic_config",
+            "FSDP2 trains the actor, but has no value models",
+            "Leave out critic_config, or actor_config.fsdp",
+            code="needs-megatron",
+        )
 
 
 @constraint(
     CRITIC,
     "critic_config.pipeline_model_parallel_layout",
-    "The critic has as many model chunks on each stage as the actor: Megatron's schedule is one for both.",
+    "A layout of stages needs critic_config.model.",
 )
-def _as_many_chunks(context: CriticContext) -> Iterator[Finding]:
-    sizes, dims = context.train_sizes, context.table.dims
-    if sizes.pipeline == 1 or any(split_violations(sizes, dims.num_layers, 0)):
+def _layout_without_model(context: CriticContext) -> Iterator[Violation]:
+    config = context.config
+    if config.pipeline_model_parallel_layout is not None and config.model is None:
+        yield Violation(
+            "critic_config.pipeline_model_parallel_layout",
+            "without critic_config.model the stages are the actor's",
+            "Leave it out, or set critic_config.model",
+            code="needs-critic-model",
+        )
+
+
+@constraint(
+    CRITIC,
+    "critic_config.pipeline_model_parallel_layout",
+    "The critic has as many model chunks on each stage as the actor: Megatron has one schedule for both.",
+)
+def _as_many_chunks(context: CriticContext) -> Iterator[Violation]:
+    sizes = context.train_sizes
+    if sizes.pipeline == 1:
         return
-    own, actors = _num_chunks(context), _num_chunks(context.job)
-    if own != actors:
-        yield f"{own} chunks on each stage, the actor has {actors}", "Give the critic as many stages"
+    if any(split_violations(sizes, context.table.dims.num_layers, 0)):
+        return  # other rules report an impossible split
+    num_chunks = _chunks_per_stage(context)
+    num_actor_chunks = _chunks_per_stage(context.job)
+    if num_chunks != num_actor_chunks:
+        yield Violation(
+            "critic_config.pipeline_model_parallel_layout",
+            f"{num_chunks} chunks on each stage, but the actor has {num_actor_chunks}",
+            "Give the critic as many stages",
+            code="chunks-differ",
+        )
 
 
 def critic_violations(context: CriticContext) -> list[Violation]:
-    """Find what makes a critic impossible in a valid job; keys are the critic's own where it has them."""
+    """Return the violations of a critic in a job whose actor is valid, under the critic's keys."""
+    violations: list[Violation] = []
     if context.job.actor.fsdp is not None:
-        return [found for rule in WITH_FSDP for found in rule.find(context)]
-    as_actor = (found for rule in (*TRAINING, *MEGATRON) for found in rule.find(context))
-    found = [replace(one, key=_key_of(one.key)) for one in as_actor]
-    return found + [found for rule in CRITIC for found in rule.find(context)]
+        for critic_rule in WITH_FSDP:
+            violations += critic_rule.find(context)
+        return violations
+    for rule in (*TRAINING, *MEGATRON):
+        for violation in rule.find(context):
+            violations.append(replace(violation, key=_critic_key(violation.key)))
+    for critic_rule in CRITIC:
+        violations += critic_rule.find(context)
+    return violations
 
 
 def critic_of(config: HybridConfig, world_size: int) -> CriticContext:
-    """The critic of a configuration that has one and was checked."""
-    critic, job = config.critic_config, JobContext.of(config, world_size)
+    """Return the critic of a checked configuration that has `critic_config`.
+
+    Raises:
+        ConfigError: if the critic's model cannot be read.
+    """
+    critic = config.critic_config
     assert critic is not None, "no critic is configured"
+    job = JobContext.of(config, world_size)
     if critic.model is None:
         policy, hf_config = read_model(config.model)
     else:
         policy, hf_config = read_model(critic.model, "critic_config.model")
+        require_written(policy, "critic_config.model")
     table = value_table(policy)
-    changes: dict[str, object] = {"optimizer": critic.optimizer, "lora": None, "frozen_parameters": ()}
+    changes: dict[str, object] = {
+        "optimizer": critic.optimizer,
+        "lora": None,
+        "frozen_parameters": (),
+    }
     for key in ("params_dtype", "micro_batch_size", "seed"):
-        if (value := getattr(critic, key)) is not None:
+        value = getattr(critic, key)
+        if value is not None:
             changes[key] = value
     if critic.model is not None:
-        changes |= {key: ActorConfig.model_fields[key].default for key in _OF_STAGES}
+        # The actor's split does not fit another number of layers; only its chunk count is kept.
+        for key in _STAGE_KEYS:
+            changes[key] = ActorConfig.model_fields[key].default
         if critic.pipeline_model_parallel_layout is not None:
             changes["pipeline_model_parallel_layout"] = critic.pipeline_model_parallel_layout
-        elif (num_chunks := _num_chunks(job)) > 1:
-            changes["virtual_pipeline_model_parallel_size"] = num_chunks
+        else:
+            num_chunks = _chunks_per_stage(job)
+            if num_chunks > 1:
+                changes["virtual_pipeline_model_parallel_size"] = num_chunks
     elif job.actor.pipeline_model_parallel_layout is not None:
+        # A value model has no MTP layers, so they leave the actor's layout.
         stages = parse_layout(job.actor.pipeline_model_parallel_layout)
-        changes["pipeline_model_parallel_layout"] = "|".join(stage.replace(MTP, "") for stage in stages)
+        layout = "|".join(stage.replace(MTP, "") for stage in stages)
+        changes["pipeline_model_parallel_layout"] = layout
     if not table.dims.num_experts:
         changes |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-    return CriticContext(job.actor.model_copy(update=changes), table, world_size, critic, hf_config, job)
+    actor = job.actor.model_copy(update=changes)
+    return CriticContext(actor, table, world_size, critic, hf_config, job)
 
 
-def _key_of(key: str) -> str:
-    """The critic's for one of the actor, or of the model."""
+def _critic_key(key: str) -> str:
+    """Return the key to report for a violation of the critic under the actor's key `key`."""
     if key == "model":
         return "critic_config.model"
     section, _, name = key.partition(".")
-    has_own = section == "actor_config" and name.partition(".")[0] in CriticConfig.model_fields
-    return f"critic_config.{name}" if has_own else f"{key} (of the critic)"
+    has_key = name.partition(".")[0] in CriticConfig.model_fields
+    if section == "actor_config" and has_key:
+        return f"critic_config.{name}"
+    return f"{key} (of the critic)"
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
-def memory_plan(config: HybridConfig, world_size: int, num_mtp_layers: int | None = None) -> MemoryPlan:
-    """Plan the device memory of each phase of a job. `num_mtp_layers`: see `load_config`.
+def memory_plan(
+    config: HybridConfig, world_size: int, num_mtp_layers: int | None = None
+) -> MemoryPlan:
+    """Plan the device memory of each phase of a job.
 
-    Frozen parameters count as trained ones. Raises ConfigError where no plan is made: for FSDP2, and with adapters.
+    Frozen parameters count as trained ones.
+
+    Args:
+        config: a valid configuration.
+        world_size: number of ranks.
+        num_mtp_layers: see `load_config`.
+
+    Raises:
+        ConfigError: for FSDP2 and with adapters, whose memory is not planned.
     """
-    generate, job = config.generate_config, JobContext.of(config, world_size, num_mtp_layers)
-    if found := list(_not_planned(config)):
-        raise ConfigError(found)
+    job = JobContext.of(config, world_size, num_mtp_layers)
+    violations = list(_not_planned(config))
+    if violations:
+        raise ConfigError(violations)
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
     source, state = megatron_training(job.actor, job.table, job.world_size)
+    budget_gib = config.device_budget_gib
     return plan_memory(
         state,
         inference.num_elements * DTYPE_NBYTES[job.served_dtype],
-        largest_bucket(source, inference, generate.bucket_mb * MIB),
+        largest_bucket(source, inference, config.generate_config.bucket_mb * MIB),
         critic_memory(config, world_size),
         stays=what_stays(config),
-        budget=None if config.device_budget_gib is None else int(config.device_budget_gib * GIB),
+        budget=None if budget_gib is None else int(budget_gib * GIB),
     )
 
 
-def watches_memory(config: HybridConfig) -> bool:
-    """Whether memory is to be planned and measured in this job: there is a critic, or a budget."""
-    is_asked = config.critic_config is not None or config.device_budget_gib is not None
-    return is_asked and not any(_not_planned(config))
-
-
-def memory_violations(config: HybridConfig, world_size: int, num_mtp_layers: int | None = None) -> Iterator[Violation]:
-    """Find phases over the budget in a configuration that keeps all other rules."""
-    if config.device_budget_gib is None:
+def memory_violations(
+    config: HybridConfig, world_size: int, num_mtp_layers: int | None = None
+) -> Iterator[Violation]:
+    """Yield the phases over the budget of a configuration that satisfies all other rules."""
+    budget_gib = config.device_budget_gib
+    if budget_gib is None:
         return
-    if found := list(_not_planned(config)):
-        yield from found
+    not_planned = list(_not_planned(config))
+    if not_planned:
+        yield from not_planned
         return
     for phase in memory_plan(config, world_size, num_mtp_layers).over_budget():
-        rank, needed = phase.largest_rank, phase.total.max() / GIB
-        problem = f"{config.device_budget_gib:g}, but the phase {phase.name} takes {needed:.3g} GiB on rank {rank}"
-        yield Violation("device_budget_gib", problem, "Raise it, spread the models over more ranks, or offload more")
+        needed_gib = phase.total.max() / GIB
+        yield Violation(
+            "device_budget_gib",
+            f"{budget_gib:g}, but the phase {phase.name} takes {needed_gib:.3g} GiB on rank {phase.largest_rank}",
+            "Raise it, spread the models over more ranks, or offload more",
+            code="over-budget",
+        )
 
 
 def _not_planned(config: HybridConfig) -> Iterator[Violation]:
-    actor, remedy = config.actor_config, "Leave device_budget_gib out"
-    if actor.fsdp is not None:
-        yield Violation("device_budget_gib", "memory is planned where Megatron trains, but FSDP2 does", remedy)
-    if actor.lora is not None:
-        yield Violation("device_budget_gib", "memory is not planned with actor_config.lora", remedy)
+    """Yield the reasons why memory cannot be planned."""
+    if config.actor_config.fsdp is not None:
+        yield Violation(
+            "device_budget_gib",
+            "memory is planned only for Megatron, but FSDP2 trains",
+            "Leave device_budget_gib out",
+            code="not-planned",
+        )
+    if config.actor_config.lora is not None:
+        yield Violation(
+            "device_budget_gib",
+            "memory is not planned with actor_config.lora",
+            "Leave device_budget_gib out",
+            code="not-planned",
+        )
 
 
-def megatron_training(actor: ActorConfig, table: ModelTable, world_size: int) -> tuple[SideLayout, TrainingMemory]:
-    """Return the layout and the memory of Megatron's ranks, by the layer spec of Transformer Engine.
+def megatron_training(
+    actor: ActorConfig, table: ModelTable, world_size: int
+) -> tuple[SideLayout, TrainingMemory]:
+    """Return layout and memory of Megatron's ranks with the layer spec of Transformer Engine.
 
-    On a machine without it (a CPU) down projections of latent attention are cut, and take less than is said here.
+    Without Transformer Engine (on CPU), down projections of latent attention are split, so ranks
+    take less memory than returned.
     """
     sizes = actor.sizes(world_size)
     side = training_side(table, sizes, actor.params_dtype)
     return side, megatron_state(actor, side, sizes)
 
 
-def megatron_state(actor: ActorConfig, source: SideLayout | StoredElements, sizes: TrainParallelism) -> TrainingMemory:
-    """Return the memory of Megatron's ranks, or of its stages, which store so much of a model."""
+def megatron_state(
+    actor: ActorConfig, source: SideLayout | StoredElements, sizes: TrainParallelism
+) -> TrainingMemory:
+    """Return the memory of training state.
+
+    Args:
+        actor: settings of the training model.
+        source: stored elements of each rank, or of each pipeline stage.
+        sizes: parallel sizes.
+    """
     return megatron_memory(
         source,
         sizes,
@@ -216,25 +310,27 @@ def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | Non
     if config.critic_config is None:
         return None
     critic = critic_of(config, world_size)
-    return megatron_training(critic.actor, critic.table, world_size)[1]
+    _, memory = megatron_training(critic.actor, critic.table, world_size)
+    return memory
 
 
 def what_stays(config: HybridConfig) -> Stays:
     """Return the state that the configuration keeps on the device in every phase."""
-    generate, critic = config.generate_config, config.critic_config
+    generate = config.generate_config
+    critic = config.critic_config
     offloads = {
         "param": generate.offload_train_param,
         "grad": generate.offload_train_grad,
         "optimizer": generate.offload_train_optimizer,
     }
-    inference: int | None = 0
+    inference_nbytes: int | None = 0
     if not generate.release_weights:
-        inference = None
+        inference_nbytes = None  # all weights stay
     elif generate.incremental != "off":
-        inference = generate.incremental_mb * MIB
+        inference_nbytes = generate.incremental_mb * MIB
     return Stays(
-        kinds=frozenset(kind for kind, leaves in offloads.items() if not leaves),
-        inference_nbytes=inference,
+        kinds=frozenset(kind for kind, is_offloaded in offloads.items() if not is_offloaded),
+        inference_nbytes=inference_nbytes,
         critic=critic is not None and not critic.offload,
         prefetches=generate.prefetch == "auto",
     )

@@ -1,9 +1,10 @@
-"""Reads and checks a configuration: every violation at once, before a process group exists.
+"""Reading and checking of a configuration, with all violations at once, before a process group exists.
 
-`CONSTRAINTS` are all rules. docs/configuration.md is made from them (`make docs`); each has a test that breaks it.
+`CONSTRAINTS` are all rules. docs/configuration.md is generated from them (`make docs`), and each has
+a test that breaks it.
 
-An engine around a transformers model is configured by two dictionaries, `rollout_config`, which takes the keys of
-`generate_config` too, and `train_config`:
+An engine around a transformers model is configured by two dictionaries: `rollout_config`, which also
+takes the keys of `generate_config`, and `train_config`:
 
     rollout_config = {"tp_size": 4, "pp_size": 2, "dp_type": "none", "max_model_len": 2048}
     train_config = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
@@ -13,19 +14,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pydantic
 
 from hybrid_engine.config.inference_rules import INFERENCE
-from hybrid_engine.config.job_rules import CRITIC, WITH_FSDP, critic_of, critic_violations, memory_violations
+from hybrid_engine.config.job_rules import (
+    CRITIC,
+    WITH_FSDP,
+    critic_of,
+    critic_violations,
+    memory_violations,
+)
 from hybrid_engine.config.keys import FsdpConfig, GenerateConfig, HybridConfig, Section
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
-from hybrid_engine.config.training_rules import FSDP, MEGATRON, TRAINING, replica_findings
+from hybrid_engine.config.training_rules import FSDP, MEGATRON, TRAINING, replica_violations
 from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, nearest, shortened
 from hybrid_engine.files.documents import read_yaml
-from hybrid_engine.files.hub import Snapshot, find_model
+from hybrid_engine.files.hub import HubSnapshot, find_model
 from hybrid_engine.files.model_files import weight_files
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 
@@ -37,20 +45,30 @@ def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]
     return [*TRAINING, *(MEGATRON if context.actor.fsdp is None else FSDP)]
 
 
-def broken_rules(context: TrainingContext, *, weights_only: bool = False, own_loop: bool = False) -> list[Violation]:
-    """Find what breaks the rules: those of training and, for a `JobContext`, those of inference.
+def broken_rules(
+    context: TrainingContext, *, weights_only: bool = False, own_loop: bool = False
+) -> list[Violation]:
+    """Return the violations of the rules of training and, for a `JobContext`, of inference.
 
     Args:
-        context: what they look at.
-        weights_only: the training model holds weights and need not compute, as for a check of the switch alone.
+        context: settings to check.
+        weights_only: the training model only holds weights and need not compute, as for a check of
+            the switch without training.
         own_loop: the caller's model and loop compute, as Megatron's own scripts do.
     """
-    skipped = ("here", "anywhere") if weights_only else ("here",) if own_loop else ()
-    rules = [rule for rule in training_rules(context) if rule.computing not in skipped]
-    found = [found for rule in rules for found in rule.find(context)]
+    skipped: tuple[str, ...] = ()
+    if weights_only:
+        skipped = ("here", "anywhere")
+    elif own_loop:
+        skipped = ("here",)
+    violations: list[Violation] = []
+    for rule in training_rules(context):
+        if rule.computing not in skipped:
+            violations += rule.find(context)
     if isinstance(context, JobContext):
-        found += [found for rule in INFERENCE for found in rule.find(context)]
-    return found
+        for inference_rule in INFERENCE:
+            violations += inference_rule.find(context)
+    return violations
 
 
 def load_config(
@@ -65,47 +83,58 @@ def load_config(
 ) -> HybridConfig:
     """Read and check a configuration.
 
+    A model on the Hub is downloaded without its weights; `model` of the result is its directory in
+    the cache.
+
     Args:
-        source: a YAML file, or the same as a mapping.
+        source: path of a YAML file, or a mapping with the same content.
         world_size: number of ranks; default: WORLD_SIZE of the environment, which torchrun sets.
         weights_only, own_loop: see `broken_rules`.
-        own_weights: the caller brings the weights: the model's directory needs none.
-        num_mtp_layers: that the trainer has; default: those of the model.
-        directory: where relative paths of a mapping begin; default: the working directory. Those of a file begin at the
-            file's directory.
+        own_weights: the caller provides the weights, so the model's directory needs none.
+        num_mtp_layers: MTP layers of the trainer's model; default: those of config.json.
+        directory: base of relative paths in a mapping; default: the working directory. Paths in a
+            file are relative to the file's directory.
 
-    A model on the Hub is downloaded, but for its weights; `model` is then the directory in the cache.
-
-    Raises ConfigError with every violation: first of all unknown keys and wrong values; then, since these decide what
-    a layout is, of all impossible layouts, and of a model without weights.
+    Raises:
+        ConfigError: with every violation. Unknown keys and wrong values are reported first,
+            because layouts depend on them; then all impossible layouts and missing weights.
     """
-    file = None if isinstance(source, Mapping) else str(source)
     if isinstance(source, Mapping):
+        file = None
         values = source
     else:
-        values, directory = read_yaml(source, "configuration"), Path(source).absolute().parent
-    found: list[Violation] = []
-    num_ranks = _number_of_ranks(world_size, found)
+        file = str(source)
+        values = read_yaml(source, "configuration")
+        directory = Path(source).absolute().parent
+    violations: list[Violation] = []
+    num_ranks = _number_of_ranks(world_size, violations)
     try:
         config, models = parsed_config(values, directory)
     except ConfigError as error:
-        raise ConfigError([*found, *error.findings], file) from error
-    if found:
-        raise ConfigError(found, file)
+        raise ConfigError([*violations, *error.findings], file) from error
+    if violations:
+        raise ConfigError(violations, file)
     violations = find_violations(
-        config, num_ranks, weights_only=weights_only, own_loop=own_loop, num_mtp_layers=num_mtp_layers
+        config,
+        num_ranks,
+        weights_only=weights_only,
+        own_loop=own_loop,
+        num_mtp_layers=num_mtp_layers,
     )
     if not (own_weights or config.random_weights):
-        violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
+        for key, model in models.items():
+            violations += _missing_weights(model, key)
     if violations:
         raise ConfigError(violations, file)
     return config
 
 
-def parsed_config(values: Mapping[str, Any], directory: Path | None) -> tuple[HybridConfig, dict[str, Path]]:
-    """Return a configuration whose keys have valid types, and its models' directories by key; rules are not checked.
+def parsed_config(
+    values: Mapping[str, Any], directory: Path | None
+) -> tuple[HybridConfig, dict[str, Path]]:
+    """Return the configuration in `values` and its models' directories by key.
 
-    Args as in `load_config`. Raises ConfigError.
+    Keys and types are checked, rules are not. Args as in `load_config`. Raises ConfigError.
     """
     try:
         config = HybridConfig.model_validate(values, context={"directory": directory})
@@ -114,46 +143,64 @@ def parsed_config(values: Mapping[str, Any], directory: Path | None) -> tuple[Hy
     return _with_models(config, directory)
 
 
-def _number_of_ranks(given: object, found: list[Violation]) -> int:
-    """The number of ranks, by the environment where none is given; 1 with a violation in `found`."""
-    size, remedy = given, f"Use a whole number from 1 to {LARGEST_SIZE}"
-    if given is None:
-        told = os.environ.get("WORLD_SIZE")
-        if told is None:
+def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
+    """Return the number of ranks, by default from WORLD_SIZE.
+
+    Adds to `violations` and returns 1 if it is not a number of ranks.
+    """
+    size = world_size
+    remedy = f"Use a whole number from 1 to {LARGEST_SIZE}"
+    if world_size is None:
+        variable = os.environ.get("WORLD_SIZE")
+        if variable is None:
             remedy = "Pass world_size, or start the script with torchrun"
-            found.append(Violation("world_size", "is not given, and WORLD_SIZE is not set", remedy))
+            problem = "is not given, and WORLD_SIZE is not set"
+            violations.append(Violation("world_size", problem, remedy, code="not-set"))
             return 1
-        size = int(told) if told.isascii() and told.isdigit() and len(told) < 20 else told
+        # Not more digits than a size can have: int() of a long text is slow.
+        is_number = variable.isascii() and variable.isdigit() and len(variable) < 20
+        size = int(variable) if is_number else variable
     if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= LARGEST_SIZE:
         return size
-    found.append(Violation("world_size", f"{shortened(size)} ranks", remedy))
+    problem = f"{shortened(size)} ranks"
+    violations.append(Violation("world_size", problem, remedy, code="out-of-range"))
     return 1
 
 
-def _with_models(config: HybridConfig, directory: Path | None) -> tuple[HybridConfig, dict[str, Path]]:
-    """Return the configuration with ids replaced by directories, and these by key. Raises ConfigError."""
+def _with_models(
+    config: HybridConfig, directory: Path | None
+) -> tuple[HybridConfig, dict[str, Path]]:
+    """Return the configuration with model ids replaced by directories, and the directories by key.
+
+    Raises ConfigError.
+    """
     models = {"model": find_model(config.model, config.revision, relative_to=directory)}
     config = config.model_copy(update=models)
-    if (critic := config.critic_config) is not None and critic.model is not None:
+    critic = config.critic_config
+    if critic is not None and critic.model is not None:
         key = "critic_config.model"
         models[key] = find_model(critic.model, key=key, relative_to=directory)
-        config = config.model_copy(update={"critic_config": critic.model_copy(update={"model": models[key]})})
+        critic = critic.model_copy(update={"model": models[key]})
+        config = config.model_copy(update={"critic_config": critic})
     return config, models
 
 
 def _missing_weights(model: Path, key: str) -> list[Violation]:
-    """Why a directory's weights cannot be loaded, by the names of its files; those on the Hub come later."""
-    if Snapshot.at(model) is not None:
-        return []
-    if not os.path.isdir(model):  # which is said where its config.json is read
-        return []
+    """Return why the weights in a directory cannot be loaded, judged by the names of its files."""
+    if HubSnapshot.at(model) is not None:
+        return []  # weights of models on the Hub are downloaded later
+    if not os.path.isdir(model):
+        return []  # reading config.json reports it
     try:
         weight_files(model, key)
     except ConfigError as error:
-        remedy = "or set random_weights: true to begin without"
-        return [Violation(each.key, each.problem, f"{each.remedy}, {remedy}") for each in error.findings]
+        alternative = "or set random_weights: true to begin without"
+        return [
+            replace(violation, remedy=f"{violation.remedy}, {alternative}")
+            for violation in error.findings
+        ]
     except FileError as error:
-        return [Violation(key, str(error), "Or name another directory")]
+        return [Violation(key, str(error), "Or name another directory", code="unreadable-weights")]
     return []
 
 
@@ -165,18 +212,19 @@ def find_violations(
     own_loop: bool = False,
     num_mtp_layers: int | None = None,
 ) -> list[Violation]:
-    """Everything that makes this configuration impossible on `world_size` ranks; empty when it is sound.
+    """Return everything that makes a configuration impossible on `world_size` ranks.
 
+    The critic is checked once the actor is valid, and memory once both are.
     `weights_only`, `own_loop`: see `broken_rules`; `num_mtp_layers`: see `load_config`.
     """
     try:
         context = JobContext.of(config, world_size, num_mtp_layers)
-        found = broken_rules(context, weights_only=weights_only, own_loop=own_loop)
-        if not found and config.critic_config is not None:
-            found = critic_violations(critic_of(config, world_size))
+        violations = broken_rules(context, weights_only=weights_only, own_loop=own_loop)
+        if not violations and config.critic_config is not None:
+            violations = critic_violations(critic_of(config, world_size))
     except ConfigError as error:
         return list(error.findings)
-    return found or list(memory_violations(config, world_size, num_mtp_layers))
+    return violations or list(memory_violations(config, world_size, num_mtp_layers))
 
 
 SHORT_KEYS = {
@@ -196,60 +244,76 @@ class TrainConfig(Section):
 
 
 def read_train_config(values: Mapping[str, Any], world_size: int) -> FsdpConfig:
-    """Check `train_config`. Raises ConfigError with every violation."""
+    """Check `train_config` and return its section. Raises ConfigError with every violation."""
     try:
         fsdp = TrainConfig.model_validate(values).fsdp_config
     except pydantic.ValidationError as error:
         raise ConfigError(violations_of(error, TrainConfig, "train_config.")) from None
     key = "train_config.fsdp_config.replicas"
-    found = [Violation(key, *finding) for finding in replica_findings(fsdp, world_size)]
-    if found:
-        raise ConfigError(found)
+    violations = list(replica_violations(fsdp, world_size, key))
+    if violations:
+        raise ConfigError(violations)
     return fsdp
 
 
 def generate_values(rollout_config: object) -> dict[str, Any]:
-    """`generate_config` from `rollout_config`, and its `model`.
+    """Return the values of `generate_config`, and `model` if present, from `rollout_config`.
 
-    Raises ConfigError with every unknown key and wrong value, by the names that were given.
+    Raises:
+        ConfigError: with every unknown key and wrong value, under the keys of `rollout_config`.
     """
     if not isinstance(rollout_config, Mapping):
         problem = f"expected keys and values, found {shortened(rollout_config)}"
-        raise ConfigError([Violation("rollout_config", problem, "Pass a dictionary")])
-    found = [
-        Violation(f"rollout_config.{short}", f"{long} says the same", "Use one of them")
-        for short, long in SHORT_KEYS.items()
-        if short in rollout_config and long in rollout_config
-    ]
+        remedy = "Pass a dictionary"
+        raise ConfigError([Violation("rollout_config", problem, remedy, code="not-a-mapping")])
+    violations = []
+    for short, long in SHORT_KEYS.items():
+        if short in rollout_config and long in rollout_config:
+            key = f"rollout_config.{short}"
+            problem = f"{long} is the same setting"
+            violations.append(Violation(key, problem, "Use one of them", code="set-twice"))
     dp_type = rollout_config.get("dp_type", "auto")
     if dp_type not in ("auto", "none"):
-        found.append(
-            Violation("rollout_config.dp_type", shortened(dp_type), "Use 'auto' (replicas fill the job) or 'none'")
-        )
-    values = {SHORT_KEYS.get(key, str(key)): value for key, value in rollout_config.items() if key != "dp_type"}
+        key = "rollout_config.dp_type"
+        remedy = "Use 'auto' (replicas fill the job) or 'none'"
+        violations.append(Violation(key, shortened(dp_type), remedy, code="wrong-value"))
+    values = {
+        SHORT_KEYS.get(key, str(key)): value
+        for key, value in rollout_config.items()
+        if key != "dp_type"
+    }
     if not isinstance(values.get("model"), str | os.PathLike | None):
+        key = "rollout_config.model"
         problem = f"expected a directory, found {shortened(values['model'])}"
-        found.append(Violation("rollout_config.model", problem, "Name one, or leave it out"))
-    found += _wrong_values(values, rollout_config)
-    if found:
-        raise ConfigError(found)
-    return values | ({"infer_data_parallel_size": 1} if dp_type == "none" else {})
+        remedy = "Name a directory, or leave it out"
+        violations.append(Violation(key, problem, remedy, code="wrong-value"))
+    violations += _wrong_values(values, rollout_config)
+    if violations:
+        raise ConfigError(violations)
+    if dp_type == "none":
+        return values | {"infer_data_parallel_size": 1}
+    return values
 
 
-def _wrong_values(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Violation]:
-    """Find wrong values for keys of `generate_config`, by their names in `rollout_config`."""
+def _wrong_values(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> list[Violation]:
+    """Return violations of values for `generate_config`, under the keys of `rollout_config`."""
+    section = {key: value for key, value in values.items() if key != "model"}
     try:
-        GenerateConfig.model_validate({key: value for key, value in values.items() if key != "model"})
+        GenerateConfig.model_validate(section)
     except pydantic.ValidationError as error:
-        names = {
-            f"rollout_config.{long}": f"rollout_config.{short}" for short, long in SHORT_KEYS.items() if short in given
-        }
-        found = violations_of(error, GenerateConfig, "rollout_config.")
-        return [Violation(names.get(one.key, one.key), one.problem, one.remedy) for one in found]
+        keys = {}
+        for short, long in SHORT_KEYS.items():
+            if short in rollout_config:
+                keys[f"rollout_config.{long}"] = f"rollout_config.{short}"
+        violations = violations_of(error, GenerateConfig, "rollout_config.")
+        return [
+            replace(violation, key=keys.get(violation.key, violation.key))
+            for violation in violations
+        ]
     return []
 
 
-# -- unknown keys and wrong values -----------------------------------------------------------------------------------
+# -- unknown keys and wrong values -----------------------------------------------------------------
 
 Place = tuple[str, ...]
 
@@ -289,7 +353,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "save_steps": ("save_every",),
     "torch_dtype": ("params_dtype",),
     "warmup_ratio": ("lr_warmup_fraction",),
-    # short forms, and Megatron's names on the side of inference
+    # short forms, and Megatron's names in generate_config
     "ep": ("expert_model_parallel_size", "infer_expert_parallel_size"),
     "expert_model_parallel_size": ("infer_expert_parallel_size",),
     "offload": ("offload_train_param", "offload_train_grad", "offload_train_optimizer"),
@@ -298,79 +362,105 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": ("infer_tensor_parallel_size",),
     "tp": ("tensor_model_parallel_size", "infer_tensor_parallel_size"),
 }
-"""Names that other frameworks have for a key, or for a like key of another section -> keys of ours."""
+"""Name of a key in another framework, or of a similar key in another section -> configuration keys."""
 
 SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "max_tokens", "max_new_tokens")
 NO_KEYS = {
-    **dict.fromkeys(("dp", "data_parallel_size"), "Leave it out: it is the number of ranks over TP x PP x CP"),
-    "gradient_accumulation_steps": "Leave it out: an update accumulates as many micro batches as a rank's rows take",
-    **dict.fromkeys(SAMPLING, "Pass a Sampling to generate_sequences: each call says how it samples"),
+    **dict.fromkeys(
+        ("dp", "data_parallel_size"),
+        "Leave it out: it is the number of ranks over TP x PP x CP",
+    ),
+    "gradient_accumulation_steps": (
+        "Leave it out: an update accumulates as many micro batches as a rank's rows take"
+    ),
+    **dict.fromkeys(SAMPLING, "Pass a Sampling to generate_sequences: each call sets its sampling"),
 }
-"""Names that users try and that have no key -> remedy."""
+"""Common name without a configuration key -> remedy."""
 
-_BESIDE = "critic_config"
-"""A section that most jobs lack, with keys of the same names as the actor's."""
+_CRITIC = "critic_config"
+"""Optional section that repeats keys of the actor, so it is not proposed from other sections."""
 
 
 def proposal(place: Place, section: type[Section], root: type[Section], prefix: str = "") -> str:
-    """Return a remedy for the unknown key at `place`, whose last part is its name.
+    """Return a remedy for the unknown key at `place`.
 
     Args:
-        place: parts of the key below `root`.
-        section: that it was found in.
-        root: where other keys are looked up.
-        prefix: of keys below `root`, in messages.
+        place: parts of the key below `root`; the last is its name.
+        section: section that contains the unknown key.
+        root: section to search for similar keys.
+        prefix: prefix of keys below `root`, for messages.
     """
-    here, name = place[:-1], clipped(place[-1])
-    paths = [path for path in paths_of(root) if path[0] != _BESIDE or here[:1] == (_BESIDE,)]
+    parent = place[:-1]
+    name = clipped(place[-1])
+    paths = [path for path in paths_of(root) if path[0] != _CRITIC or parent[:1] == (_CRITIC,)]
+    known = {path[-1] for path in paths}
     meant = {name, *ALIASES.get(name, ())}
-    if name in NO_KEYS and meant.isdisjoint(path[-1] for path in paths):
+    if name in NO_KEYS and meant.isdisjoint(known):
         return NO_KEYS[name]
-    close = nearest(name, section.model_fields) or nearest(name, {path[-1] for path in paths})
-    for said, names in (("Use {}", meant), ("Did you mean {}?", {close})):
-        found = [path for path in paths if path[-1] in names]
-        shared = [sum(path[:depth] == here[:depth] for depth in range(1, len(here) + 1)) for path in found]
-        best = [path for path, depth in zip(found, shared, strict=True) if depth == max(shared)]
-        if 0 < len(best) <= 3:  # more are a list to search
-            return said.format(", ".join(_shown(path, here, prefix) for path in best))
+    close = nearest(name, section.model_fields) or nearest(name, known)
+    for template, names in (("Use {}", meant), ("Did you mean {}?", {close})):
+        nearby = _nearest_paths([path for path in paths if path[-1] in names], parent)
+        if 0 < len(nearby) <= 3:  # a longer list is no help
+            return template.format(", ".join(_shown(path, parent, prefix) for path in nearby))
     return f"Known keys: {', '.join(section.model_fields)}"
 
 
+def _nearest_paths(paths: list[Place], parent: Place) -> list[Place]:
+    """Return the paths that share the most leading parts with `parent`."""
+    depths = []
+    for path in paths:
+        depths.append(sum(path[:depth] == parent[:depth] for depth in range(1, len(parent) + 1)))
+    return [path for path, depth in zip(paths, depths, strict=True) if depth == max(depths)]
+
+
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a key's type is, also where it may be left out; None for other types."""
-    options = (annotation, *get_args(annotation))
-    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+    """Return the section that a key's (possibly optional) type is; None for other types."""
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
 
 
 def paths_of(section: type[Section], above: Place = ()) -> Iterator[Place]:
-    """Every key of a section and of those in it."""
+    """Yield the paths of all keys of a section and of the sections inside it."""
     for name, field in section.model_fields.items():
         yield (*above, name)
-        if (inner := section_in(field.annotation)) is not None:
+        inner = section_in(field.annotation)
+        if inner is not None:
             yield from paths_of(inner, (*above, name))
 
 
-def _shown(path: Place, here: Place, prefix: str) -> str:
-    if path[:-1] == here:
+def _shown(path: Place, parent: Place, prefix: str) -> str:
+    """Return a key as a message names it: its name alone inside its own section."""
+    if path[:-1] == parent:
         return path[-1]
-    return prefix + ".".join(path) + (" at the top level" if len(path) == 1 and not prefix else "")
+    is_at_top = len(path) == 1 and not prefix
+    return prefix + ".".join(path) + (" at the top level" if is_at_top else "")
 
 
-def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: str = "") -> list[Violation]:
-    """Convert pydantic's findings in values of `root`; keys begin with `prefix`."""
-    return [_violation_of(item, root, prefix) for item in error.errors(include_url=False, include_context=False)]
+def violations_of(
+    error: pydantic.ValidationError, root: type[Section], prefix: str = ""
+) -> list[Violation]:
+    """Convert pydantic's errors in values of `root` to violations; keys begin with `prefix`."""
+    items = error.errors(include_url=False, include_context=False)
+    return [_violation_of(item, root, prefix) for item in items]
 
 
 def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
-    key = clipped((prefix + ".".join(str(part) for part in item["loc"])).rstrip(".") or "configuration")
+    place = tuple(str(part) for part in item["loc"])
+    dotted = (prefix + ".".join(place)).rstrip(".")
+    key = clipped(dotted or "configuration")
     if item["type"] not in ("extra_forbidden", "missing"):
         message = item["msg"].removeprefix("Value error, ")
-        return Violation(key, f"{message}, found {shortened(item.get('input'))}", "Correct the value")
-    place = tuple(str(part) for part in item["loc"])
+        problem = f"{message}, found {shortened(item.get('input'))}"
+        return Violation(key, problem, "Correct the value", code="wrong-value")
     section = root
     for part in place[:-1]:
         section = section_in(section.model_fields[part].annotation) or section
     if item["type"] == "missing":
-        what = " ".join((section.model_fields[place[-1]].description or "").split()).split(". ")[0]
-        return Violation(key, "is missing", f"Add it: {what[:1].lower()}{what[1:]}")
-    return Violation(key, "unknown key", proposal(place, section, root, prefix))
+        description = section.model_fields[place[-1]].description or ""
+        sentence = " ".join(description.split()).split(". ")[0]
+        remedy = f"Add it: {sentence[:1].lower()}{sentence[1:]}"
+        return Violation(key, "is missing", remedy, code="is-missing")
+    remedy = proposal(place, section, root, prefix)
+    return Violation(key, "unknown key", remedy, code="unknown-key")

@@ -1,6 +1,7 @@
-"""Rules of the configuration, the contexts they read, and the conversion of rules of parallel sizes.
+"""Rules of the configuration, the contexts they read, and the conversion of parallel size rules.
 
-A rule of training looks at a `TrainingContext`, a rule of inference at a `JobContext`, which has both sides.
+A training rule reads a `TrainingContext`. An inference rule reads a `JobContext`, which has both
+sides.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig, Hybrid
 from hybrid_engine.errors import Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import SizeRule
-from hybrid_engine.models.families import read_model
+from hybrid_engine.models.families import read_model, require_rules
 from hybrid_engine.models.table import ModelTable
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """A training model and the number of its ranks."""
+    """Settings of a training model, its parameter table and its number of ranks."""
 
     actor: ActorConfig
     table: ModelTable
@@ -28,55 +29,65 @@ class TrainingContext:
 
     @cached_property
     def train_sizes(self) -> TrainParallelism:
-        """The training side's sizes; parameters lie as in megatron-core's local layer spec."""
+        """Parallel sizes of the training side, for parameters as in megatron-core's local layer spec."""
         return self.actor.sizes(self.world_size, cuts_whole_projections=True)
 
 
 @dataclass(frozen=True)
 class JobContext(TrainingContext):
-    """A training model that vLLM generates with."""
+    """Settings of a whole job: the training model, and vLLM that generates with its weights."""
 
     generate: GenerateConfig
 
     @classmethod
-    def of(cls, config: HybridConfig, world_size: int, num_mtp_layers: int | None = None) -> JobContext:
-        """Raises ConfigError for a model without a table.
+    def of(
+        cls, config: HybridConfig, world_size: int, num_mtp_layers: int | None = None
+    ) -> JobContext:
+        """Return the context of a configuration on `world_size` ranks.
 
-        `num_mtp_layers`: that the trainer has, where it is not the model's number. vLLM has none.
+        Args:
+            config: a configuration whose keys and types were checked.
+            world_size: number of ranks.
+            num_mtp_layers: MTP layers of the trainer's model if their number differs from
+                config.json. vLLM has none.
+
+        Raises:
+            ConfigError: if the model has no parameter table, or Megatron trains one without rules.
         """
         table, _ = read_model(config.model)
+        if config.actor_config.fsdp is None:
+            require_rules(table)
         if num_mtp_layers is not None:
             table = replace(table, dims=replace(table.dims, num_mtp_layers=num_mtp_layers))
         return cls(config.actor_config, table, world_size, config.generate_config)
 
     @cached_property
     def infer_sizes(self) -> InferenceParallelism:
-        """The inference side's sizes, ranks in order."""
+        """Parallel sizes of the inference side, with ranks in sequential order."""
         return self.generate.sizes(self.world_size)
 
     @property
     def served_dtype(self) -> Dtype:
-        """The dtype in which vLLM receives weights."""
+        """Dtype of the weights that vLLM receives."""
         return self.generate.served_dtype(self.actor.params_dtype)
 
 
 Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
 Computing = Literal["", "here", "anywhere"]
-Finding = tuple[str, str]
-"""Problem and remedy, under the key of the rule."""
 
 
 @dataclass(frozen=True)
 class Constraint(Generic[Context]):
-    """One rule.
+    """A rule of the configuration.
 
     Attributes:
-        key: the configuration key that is most often to change; a finding names its own.
-        rule: what holds of a sound configuration; a sentence for the documentation.
-        find: yields what breaks it.
-        computing: of a rule that concerns training's computation only, which a model that just holds weights may
-            break: whose. That of the trainers that are built here, or that of any.
+        key: configuration key that most often has to change; a violation may name another key.
+        rule: the condition that a valid configuration satisfies, as a sentence for the documentation.
+        find: yields the violations of the rule.
+        computing: set if the rule concerns only the computation of training, so that a model that
+            merely holds weights may break it: "here" for trainers built by this package,
+            "anywhere" for every trainer.
     """
 
     key: str
@@ -87,35 +98,36 @@ class Constraint(Generic[Context]):
 
 def constraint(
     table: list[Constraint[Context]], key: str, rule: str, *, computing: Computing = ""
-) -> Callable[[Callable[[Context], Iterator[Finding] | Iterator[Violation]]], None]:
-    """Decorator: the function yields what breaks a rule, under its key or another one; the rule joins `table`."""
+) -> Callable[[Callable[[Context], Iterator[Violation]]], None]:
+    """Return a decorator that adds the rule checked by a function to `table`; see `Constraint`."""
 
-    def register(find: Callable[[Context], Iterator[Finding] | Iterator[Violation]]) -> None:
-        def violations(context: Context) -> Iterator[Violation]:
-            for found in find(context):
-                yield found if isinstance(found, Violation) else Violation(key, *found)
-
-        table.append(Constraint(key, rule, violations, computing))
+    def register(find: Callable[[Context], Iterator[Violation]]) -> None:
+        table.append(Constraint(key, rule, find, computing))
 
     return register
 
 
 def size_constraints(
-    section: str, side: type[Sizes], rules: Sequence[SizeRule[Sizes]], sizes: Callable[[Context], Sizes]
+    section: str,
+    side: type[Sizes],
+    rules: Sequence[SizeRule[Sizes]],
+    sizes: Callable[[Context], Sizes],
 ) -> list[Constraint[Context]]:
-    """A side's rules of parallel sizes under the keys of the configuration.
+    """Return the parallel size rules of one side as rules of the configuration.
 
     Args:
-        section: that has the sizes of `side`.
-        rules: of the layouts.
-        sizes: takes them out of what a rule of the configuration looks at.
+        section: configuration section that contains the sizes of `side`.
+        side: class of the sizes.
+        rules: rules of the layouts; their keys are attributes of `side`.
+        sizes: returns the sizes of a context.
     """
     keys = {size.name: f"{section}.{size.key}" for size in sizes_of(side)}
 
-    def rekeyed(rule: SizeRule[Sizes]) -> Callable[[Context], Iterator[Violation]]:
-        return lambda context: (
-            Violation(keys[found.key], found.problem, found.remedy)
-            for found in rule.find(sizes(context), context.table)
-        )
+    def with_config_keys(rule: SizeRule[Sizes]) -> Callable[[Context], Iterator[Violation]]:
+        def find(context: Context) -> Iterator[Violation]:
+            for violation in rule.find(sizes(context), context.table):
+                yield replace(violation, key=keys[violation.key])
 
-    return [Constraint(keys[rule.size], rule.text, rekeyed(rule)) for rule in rules]
+        return find
+
+    return [Constraint(keys[rule.size], rule.text, with_config_keys(rule)) for rule in rules]

@@ -1,4 +1,4 @@
-"""Which files a Hugging Face model consists of, and which of them hold its weights."""
+"""The files of a Hugging Face model: configuration, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -19,77 +19,122 @@ SINGLE = "model.safetensors"
 TOKENIZER = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja")
 """Patterns of the files of a model's tokenizer."""
 COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER)
-"""Patterns of the files that belong to a model beside its weights."""
+"""Patterns of a model's files other than its weights."""
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
 
-_MOST_INDEX_NBYTES = 1 << 27
+_MAX_INDEX_NBYTES = 1 << 27
 """The index of DeepSeek-V3 has 9 MB."""
-_MOST_COMPANION_NBYTES = 1 << 30
+_MAX_COMPANION_NBYTES = 1 << 30
 
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
 def files_like(directory: Path, patterns: Iterable[str]) -> Iterator[Path]:
-    """Files of a model that one of the patterns is of."""
-    return (path for pattern in patterns for path in directory.glob(pattern))
+    """Yield the files of a directory that match each pattern, pattern by pattern."""
+    for pattern in patterns:
+        yield from directory.glob(pattern)
 
 
 def companions_digest(directory: Path) -> str:
-    """Digest of configuration and tokenizer, by names and contents, wherever the directory is. Raises FileError."""
+    """Return a digest of configuration and tokenizer, as 16 hexadecimal digits.
+
+    It covers names and contents, not the location of the directory.
+
+    Raises:
+        FileError: a file cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted({path for path in files_like(directory, COMPANIONS) if path.is_file()}):
+    # A set, because a file can match several patterns.
+    paths = {path for path in files_like(directory, COMPANIONS) if path.is_file()}
+    for path in sorted(paths):
         with naming("reading", path, DOWNLOAD_AGAIN):
-            contents = read_regular(path, _MOST_COMPANION_NBYTES)
-        digest.update(f"{path.name}:{len(contents)}:".encode(errors="surrogateescape"))
+            contents = read_regular(path, _MAX_COMPANION_NBYTES)
+        # The length separates the contents from the next file.
+        header = f"{path.name}:{len(contents)}:"
+        digest.update(header.encode(errors="surrogateescape"))
         digest.update(contents)
     return digest.hexdigest()
 
 
 def weight_files(directory: Path, key: str = "path") -> list[str]:
-    """Names of the safetensors files with a model's weights, all of which are there.
+    """Return the names of the safetensors files with a model's weights, which all exist.
 
-    Raises, under `key`:
-        ConfigError: without safetensors files, and for an index that is invalid or names missing files.
-        FileError: for an index that cannot be read.
+    Raises:
+        ConfigError: under `key`; there are no safetensors files, or the index is invalid or lists
+            missing files.
+        FileError: the index cannot be read.
     """
     names = indexed_files(directory, key)
     if names is None:
         if not (directory / SINGLE).is_file():
             raise ConfigError([_without_weights(directory, key)])
         return [SINGLE]
-    if missing := [clipped(name) for name in names if not os.path.isfile(directory / name)]:  # for any name
-        problem = f"{directory / INDEX} names missing files: {first_of(missing, 5)}"
-        raise ConfigError([Violation(key, problem, "Complete the download")])
+    # `os.path.isfile` accepts any name, unlike `Path.is_file`.
+    missing = [clipped(name) for name in names if not os.path.isfile(directory / name)]
+    if missing:
+        violation = Violation(
+            key,
+            f"{directory / INDEX} names missing files: {first_of(missing, 5)}",
+            "Complete the download",
+            code="missing-files",
+        )
+        raise ConfigError([violation])
     return names
 
 
 def _without_weights(directory: Path, key: str) -> Violation:
-    problem = f"{directory} has neither {INDEX} nor {SINGLE}"
-    pickled = next((path.name for pattern in _PICKLED for path in sorted(directory.glob(pattern))), None)
-    if pickled is not None:
-        problem = f"{directory} has its weights in {pickled}, a pickle, which is not read"
-        remedy = "Convert them: load it with transformers and call save_pretrained, which writes safetensors"
-        return Violation(key, problem, remedy)
-    return Violation(key, problem, "Name the directory of a safetensors checkpoint")
+    for pattern in _PICKLED:
+        for path in sorted(directory.glob(pattern)):
+            return Violation(
+                key,
+                f"{directory} has its weights in {path.name}, a pickle, which is not read",
+                "Convert them: load it with transformers and call save_pretrained, which writes safetensors",
+                code="pickled-weights",
+            )
+    return Violation(
+        key,
+        f"{directory} has neither {INDEX} nor {SINGLE}",
+        "Name the directory of a safetensors checkpoint",
+        code="no-weights",
+    )
 
 
 def indexed_files(directory: Path, key: str = "path") -> list[str] | None:
-    """Names of the files that the index names, sorted; None without an index. Raises ConfigError, FileError."""
-    index = directory / INDEX
-    if not index.is_file():
+    """Return the sorted names of the files in the index; None if there is no index.
+
+    Raises:
+        ConfigError: under `key`; the index is invalid.
+        FileError: the index cannot be read.
+    """
+    path = directory / INDEX
+    if not path.is_file():
         return None
-    with naming("reading", index, DOWNLOAD_AGAIN):
-        found = json.loads(read_regular(index, _MOST_INDEX_NBYTES))
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    with naming("reading", path, DOWNLOAD_AGAIN):
+        index = json.loads(read_regular(path, _MAX_INDEX_NBYTES))
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError([Violation(key, f"{index} has no weight_map", "Download it again")])
-    if foreign := [str(name) for name in weight_map.values() if not is_plain_name(name)]:
-        problem = f"{index} names files outside its directory: {', '.join(foreign)[:200]}"
-        raise ConfigError([Violation(key, problem, "Name files without directories")])
+        violation = Violation(
+            key,
+            f"{path} has no weight_map",
+            "Download it again",
+            code="invalid-index",
+        )
+        raise ConfigError([violation])
+    outside = [str(name) for name in weight_map.values() if not is_plain_name(name)]
+    if outside:
+        violation = Violation(
+            key,
+            f"{path} names files outside its directory: {', '.join(outside)[:200]}",
+            "Name files without directories",
+            code="invalid-index",
+        )
+        raise ConfigError([violation])
     return sorted(set(weight_map.values()))
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it is a file name without a directory."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    """Return whether `name` is a file name without a directory."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return "/" not in name and "\0" not in name

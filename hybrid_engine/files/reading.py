@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have put there: opened once, regular, and no larger than expected.
+"""Reading of files from untrusted sources: opened once, regular, and of bounded size.
 
-with open_regular(path) as file: ...    pipes, devices and directories are refused, and never waited for
-read_regular(path, most_nbytes)         the whole file, or ValueError where it is larger
+with open_regular(path) as file: ...    rejects pipes, devices and directories without waiting
+read_regular(path, most_nbytes)         the whole file; ValueError if it is larger
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from typing import BinaryIO
 def open_regular(path: str | Path, *, follow_links: bool = True) -> Iterator[BinaryIO]:
     """Open a regular file for reading.
 
-    What is looked at is the open file, so nothing can take its place between the look and the read.
+    The check examines the open file, so the file cannot be replaced between check and read.
 
     Args:
-        path: of the file.
-        follow_links: whether `path` may be a symbolic link. Links among its directories are followed in any case.
+        path: path of the file.
+        follow_links: True if `path` may be a symbolic link. Links among its directories are always
+            followed.
 
-    Raises OSError as `open`, and ValueError for what is not a regular file.
+    Raises:
+        OSError: as `open`.
+        ValueError: the path is not a regular file.
     """
-    # O_NONBLOCK: opening a pipe would wait for a writer, and reading /proc/kmsg for the next message of the kernel
+    # O_NONBLOCK: opening a pipe would wait for a writer, and reading /proc/kmsg for the next
+    # message of the kernel.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    if not follow_links and os.path.islink(path):
-        raise ValueError("it is a symbolic link, not a regular file")
-    descriptor = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
+    if not follow_links:
+        # Only for a clear message. O_NOFOLLOW catches a link that appears afterwards.
+        if os.path.islink(path):
+            raise ValueError("it is a symbolic link, not a regular file")
+        flags |= os.O_NOFOLLOW
+    descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is not a regular file")
@@ -43,13 +50,16 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> Iterator[Bin
 def read_regular(path: str | Path, most_nbytes: int, *, follow_links: bool = True) -> bytes:
     """Return the contents of a regular file.
 
-    Raises OSError, and ValueError for what is not a regular file or is larger than `most_nbytes`.
+    Raises:
+        OSError: as `open`.
+        ValueError: the path is not a regular file, or is larger than `most_nbytes`.
     """
     with open_regular(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= most_nbytes:
-            # read() allocates what it is asked for, so it is asked for the limit only where the size is not the truth:
-            # the file grows, or is one of /proc, and None where nothing is there yet, as in /proc/kmsg
+            # `read` allocates the number of bytes it is called with. Call it with the limit only if
+            # the reported size is too small: for a growing file, or a file of /proc. It returns
+            # None if there is nothing to read yet, as in /proc/kmsg.
             contents = file.read(size + 1) or b""
             if len(contents) > size:
                 contents += file.read(most_nbytes + 1 - len(contents)) or b""

@@ -1,9 +1,9 @@
-"""Other frameworks' trainers with this switch; each module imports its framework when it is used.
+"""Integration of the switch with other frameworks' trainers. Frameworks are imported when used.
 
 trl.py          TRL's trainers with a colocated vLLM, and its AsyncGRPOTrainer
 ms_swift.py     ms-swift's trainers with a colocated vLLM
-accelerated.py  what these two share
-verl.py         verl's checkpoint engine, checkpoint manager and actors; verl imports it, and nobody else
+accelerated.py  shared by these two: engines around models that accelerate has prepared
+verl.py         verl's checkpoint engine, checkpoint manager and actors; only verl imports it
 """
 
 from importlib import metadata
@@ -11,21 +11,27 @@ from importlib import metadata
 from hybrid_engine.errors import DependencyError
 
 NAME = "hybrid_engine"
-"""Of the load format and the weight transfer backend that a server must have."""
+"""Name of the load format and of the weight transfer backend that a server must have."""
 
 
 def require_tested(distribution: str, tested: str, install: str) -> None:
-    """Raise DependencyError where a framework is not installed, or another version than the one that was tested.
+    """Raise DependencyError if a framework is missing, or is another version than the tested one.
 
     Args:
-        tested: its version, with any further numbers behind it.
-        install: what to give pip where it is missing.
+        distribution: name of the framework's package.
+        tested: prefix of the tested versions, e.g. "1.16" for 1.16.0.
+        install: argument of pip that installs a missing framework.
     """
     try:
-        found = metadata.version(distribution)
+        installed = metadata.version(distribution)
     except metadata.PackageNotFoundError as error:
-        raise DependencyError(f"{distribution} is not installed: pip install '{install}'") from error
-    if not f"{found}.".startswith(f"{tested}."):
         raise DependencyError(
-            f"{distribution} {found} is installed, and {tested} was tested: pip install '{distribution}=={tested}.*'"
+            f"{distribution} is not installed: pip install '{install}'", code="needs-package"
+        ) from error
+    # With the dot, so that 1.160 is not taken for 1.16.
+    if not f"{installed}.".startswith(f"{tested}."):
+        raise DependencyError(
+            f"{distribution} {installed} is installed, and {tested} was tested: "
+            f"pip install '{distribution}=={tested}.*'",
+            code="untested-version",
         )

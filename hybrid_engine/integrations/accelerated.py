@@ -1,4 +1,4 @@
-"""A trainer of accelerate's, as TRL and ms-swift have one, with an engine around its model."""
+"""Engines around models of trainers that use accelerate, such as TRL's and ms-swift's."""
 
 from __future__ import annotations
 
@@ -16,72 +16,91 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
 
 
-def engine_around(of: Any, rollout_config: Mapping[str, Any]) -> HybridEngine[Any]:
-    """An engine around the model as accelerate has prepared it. Collective.
+def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine[Any]:
+    """Build an engine around a model that accelerate has prepared. Collective.
 
     Args:
-        of: has `model` and `accelerator`.
+        owner: object with `model` and `accelerator`.
         rollout_config: keys, as `HybridEngine` takes them.
     """
-    accelerator = of.accelerator
-    places = ("RANK", accelerator.process_index), ("LOCAL_RANK", accelerator.local_process_index)
-    for name, value in (*places, ("WORLD_SIZE", accelerator.num_processes)):
-        os.environ.setdefault(name, str(value))
+    accelerator = owner.accelerator
+    # torchrun sets these. Without it, accelerate has the numbers.
+    os.environ.setdefault("RANK", str(accelerator.process_index))
+    os.environ.setdefault("LOCAL_RANK", str(accelerator.local_process_index))
+    os.environ.setdefault("WORLD_SIZE", str(accelerator.num_processes))
     import_module("trl.trainer.utils").ensure_master_addr_port()
-    return HybridEngine(model=of.model, rollout_config=rollout_config, shard=False)
+    return HybridEngine(model=owner.model, rollout_config=rollout_config, shard=False)
 
 
-def with_own(own: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A trainer's own keys, and the caller's in front of them; of `vllm`, argument by argument."""
-    arguments = {**own.get("vllm", {}), **rollout_config.get("vllm", {})}
-    return {**own, **rollout_config, "vllm": FromProgram(arguments)}
+def merge_configs(
+    trainer_config: Mapping[str, Any], rollout_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Merge keys of a trainer with keys of the caller, which win; `vllm` argument by argument."""
+    arguments = {**trainer_config.get("vllm", {}), **rollout_config.get("vllm", {})}
+    return {**trainer_config, **rollout_config, "vllm": FromProgram(arguments)}
 
 
-def check(accelerator: Any, findings: Sequence[Violation]) -> None:
-    """Raise ConfigError with these, and with what accelerate does to a model that no engine reads."""
-    found, how = list(findings), str(accelerator.distributed_type).rpartition(".")[2]
+def require_supported(accelerator: Any, violations: Sequence[Violation]) -> None:
+    """Raise ConfigError with `violations`, and if accelerate shards the model in another way."""
+    violations = list(violations)
+    # accelerate's DistributedType, e.g. "DistributedType.FSDP".
+    strategy = str(accelerator.distributed_type).rpartition(".")[2]
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    if how == "DEEPSPEED":
-        found.append(Violation("accelerate", "DeepSpeed has the parameters", "Use FSDP2, DDP or one process"))
-    elif how == "FSDP" and fsdp.fsdp_version != 2:
-        found.append(Violation("accelerate", f"fsdp_version {fsdp.fsdp_version}", "Set fsdp_version: 2"))
-    if found:
-        raise ConfigError(found)
+    if strategy == "DEEPSPEED":
+        problem, remedy = "DeepSpeed has the parameters", "Use FSDP2, DDP or one process"
+        violations.append(Violation("accelerate", problem, remedy, code="not-supported"))
+    elif strategy == "FSDP" and fsdp.fsdp_version != 2:
+        problem, remedy = f"fsdp_version {fsdp.fsdp_version}", "Set fsdp_version: 2"
+        violations.append(Violation("accelerate", problem, remedy, code="not-supported"))
+    if violations:
+        raise ConfigError(violations)
 
 
-def answers(
-    engine: HybridEngine[Any], prompts: Sequence[Mapping[str, Any]], params: Any, findings: Sequence[Violation] = ()
+def request_outputs(
+    engine: HybridEngine[Any],
+    prompts: Sequence[Mapping[str, Any]],
+    params: Any,
+    violations: Sequence[Violation] = (),
 ) -> list[SimpleNamespace]:
-    """What these trainers read of vLLM's `RequestOutput`, for this rank's prompts. Collective, in a rollout context.
+    """Complete this rank's prompts, and return the part of vLLM's `RequestOutput` that is read.
+
+    Collective, in a rollout context.
 
     Args:
-        prompts: vLLM's, with `prompt_token_ids`; any number of them.
+        prompts: vLLM's prompts, with `prompt_token_ids`; any number of them.
         params: `vllm.SamplingParams`, the same on every rank.
-        findings: of this rank alone.
+        violations: problems of this rank.
 
-    Raises ConfigError with these and with images, and RemoteError on ranks that find none.
+    Raises:
+        ConfigError: there are violations, or prompts with images, on this rank.
+        RemoteError: there are some on another rank.
     """
     with engine.job.agreement.phase("looking at prompts"):
-        found = list(findings)
+        violations = list(violations)
         if any("multi_modal_data" in prompt for prompt in prompts):
-            found.append(Violation("dataset", "has images", "Use texts: models of text alone are resharded"))
-        if found:
-            raise ConfigError(found)
+            problem, remedy = "has images", "Use texts: only models of text are resharded"
+            violations.append(Violation("dataset", problem, remedy, code="not-supported"))
+        if violations:
+            raise ConfigError(violations)
     token_ids = [list(prompt["prompt_token_ids"]) for prompt in prompts]
-    completed = engine.generate_sequences(token_ids, params, data="local")
+    groups = engine.generate_sequences(token_ids, params, data="local")
     has_logprobs = params.logprobs is not None
-    return [
-        SimpleNamespace(
-            prompt_token_ids=prompt, outputs=[_output(index, one, has_logprobs) for index, one in enumerate(each)]
-        )
-        for prompt, each in zip(token_ids, completed, strict=True)
-    ]
+    outputs = []
+    for prompt, group in zip(token_ids, groups, strict=True):
+        completions = [
+            _completion_output(index, completion, has_logprobs)
+            for index, completion in enumerate(group)
+        ]
+        outputs.append(SimpleNamespace(prompt_token_ids=prompt, outputs=completions))
+    return outputs
 
 
-def _output(index: int, completion: Completion, has_logprobs: bool) -> SimpleNamespace:
-    """What is read of vLLM's `CompletionOutput`; of each token's log-probabilities its own alone."""
-    drawn = zip(completion.token_ids, completion.logprobs, strict=has_logprobs)
-    rows = [{token: SimpleNamespace(logprob=logprob, rank=1)} for token, logprob in drawn]
+def _completion_output(index: int, completion: Completion, has_logprobs: bool) -> SimpleNamespace:
+    """Return the part of vLLM's `CompletionOutput` that is read."""
+    # Of each position only the drawn token has a log-probability, so its rank is given as 1.
+    # Without log-probabilities the completion's are empty, and nothing is paired.
+    pairs = zip(completion.token_ids, completion.logprobs, strict=has_logprobs)
+    rows = [{token: SimpleNamespace(logprob=logprob, rank=1)} for token, logprob in pairs]
     return SimpleNamespace(
         index=index,
         token_ids=list(completion.token_ids),

@@ -1,18 +1,19 @@
-"""ms-swift: its GRPO and GKD trainers stay as they are, and a colocated vLLM's weights come by a switch of this engine.
+"""ms-swift's GRPO and GKD trainers, unchanged, with vLLM's weights delivered by our switch.
 
-A file that `swift rlhf --external_plugins` is given has
+A file for `swift rlhf --external_plugins` contains
 
     from hybrid_engine.integrations import ms_swift
 
     ms_swift.install()
 
-What is replaced of ms-swift, which names the tests compare with the installed one:
+Replaced methods of ms-swift; the tests compare their names with the installed version:
 
-    RolloutTrainerMixin._prepare_vllm   takes ms-swift's settings, and has its trainer do the following three
-      VllmEngine._prepare_engine        builds no vLLM: what takes its place hands requests on to an engine of ours
-      _fast_infer                       the same within a rollout context: weights come before it, training state after
-      _move_model_to_vllm               does nothing: the weights are there
-      train                             the same; the engine is built at its first rollout, and ends with it
+    RolloutTrainerMixin._prepare_vllm   takes ms-swift's settings, and replaces in its trainer:
+      VllmEngine._prepare_engine        does not build a vLLM; requests go to our engine
+      _fast_infer                       runs in a rollout context, between the switches of weights
+                                        and training state
+      _move_model_to_vllm               does nothing: vLLM has the weights already
+      train                             closes the engine, which the first rollout has built
 """
 
 from __future__ import annotations
@@ -26,160 +27,226 @@ from typing import Any
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import require_tested
-from hybrid_engine.integrations.accelerated import answers, check, engine_around, with_own
+from hybrid_engine.integrations.accelerated import (
+    engine_around,
+    merge_configs,
+    request_outputs,
+    require_supported,
+)
 from hybrid_engine.switch.states import State
 
 TESTED_VERSION = "4.6"
-"""Of ms-swift, with any number behind it: what is replaced here is not among the names that it keeps."""
+"""Prefix of the tested versions: ms-swift does not promise to keep the names that are replaced."""
 
 
 def install(**rollout_config: Any) -> Callable[[], None]:
-    """Have ms-swift's trainers that are made from now on generate by an engine of ours, where vLLM is colocated.
+    """Have ms-swift's trainers with a colocated vLLM generate by our engine.
 
-    `vllm_tensor_parallel_size` and other settings of vLLM are ms-swift's. `sleep_level`, `offload_model` and
-    `offload_optimizer` say nothing: a switch moves training state, and vLLM's weights leave the device.
+    It applies to trainers that are created afterwards. `vllm_tensor_parallel_size` and other
+    settings of vLLM are ms-swift's. `sleep_level`, `offload_model` and `offload_optimizer` have no
+    effect: a switch moves training state, and vLLM's weights leave the device.
 
     Args:
         rollout_config: further keys, as `HybridEngine` takes them.
 
-    Returns what undoes it. Raises DependencyError, ConfigError and, a second time, StateError here; ConfigError where a
-    trainer is made that this cannot serve, and at its first rollout what `HybridEngine` raises.
+    Returns a function that reverts it.
+
+    Raises:
+        DependencyError: ms-swift is missing, or its version was not tested.
+        StateError: it is installed already.
+        ConfigError: ms-swift runs with Megatron. Also when an unsupported trainer is created.
+
+    The first rollout of a trainer raises the errors of `HybridEngine`.
     """
     require_tested("ms-swift", TESTED_VERSION, f"ms-swift=={TESTED_VERSION}.*")
     if "swift.megatron" in sys.modules:
-        remedy = "Use swift rlhf with FSDP2 or DDP; hybrid_engine.attach takes a Megatron model of your own loop"
-        raise ConfigError([Violation("--external_plugins", "megatron rlhf and its Ray workers are not served", remedy)])
+        problem = "megatron rlhf and its Ray workers are not supported"
+        remedy = (
+            "Use swift rlhf with FSDP2 or DDP; for a Megatron model in your own loop use "
+            "hybrid_engine.attach"
+        )
+        raise ConfigError([Violation("--external_plugins", problem, remedy, code="not-supported")])
     mixin = import_module("swift.rlhf_trainers.rollout_mixin").RolloutTrainerMixin
     original = mixin._prepare_vllm
     if original.__module__ == __name__:
-        raise StateError("ms_swift.install was called before: call it once, or what it returned first")
+        raise StateError(
+            "ms_swift.install was called before: call it once, or first call the function that it "
+            "returned",
+            code="installed-already",
+        )
 
-    def prepare(trainer: Any) -> None:
+    def prepare_vllm(trainer: Any) -> None:
         if trainer.args.use_vllm:
-            _Rollouts(trainer, rollout_config).take_over(original)
+            _SwiftRollouts(trainer, rollout_config).install(original)
         else:
             original(trainer)
 
-    mixin._prepare_vllm = prepare
+    mixin._prepare_vllm = prepare_vllm
     return lambda: setattr(mixin, "_prepare_vllm", original)
 
 
-class _Rollouts:
-    """Those of one trainer.
+class _SwiftRollouts:
+    """Rollouts of one trainer.
 
     Attributes:
-        engine: None until the first, and once training has ended.
+        engine: None before the first rollout, and after training has ended.
     """
 
     def __init__(self, trainer: Any, rollout_config: Mapping[str, Any]) -> None:
-        check(trainer.accelerator, _findings(trainer))
+        require_supported(trainer.accelerator, _violations(trainer))
         args = trainer.args
-        per_replica = args.per_device_train_batch_size * args.vllm_tensor_parallel_size
-        own = {
+        # Default as in ms-swift: all completions of a replica in one generation.
+        prompts_per_replica = args.per_device_train_batch_size * args.vllm_tensor_parallel_size
+        max_num_seqs = args.vllm_max_num_seqs
+        if not max_num_seqs:
+            max_num_seqs = prompts_per_replica * getattr(args, "steps_per_generation", 1)
+        trainer_config = {
             "infer_tensor_parallel_size": args.vllm_tensor_parallel_size,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_num_seqs": args.vllm_max_num_seqs or per_replica * getattr(args, "steps_per_generation", 1),
+            "max_num_seqs": max_num_seqs,
             "max_model_len": args.vllm_max_model_len,
-            "vllm": {"trust_remote_code": True, "enable_prefix_caching": args.vllm_enable_prefix_caching},
+            "vllm": {
+                "trust_remote_code": True,
+                "enable_prefix_caching": args.vllm_enable_prefix_caching,
+            },
         }
-        own |= {"enforce_eager": True} if args.vllm_enforce_eager else {}
-        self._trainer, self._config = trainer, with_own(own, rollout_config)
+        if args.vllm_enforce_eager:
+            trainer_config["enforce_eager"] = True
+        self._trainer = trainer
+        self._config = merge_configs(trainer_config, rollout_config)
         self._ends: ExitStack | None = None
         self.engine: HybridEngine[Any] | None = None
 
-    def take_over(self, prepare_vllm: Callable[[Any], None]) -> None:
-        trainer, args = self._trainer, self._trainer.args
-        # the engine gathers the prompts of a replica, and moves what these would
-        trainer.vllm_tensor_parallel_size, args.sleep_level = 1, 0
-        args.offload_model = args.offload_optimizer = False
+    def install(self, prepare_vllm: Callable[[Any], None]) -> None:
+        """Prepare the trainer by ms-swift's own `prepare_vllm`, then replace its methods."""
+        trainer = self._trainer
+        # ms-swift would gather the prompts of a replica, and offload training state. The engine
+        # does both.
+        trainer.vllm_tensor_parallel_size = 1
+        trainer.args.sleep_level = 0
+        trainer.args.offload_model = False
+        trainer.args.offload_optimizer = False
         vllm_engine = import_module("swift.infer_engine.vllm_engine").VllmEngine
         prepare_engine = vllm_engine._prepare_engine
-        vllm_engine._prepare_engine = lambda of: setattr(of, "engine", _Requests(self.built))
+
+        def prepare_requests(swift_engine: Any) -> None:
+            swift_engine.engine = _RequestQueue(self.built_engine)
+
+        # On the class, because prepare_vllm creates the object; reverted for other engines.
+        vllm_engine._prepare_engine = prepare_requests
         try:
             prepare_vllm(trainer)
         finally:
             vllm_engine._prepare_engine = prepare_engine
-        infer, train = trainer._fast_infer, trainer.train
+        original_infer = trainer._fast_infer
+        original_train = trainer.train
 
         def fast_infer(samples: Any) -> Any:
-            engine = self.built()
+            engine = self.built_engine()
             with engine.rollout_context():
-                outputs = infer(samples)
+                outputs = original_infer(samples)
+            # The trainer's model is used next, so its state must be back.
             engine.sharding.enter(State.TRAIN)
             return outputs
 
-        def trained(*args: Any, **kwargs: Any) -> Any:
+        def train(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as self._ends:
                 try:
-                    return train(*args, **kwargs)
+                    return original_train(*args, **kwargs)
                 finally:
-                    self._ends, self.engine = None, None
+                    self._ends = None
+                    self.engine = None
 
-        trainer._fast_infer, trainer.train = fast_infer, trained
+        trainer._fast_infer = fast_infer
+        trainer.train = train
         trainer._move_model_to_vllm = lambda skip_async_check=False: None
         trainer.rollouts = self
 
-    def built(self) -> HybridEngine[Any]:
+    def built_engine(self) -> HybridEngine[Any]:
+        """Return the engine; the first call builds it. Raises StateError outside of training."""
         if self._ends is None:
-            raise StateError("a rollout outside trainer.train(): vLLM is there while it trains. Evaluate there, too")
+            raise StateError(
+                "rollouts are only possible inside trainer.train(), which ends vLLM: run "
+                "evaluation there",
+                code="not-training",
+            )
         if self.engine is None:
             self.engine = self._ends.enter_context(engine_around(self._trainer, self._config))
         return self.engine
 
 
-class _Requests:
-    """In the place of vLLM's `LLMEngine` in ms-swift's: it takes the requests of a call, and answers all in a step."""
+class _RequestQueue:
+    """Replacement of vLLM's `LLMEngine` in ms-swift's engine.
+
+    It collects the requests of a call, and completes all of them in one step.
+    """
 
     def __init__(self, engine: Callable[[], HybridEngine[Any]]) -> None:
         self._engine = engine
-        self._asked: list[tuple[str, Mapping[str, Any], Any]] = []
+        self._requests: list[tuple[str, Mapping[str, Any], Any]] = []
         self._params: Any = None
-        self._is_answered = False
+        self._is_completed = False
 
     def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
-        self._asked.append((request_id, prompt, params))
+        self._requests.append((request_id, prompt, params))
 
     def has_unfinished_requests(self) -> bool:
-        """Until `step` has answered; also without a request, for all ranks answer together."""
-        is_answered, self._is_answered = self._is_answered, False
-        return not is_answered
+        """Return True until `step` has run, even without requests: all ranks must call it."""
+        is_completed = self._is_completed
+        self._is_completed = False
+        return not is_completed
 
     def step(self) -> list[Any]:
-        """Answers to all requests of this rank. Collective."""
-        asked, self._asked = self._asked, []
-        # in a later turn a rank may have none
-        self._params = asked[0][2] if asked else self._params
-        rooms = sorted({params.max_tokens for _, _, params in asked})
-        findings = []
-        if self._params is None:  # what a rank asks for, all must
-            findings.append(Violation("prompts", "this rank has none in the first rollout", "Give each rank some"))
-        if any(params != self._params for _, _, params in asked):
-            problem = f"requests of one rollout differ: max_tokens {', '.join(map(str, rooms))}"
-            remedy = "Set it to the longest prompt and max_completion_length; completion_length_limit_scope: per_round"
-            findings.append(Violation("vllm_max_model_len", problem, remedy))
-        answered = answers(self._engine(), [prompt for _, prompt, _ in asked], self._params, findings)
-        for (request_id, _, _), answer in zip(asked, answered, strict=True):
-            answer.request_id, answer.finished = request_id, True
-        self._is_answered = True
-        return answered
+        """Return the outputs of all requests of this rank. Collective."""
+        requests = self._requests
+        self._requests = []
+        # In a later turn a rank may have no requests, but needs the parameters all the same.
+        if requests:
+            self._params = requests[0][2]
+        limits = sorted({params.max_tokens for _, _, params in requests})
+        violations = []
+        if self._params is None:
+            problem = "this rank has none in the first rollout"
+            remedy = "Give each rank some"
+            violations.append(Violation("prompts", problem, remedy, code="no-prompts"))
+        # All ranks must pass the same parameters to the engine.
+        if any(params != self._params for _, _, params in requests):
+            problem = f"requests of one rollout differ: max_tokens {', '.join(map(str, limits))}"
+            remedy = (
+                "Set it to the longest prompt plus max_completion_length; "
+                "completion_length_limit_scope: per_round"
+            )
+            violations.append(
+                Violation("vllm_max_model_len", problem, remedy, code="different-requests")
+            )
+        prompts = [prompt for _, prompt, _ in requests]
+        outputs = request_outputs(self._engine(), prompts, self._params, violations)
+        for (request_id, _, _), output in zip(requests, outputs, strict=True):
+            output.request_id = request_id
+            output.finished = True
+        self._is_completed = True
+        return outputs
 
     def reset_mm_cache(self) -> None:
-        """There are no images."""
+        """Do nothing: there are no images."""
 
 
-def _findings(trainer: Any) -> list[Violation]:
-    """Settings of a trainer that an engine cannot honour."""
+def _violations(trainer: Any) -> list[Violation]:
+    """Return the settings of a trainer that an engine cannot honour."""
     args = trainer.args
-    found = []
+    violations = []
     if args.vllm_mode != "colocate":
-        problem = f"{args.vllm_mode}: swift rollout takes weights by its own routes"
-        found.append(Violation("vllm_mode", problem, "Set it to colocate"))
+        problem = f"{args.vllm_mode}: swift rollout transfers weights in its own way"
+        remedy = "Set it to colocate"
+        violations.append(Violation("vllm_mode", problem, remedy, code="unsupported-value"))
     if args.vllm_enable_lora:
-        remedy = "Set it to false: LoRA is merged into the weights on their way"
-        found.append(Violation("vllm_enable_lora", "true", remedy))
+        remedy = "Set it to false: LoRA is merged into the weights of a switch"
+        violations.append(Violation("vllm_enable_lora", "true", remedy, code="unsupported-value"))
     if args.vllm_engine_kwargs:
-        named = ", ".join(sorted(args.vllm_engine_kwargs))
-        found.append(Violation("vllm_engine_kwargs", named, "Give them to install(vllm={...})"))
+        names = ", ".join(sorted(args.vllm_engine_kwargs))
+        remedy = "Pass them to install(vllm={...})"
+        violations.append(Violation("vllm_engine_kwargs", names, remedy, code="not-supported"))
     if trainer.model.model_meta.is_multimodal:
-        found.append(Violation("model", "takes images", "Use one of text alone"))
-    return found
+        remedy = "Use a model of text only"
+        violations.append(Violation("model", "takes images", remedy, code="not-supported"))
+    return violations

@@ -1,19 +1,24 @@
-"""TRL: its trainers stay as they are, and vLLM's weights come by a switch of this engine.
+"""TRL's trainers, unchanged, with vLLM's weights delivered by a switch of this engine.
 
-    with colocated():                                       GRPOTrainer, and whoever else uses TRL's VLLMGeneration
-        trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True))
+    with colocated():                                   GRPOTrainer, and other users of TRL's
+        trainer = GRPOTrainer(                          VLLMGeneration
+            ..., args=GRPOConfig(use_vllm=True)
+        )
         trainer.train()
 
-    with WeightTransfer() as transfer:                      AsyncGRPOTrainer, and a server with our load format
-        trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
+    with WeightTransfer() as transfer:                  AsyncGRPOTrainer, and a server with our
+        trainer = AsyncGRPOTrainer(                     load format
+            ..., weight_transfer=transfer
+        )
         transfer.attach(trainer)
         trainer.train()
 
-What each replaces of TRL, which names the tests compare with the installed one:
+Replaced methods of TRL; the tests compare their names with the installed version:
 
-    VLLMGeneration._init_vllm         builds no vLLM; `llm` and `sync_weights` are an engine's, which is built at the
-                                      first sync, when accelerate has prepared the model
-    AsyncGRPOTrainer._streaming_iter  yields nothing: every rank takes part in a publish in its place
+    VLLMGeneration._init_vllm         does not build a vLLM. `llm` and `sync_weights` are an
+                                      engine's, which is built at the first sync, after accelerate
+                                      has prepared the model
+    AsyncGRPOTrainer._streaming_iter  yields nothing. Every rank takes part in a publish instead
 """
 
 from __future__ import annotations
@@ -27,100 +32,116 @@ from typing import Any, Self
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested
-from hybrid_engine.integrations.accelerated import answers, check, engine_around, with_own
+from hybrid_engine.integrations.accelerated import (
+    engine_around,
+    merge_configs,
+    request_outputs,
+    require_supported,
+)
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.switch.states import State
 
 TESTED_VERSION = "1.16"
-"""Of TRL, with any number behind it: what is replaced here is not among the names that TRL keeps."""
+"""Prefix of TRL's tested versions: TRL does not promise to keep the names that are replaced."""
 
 INSTALL = "hybrid-engine[trl]"
 
-_SECONDS_FOR_AN_ANSWER = 60.0
+_REQUEST_TIMEOUT_SECONDS = 60.0
 
 
 @contextmanager
 def colocated(**rollout_config: Any) -> Iterator[None]:
-    """TRL's trainers that are made inside, with a colocated vLLM, generate by an engine of ours.
+    """Have TRL's trainers with a colocated vLLM generate by our engine.
 
-    Train inside, too: at the end their engines are shut down, and their models are on the device. `vllm_mode`,
-    `vllm_tensor_parallel_size`, `vllm_gpu_memory_utilization` and `vllm_max_model_length` are TRL's.
+    Create the trainers inside the block, and train inside it: at its end the engines are shut
+    down, and the models are on the device. `vllm_mode`, `vllm_tensor_parallel_size`,
+    `vllm_gpu_memory_utilization` and `vllm_max_model_length` are TRL's settings.
 
     Args:
         rollout_config: further keys, as `HybridEngine` takes them.
 
-    Raises DependencyError here, ConfigError where a trainer is made that this cannot serve, and at its first
-    generation what `HybridEngine` raises.
+    Raises DependencyError here, ConfigError when an unsupported trainer is created, and the errors
+    of `HybridEngine` at its first generation.
     """
     require_tested("trl", TESTED_VERSION, INSTALL)
     generation_class = import_module("trl.generation.vllm_generation").VLLMGeneration
     original = generation_class._init_vllm
     with ExitStack() as ends:
 
-        def init(generation: Any) -> None:
-            generation.llm = llm = _ColocatedLlm(generation, rollout_config, ends)
+        def init_vllm(generation: Any) -> None:
+            llm = _ColocatedLlm(generation, rollout_config, ends)
+            generation.llm = llm
             generation.sync_weights = llm.sync_weights
-            # of stock vLLM: the engine gathers the prompts of a replica, and its weights always leave the device
-            generation.tensor_parallel_size, generation.enable_sleep_mode = 1, False
+            # These are for stock vLLM. Here the engine gathers the prompts of a replica, and its
+            # weights always leave the device.
+            generation.tensor_parallel_size = 1
+            generation.enable_sleep_mode = False
 
-        generation_class._init_vllm = init
+        generation_class._init_vllm = init_vllm
         ends.callback(setattr, generation_class, "_init_vllm", original)
         yield
 
 
 class _ColocatedLlm:
-    """What takes the place of `vllm.LLM` in a VLLMGeneration.
+    """Replacement of `vllm.LLM` in a VLLMGeneration.
 
     Attributes:
         engine: None until the first sync.
     """
 
     def __init__(self, generation: Any, rollout_config: Mapping[str, Any], ends: ExitStack) -> None:
-        check(generation.accelerator, _findings(generation))
-        own = {
+        require_supported(generation.accelerator, _violations(generation))
+        trainer_config = {
             "infer_tensor_parallel_size": generation.tensor_parallel_size,
             "gpu_memory_utilization": generation.gpu_memory_utilization,
             "max_num_seqs": generation.max_num_seqs,
             "max_model_len": generation.max_model_length,
         }
-        own |= {"vllm": {"trust_remote_code": True}} if generation.trust_remote_code else {}
-        self._generation, self._config, self._ends = generation, with_own(own, rollout_config), ends
+        if generation.trust_remote_code:
+            trainer_config["vllm"] = {"trust_remote_code": True}
+        self._generation = generation
+        self._config = merge_configs(trainer_config, rollout_config)
+        self._ends = ends
         self.engine: HybridEngine[Any] | None = None
 
     @property
     def llm_engine(self) -> Any:
-        return self._built().inference.llm.llm_engine
+        return self._built_engine().inference.llm.llm_engine
 
     def sync_weights(self) -> None:
         """Reshard the weights into vLLM. Collective."""
-        self._built().sharding.enter(State.INFER)
+        self._built_engine().sharding.enter(State.INFER)
 
-    def generate(self, prompts: Sequence[Mapping[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(
+        self, prompts: Sequence[Mapping[str, Any]], sampling_params: Any, use_tqdm: bool
+    ) -> list[Any]:
         """Complete this rank's prompts, and bring training state back. Collective."""
-        engine = self._built()
+        engine = self._built_engine()
         with engine.rollout_context():
-            answered: list[Any] = answers(engine, prompts, sampling_params)
+            outputs: list[Any] = request_outputs(engine, prompts, sampling_params)
         engine.sharding.enter(State.TRAIN)
-        return answered
+        return outputs
 
-    def _built(self) -> HybridEngine[Any]:
+    def _built_engine(self) -> HybridEngine[Any]:
+        # Not in the constructor: accelerate has not prepared the model by then.
         if self.engine is None:
             self.engine = self._ends.enter_context(engine_around(self._generation, self._config))
         return self.engine
 
 
 class WeightTransfer:
-    """What an AsyncGRPOTrainer takes as `weight_transfer`; its server has `--load-format hybrid_engine`.
+    """The `weight_transfer` of an AsyncGRPOTrainer; its server has `--load-format hybrid_engine`.
 
-    A context manager: at its end the server is left paused or with the weights that it has, as it was. All ranks make
-    one, and `attach` it.
+    A context manager. At its end the server is not touched: it stays paused, or keeps its present
+    weights.
+    All ranks create one, and `attach` it.
 
     Args:
-        rollout_config: keys as `HybridEngine` takes them. Servers keep their weights, and nothing leaves the trainers'
-            device, unless these say otherwise.
+        rollout_config: keys, as `HybridEngine` takes them. By default servers keep their weights,
+            and nothing leaves the trainers' devices.
 
     Attributes:
-        engine: whose switch publishes; None until the first sync.
+        engine: the engine that publishes; None until the first sync.
     """
 
     def __init__(self, **rollout_config: Any) -> None:
@@ -132,75 +153,103 @@ class WeightTransfer:
         self.engine: HybridEngine[Any] | None = None
 
     def attach(self, trainer: Any) -> None:
-        """Publish this trainer's weights to the server that it draws from. Raises ConfigError."""
+        """Publish this trainer's weights to the server from which it samples.
+
+        Raises ConfigError for a trainer that is not supported.
+        """
         model = trainer.accelerator.unwrap_model(trainer.model)
-        adapters = getattr(model, "peft_config", None)
-        merged = Violation("peft_config", "TRL adds LoRA to the weights while it sends them", "Leave it out")
-        check(trainer.accelerator, [merged] if adapters else [])
+        violations = []
+        if getattr(model, "peft_config", None):
+            problem = "TRL adds LoRA to the weights while it sends them"
+            violations.append(
+                Violation("peft_config", problem, "Leave it out", code="not-supported")
+            )
+        require_supported(trainer.accelerator, violations)
         self._config = {
             "servers": [trainer.args.vllm_server_base_url],
             "server_max_lag": trainer.args.weight_sync_steps,
             **self._config,
         }
-        self._trainer, trainer._streaming_iter = trainer, self._publish
+        self._trainer = trainer
+        trainer._streaming_iter = self._publish
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._ends.__exit__(kind, error, traceback)
 
     def _publish(self) -> Iterator[tuple[str, Any]]:
+        """Publish the weights, and yield no tensors. Every rank iterates over it."""
         if self.engine is None:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-            source = SimpleNamespace(model=model, accelerator=self._trainer.accelerator)
-            self.engine = self._ends.enter_context(engine_around(source, self._config))
+            owner = SimpleNamespace(model=model, accelerator=self._trainer.accelerator)
+            self.engine = self._ends.enter_context(engine_around(owner, self._config))
+        # A publish is a whole round trip: the trainer goes on with its own training state.
         self.engine.sharding.enter(State.INFER)
         self.engine.sharding.enter(State.TRAIN)
         yield from ()
 
-    # -- what TRL calls, on its main process --------------------------------------------------------------------------
+    # -- called by TRL on its main process ----------------------------------------------------
 
     def init_weight_transfer(self) -> None:
+        """Check the server. Raises StateError without a trainer, ConfigError for another server."""
         if self._trainer is None:
-            raise StateError("WeightTransfer has no trainer: call attach(trainer) on all ranks before trainer.train()")
+            raise StateError(
+                "WeightTransfer has no trainer: call attach(trainer) on all ranks before "
+                "trainer.train()",
+                code="not-attached",
+            )
         self._trainer.vllm_client.wait_for_server_ready()
-        # not by TRL's client, which has no proof for a server that asks for one
+        # Not with TRL's client, which cannot prove that it has the token that a server may demand.
         server = HttpServer(
             self._trainer.args.vllm_server_base_url,
-            _SECONDS_FOR_AN_ANSWER,
+            _REQUEST_TIMEOUT_SECONDS,
             allow_public=self._config.get("server_allow_public", False),
         )
         settings = server.get("server_info?config_format=json")["vllm_config"]
-        found = settings.get("load_config", {}).get("load_format")
-        if found != NAME:
-            remedy = f"""Start it with --load-format {NAME} --weight-transfer-config '{{"backend": "{NAME}"}}'"""
-            raise ConfigError([Violation("vllm_server_base_url", f"its server has load format {found}", remedy)])
+        load_format = settings.get("load_config", {}).get("load_format")
+        if load_format != NAME:
+            problem = f"its server has load format {load_format}"
+            backend = f'{{"backend": "{NAME}"}}'
+            remedy = f"Start it with --load-format {NAME} --weight-transfer-config '{backend}'"
+            raise ConfigError(
+                [Violation("vllm_server_base_url", problem, remedy, code="wrong-load-format")]
+            )
 
     def pause(self) -> None:
-        """A publish pauses the server."""
+        """Do nothing: a publish pauses the server."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Exhaust the iterator, which publishes the weights."""
         for _ in iterator:
             pass
 
     def resume(self) -> None:
-        """A publish resumes the server, once all of its weights are there."""
+        """Do nothing: a publish resumes the server after all of its weights have arrived."""
 
     def destroy(self) -> None:
-        """Other ranks hear nothing of it: all leave at the end of the block."""
+        """Do nothing: TRL calls it on one rank only, and all ranks end with the block."""
 
 
-def _findings(generation: Any) -> list[Violation]:
-    """Settings of a VLLMGeneration that are not ours."""
-    found = []
+def _violations(generation: Any) -> list[Violation]:
+    """Return the settings of a VLLMGeneration that an engine cannot honour."""
+    violations = []
     if generation.mode != "colocate":
         remedy = "Set vllm_mode='colocate'; for a server use AsyncGRPOTrainer with WeightTransfer"
-        found.append(Violation("vllm_mode", generation.mode, remedy))
+        violations.append(Violation("vllm_mode", generation.mode, remedy, code="unsupported-value"))
     if generation.model_impl not in ("vllm", "auto"):
-        found.append(Violation("vllm_model_impl", generation.model_impl, "Set it to 'vllm'"))
+        remedy = "Set it to 'vllm'"
+        violations.append(
+            Violation("vllm_model_impl", generation.model_impl, remedy, code="unsupported-value")
+        )
     if generation.logprobs:
-        found.append(Violation("logprobs", f"{generation.logprobs} others at each token", "Only drawn tokens have one"))
-    return found
+        problem = f"{generation.logprobs} others at each token"
+        remedy = "Set it to 0: only drawn tokens have a log-probability"
+        violations.append(Violation("logprobs", problem, remedy, code="unsupported-value"))
+    return violations

@@ -1,4 +1,4 @@
-"""Every parameter that a name table speaks of: which rule, which layer and expert, which tensors."""
+"""Every parameter of a name table, with its rule, layer, expert and tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rul
 
 
 class Location(StrEnum):
-    """The part of a model that a parameter is in, by the beginning of Megatron's name."""
+    """Part of a model that contains a parameter; the value is the prefix of Megatron's name."""
 
     EMBEDDING = "embedding."
     DECODER = DECODER_LAYER
@@ -24,15 +24,15 @@ class Location(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the whole model.
+    """A parameter of the whole model.
 
     Attributes:
-        rule: its rule's index in the table.
-        packing: how it is packed.
+        rule: index of its rule in the table.
+        packing: mapping between the parameter and its canonical tensors.
         location: part of the model.
-        name: Megatron's, as a pattern.
-        indices: `layer` and `expert`, global, where the name has them.
-        tensors: canonical tensors that it packs; all are in the table.
+        name: Megatron's name, as a pattern.
+        indices: global `layer` and `expert`, if they occur in the name.
+        tensors: canonical tensors packed in it; all are in the table.
     """
 
     rule: int
@@ -44,24 +44,32 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to one of the routed experts."""
+        """True if it belongs to a routed expert."""
         return "expert" in self.indices
 
     @property
     def is_of_mlp(self) -> bool:
-        """Whether it belongs to a layer's MLP or experts, and not to its attention."""
+        """True if it belongs to a layer's MLP or experts, False for its attention."""
         return "mlp" in self.name.removeprefix(self.location)
 
 
 def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterator[Parameter]:
-    """All parameters, each once; one that is on several stages (a tied head, an embedding) once for each location.
+    """Yield all parameters.
 
-    `most_experts`: of each layer, counted from 0; default: all. Experts of a layer have equal shapes.
+    A parameter on several stages (a tied head, an embedding) is yielded once per location.
 
-    Raises ValueError for a rule whose names begin with no known location.
+    Args:
+        table: name table of the model.
+        most_experts: number of experts of each layer to yield, from the first; default: all.
+            The experts of a layer have equal shapes.
+
+    Raises:
+        ValueError: the name of a parameter has no known location.
     """
     dims = table.dims
-    num_experts = dims.num_experts if most_experts is None else min(dims.num_experts, most_experts)
+    num_experts = dims.num_experts
+    if most_experts is not None:
+        num_experts = min(num_experts, most_experts)
     layers = {
         Location.DECODER: range(dims.num_layers),
         Location.MTP: range(dims.num_layers, dims.num_layers + dims.num_mtp_layers),
@@ -72,19 +80,27 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
             has_experts = "{expert}" in name
             for layer in layers.get(location, (None,)):
                 for expert in range(num_experts) if has_experts else (None,):
-                    numbers = (("layer", layer), ("expert", expert))
-                    indices = {key: value for key, value in numbers if value is not None}
+                    indices: dict[str, int] = {}
+                    if layer is not None:
+                        indices["layer"] = layer
+                    if expert is not None:
+                        indices["expert"] = expert
                     tensors = tuple(pattern.format(**indices) for pattern in patterns)
+                    # The table's rules cover all layer specs and options of the family, some of which
+                    # this model does not have.
                     if any(tensor in table.shapes for tensor in tensors):
                         yield Parameter(number, rule.packing, location, name, indices, tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredElements:
-    """Elements of the parameters that ranks store, as in `SideLayout`; int arrays by pipeline stage.
+    """Elements of the parameters that ranks store; int arrays by pipeline stage.
 
     Attributes:
-        largest_part: elements of one part of the model (see `parts_of`) on a rank, of all experts of a layer together.
+        num_elements: as in `SideLayout`.
+        num_expert_elements: as in `SideLayout`.
+        largest_part: elements of the largest part of the model (see `parts_of`) on a rank; all
+            experts of a layer count as one part.
     """
 
     num_elements: np.ndarray
@@ -92,31 +108,41 @@ class StoredElements:
     largest_part: int
 
 
-def parts_of(table: ModelTable, numel_of: Callable[[Parameter], int]) -> list[tuple[Parameter, int]]:
-    """Return one parameter of each part of the model, with the sum of `numel_of` over the part's; of experts one.
+def parts_of(
+    table: ModelTable,
+    numel_of: Callable[[Parameter], int],
+) -> list[tuple[Parameter, int]]:
+    """Return (a parameter, sum of `numel_of` over all parameters) for each part of the model.
 
-    A part is what is always on the same ranks: a layer's attention, MLP, expert; the embedding, the head and so on.
+    The parameters of a part are always on the same ranks: attention, MLP or one expert of a layer,
+    the embedding, the head and so on. Only the first expert of a layer is included.
     """
-    found: dict[object, tuple[Parameter, int]] = {}
+    parts: dict[object, tuple[Parameter, int]] = {}
     for parameter in parameters_of(table, most_experts=1):
         layer = parameter.indices.get("layer")
-        key = parameter.location, layer, parameter.is_of_mlp, parameter.is_expert, layer is None and parameter.tensors
-        first, numel = found.get(key, (parameter, 0))
-        found[key] = first, numel + numel_of(parameter)
-    return list(found.values())
+        # Outside of layers, the tensors distinguish parameters.
+        tensors = parameter.tensors if layer is None else ()
+        key = (parameter.location, layer, parameter.is_of_mlp, parameter.is_expert, tensors)
+        first, numel = parts.get(key, (parameter, 0))
+        parts[key] = (first, numel + numel_of(parameter))
+    return list(parts.values())
 
 
 def packed_size(packing: Packing, shapes: Mapping[str, Shape], tensors: tuple[str, ...]) -> int:
-    """Length of the whole parameter along the packed dim, without padding."""
+    """Return the length of the whole parameter along the packed dim, without padding."""
     return sum(shapes[tensor][packing.dim] for tensor in tensors)
 
 
 def _locations_of(rule: Rule) -> dict[Location, str]:
-    """The parts of the model that a rule speaks of, each with one of its names (they differ by layer spec)."""
-    found: dict[Location, str] = {}
+    """Return the locations of a rule's parameters, each with the first of its names.
+
+    Names differ by layer spec.
+    """
+    names: dict[Location, str] = {}
     for name in rule.names:
-        location = next((location for location in Location if name.startswith(location)), None)
+        location = next((prefix for prefix in Location if name.startswith(prefix)), None)
         if location is None:
-            raise ValueError(f"{name}: begins with none of {', '.join(Location)}, so it is on no known stage")
-        found.setdefault(location, name)
-    return found
+            known = ", ".join(Location)
+            raise ValueError(f"{name}: begins with none of {known}, so its stage is unknown")
+        names.setdefault(location, name)
+    return names

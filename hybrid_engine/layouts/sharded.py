@@ -1,7 +1,8 @@
-"""A sharded trainer's side (FSDP2): every parameter is split along one dim over as many ranks as shard it.
+"""A sharded trainer's side (FSDP2): ranks split every parameter along one dim.
 
-Which tensors of a checkpoint lie where in a parameter is given as `Packed`; a rank holds the part of them that is in
-its part of the parameter. The live adaptor (backends/fsdp) makes its records by the same function.
+`Packed` describes the place of each tensor of a checkpoint in a parameter. A rank holds the part
+of the tensor that is in its part of the parameter. The live adaptor (backends/fsdp) creates its
+records with the same function, `held_boxes`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ import numpy as np
 from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
+from hybrid_engine.records.holdings import (
+    BoxOwners,
+    PlacedBox,
+    PlacedBoxes,
+    SideBuilder,
+    SideLayout,
+)
 from hybrid_engine.records.regions import StridedView, boxes_of_copy, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A canonical tensor is this view of the whole, contiguous tensor called `parameter` (elements)."""
+    """Place of a canonical tensor: a view, in elements, of the whole contiguous `parameter`."""
 
     parameter: str
     view: StridedView
@@ -30,12 +37,13 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class PackedModel:
-    """The tensors of a sharded trainer, before it is sharded.
+    """Tensors of a sharded trainer before sharding.
 
     Attributes:
-        tensors: canonical name -> where it lies.
-        shapes: of the whole parameters, and of the buffers that a checkpoint has; of tied ones one.
-        whole: names of those that every rank has whole: a module's buffers.
+        tensors: place of each canonical tensor.
+        shapes: shapes of the whole parameters, and of the buffers that a checkpoint has. Tied
+            parameters are listed once.
+        whole: names that every rank holds whole: the buffers of modules.
     """
 
     tensors: Mapping[str, Packed]
@@ -43,32 +51,45 @@ class PackedModel:
     whole: Collection[str] = ()
 
     def local_numel(self, name: str, num_shards: int) -> int:
-        """Elements of a parameter, or of a buffer, that each rank stores; FSDP2 pads the rows of the last ranks."""
+        """Return the elements of a parameter or buffer that each rank stores.
+
+        FSDP2 pads the rows of the last ranks.
+        """
         shape = self.shapes[name]
-        return math.prod(shape if name in self.whole else (-(-shape[0] // num_shards), *shape[1:]))
+        if name in self.whole:
+            return math.prod(shape)
+        rows = -(-shape[0] // num_shards)
+        return rows * math.prod(shape[1:])
 
     def numel_by_layer(self, num_shards: int) -> dict[str, int]:
-        """Prefix of a layer, "" for what is in none -> elements of its parameters that each rank stores."""
+        """Return the parameter elements that each rank stores, by prefix of the layer.
+
+        Parameters outside of layers are at "".
+        """
         layers: dict[str, int] = {}
         for name in self.shapes.keys() - set(self.whole):
-            found = re.match(r".*?\.\d+\.", name)
-            layer = found[0] if found else ""
+            prefix = re.match(r".*?\.\d+\.", name)
+            layer = prefix[0] if prefix else ""
             layers[layer] = layers.get(layer, 0) + self.local_numel(name, num_shards)
         return layers
 
     def splits_evenly(self, name: str, num_shards: int) -> bool:
-        """Whether all ranks have as many rows; only such memory is freed page by page (backends/fsdp)."""
+        """Return whether all ranks have equally many rows of a parameter.
+
+        Only the memory of these is freed page by page (backends/fsdp).
+        """
         return name not in self.whole and self.shapes[name][0] % num_shards == 0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """A box of a tensor that a rank holds, and where its elements lie in a flat buffer of the rank.
+    """A box of a tensor on a rank, with its place in a flat buffer of the rank.
 
     Attributes:
-        offsets, lengths: of the box; some lengths are 0 where the rank holds nothing.
-        start: of its first element in the buffer.
-        strides: elements, one for each dim.
+        offsets: start of the box in the tensor.
+        lengths: elements per dim; some are 0 if the rank holds nothing.
+        start: position of the box's first element in the buffer.
+        strides: elements per dim.
     """
 
     offsets: Shape
@@ -83,27 +104,38 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
     Args:
         packed: the canonical tensor, as a view of the whole parameter.
         parameter: shape of the whole parameter.
-        part: what the rank holds of it.
+        part: the rank's part of the parameter.
 
-    Raises ValueError where a dim of the parameter holds several dims of the canonical tensor.
+    Raises:
+        ValueError: a dim of the parameter holds several dims of the canonical tensor.
     """
-    shape, unit = packed.shape, contiguous_strides(packed.shape)
+    shape = packed.shape
+    unit = contiguous_strides(shape)
     for box in boxes_of_copy(parameter, packed, StridedView(0, shape, unit)):
-        # one box of the parameter, cut to what the rank has of it; dst says where its elements are in the canonical one
+        # A box of the parameter. Its dst strides are positions in the canonical tensor. Cut it to
+        # the rank's part.
         first = tuple(map(max, box.offsets, part.offsets))
-        last = tuple(map(min, _ends(box.offsets, box.lengths), _ends(part.offsets, part.lengths)))
-        if any(low >= high for low, high in zip(first, last, strict=True)):
+        last = tuple(
+            map(min, _ends(box.offsets, box.lengths), _ends(part.offsets, part.lengths)),
+        )
+        sizes = [high - low for low, high in zip(first, last, strict=True)]
+        if min(sizes, default=1) <= 0:
             continue
-        position = box.dst_offset + _dot(first, box.offsets, box.dst_strides)
+        position = box.dst_offset + _distance(first, box.offsets, box.dst_strides)
         offsets = tuple(position // step % size for step, size in zip(unit, shape, strict=True))
-        lengths, strides = [1] * len(shape), [0] * len(shape)
-        for dim, size in enumerate(high - low for low, high in zip(first, last, strict=True)):
-            if size > 1:
-                along = _dim_of(box.dst_strides[dim], unit, shape)
-                if along is None or offsets[along] + size > shape[along]:
-                    raise ValueError(f"dim {dim} of parameter shape {parameter} holds several of its dims")
-                lengths[along], strides[along] = size, part.strides[dim]
-        start = part.start + _dot(first, part.offsets, part.strides)
+        lengths = [1] * len(shape)
+        strides = [0] * len(shape)
+        for dim, size in enumerate(sizes):
+            if size == 1:
+                continue
+            along = _dim_of(box.dst_strides[dim], unit, shape)
+            if along is None or offsets[along] + size > shape[along]:
+                raise ValueError(
+                    f"dim {dim} of parameter shape {parameter} holds several dims of the tensor"
+                )
+            lengths[along] = size
+            strides[along] = part.strides[dim]
+        start = part.start + _distance(first, part.offsets, part.strides)
         yield LocalBox(offsets, tuple(lengths), start, tuple(strides))
 
 
@@ -111,59 +143,95 @@ def _ends(offsets: Shape, lengths: Shape) -> Shape:
     return tuple(low + size for low, size in zip(offsets, lengths, strict=True))
 
 
-def _dot(index: Shape, base: Shape, strides: Shape) -> int:
-    """How far `index` lies from `base`, in elements."""
-    return sum((i - low) * stride for i, low, stride in zip(index, base, strides, strict=True))
+def _distance(index: Shape, base: Shape, strides: Shape) -> int:
+    """Return the distance from `base` to `index`, in elements."""
+    steps = zip(index, base, strides, strict=True)
+    return sum((i - low) * stride for i, low, stride in steps)
 
 
 def _dim_of(stride: int, unit: Shape, shape: Shape) -> int | None:
-    """The dim along which a step of `stride` goes, if it is one step of a dim: dims of one element never are."""
-    return next((dim for dim, step in enumerate(unit) if step == stride and shape[dim] > 1), None)
+    """Return the dim of which `stride` is a single step; dims of one element are skipped."""
+    for dim, step in enumerate(unit):
+        if step == stride and shape[dim] > 1:
+            return dim
+    return None
 
 
 def sharded_side(
-    table: ModelTable, model: PackedModel, sizes: ShardedParallelism, dtype: str = "float32"
+    table: ModelTable,
+    model: PackedModel,
+    sizes: ShardedParallelism,
+    dtype: str = "float32",
 ) -> SideLayout:
-    """Where FSDP2 keeps every tensor, on all ranks; each parameter is a buffer of its own, split along its first dim.
+    """Return FSDP2's part of every tensor on all ranks.
 
-    `dtype`: of the parameters. Elements are counted with the padding that makes all ranks' rows as many.
+    Each parameter is a separate buffer, split along its first dim. Elements are counted with the
+    padding that gives all ranks equally many rows.
 
-    Source: torch.distributed.fsdp.fully_shard; torch.chunk gives every rank ceil(n / num_shards) rows while there are.
+    Args:
+        table: name table of the model.
+        model: places of the tensors in the parameters.
+        sizes: parallel sizes.
+        dtype: dtype of the parameters.
+
+    Source: torch.distributed.fsdp.fully_shard; torch.chunk gives every rank ceil(n / num_shards)
+    rows until none are left.
     """
-    side = SideBuilder(sizes.world_size, table.shapes, dtype, table.dtypes, is_offered_all=False)
-    ranks_of = [np.arange(shard, sizes.world_size, sizes.num_shards) for shard in range(sizes.num_shards)]
+    side = SideBuilder(
+        sizes.world_size,
+        table.shapes,
+        dtype,
+        table.dtypes,
+        is_offered_all=False,
+    )
+    ranks_of = [
+        np.arange(shard, sizes.world_size, sizes.num_shards) for shard in range(sizes.num_shards)
+    ]
     everyone = np.arange(sizes.world_size)
-    pieces: dict[object, tuple[PlacedBox, ...]] = {}
+    boxes_of: dict[object, tuple[PlacedBox, ...]] = {}
     for tensor, place in model.tensors.items():
-        shape, is_whole = model.shapes[place.parameter], place.parameter in model.whole
-        key = place.view, shape, is_whole
-        if key not in pieces:
-            whole = LocalBox((0,) * len(shape), shape, 0, contiguous_strides(shape))
-            parts = [(whole, everyone)] if is_whole else _parts_with(place.view, shape, ranks_of)
-            pieces[key] = tuple(
-                PlacedBox(
-                    BoxOwners(box.offsets, box.lengths, ranks),
-                    "{name}",
-                    math.prod(part.lengths),
-                    box.start,
-                    box.strides,
-                )
-                for part, ranks in parts
-                for box in held_boxes(place.view, shape, part)
-            )
-        side.add(tensor, PlacedBoxes(pieces[key], {"name": place.parameter}, group=""))
+        shape = model.shapes[place.parameter]
+        is_whole = place.parameter in model.whole
+        key = (place.view, shape, is_whole)
+        if key not in boxes_of:
+            if is_whole:
+                whole = LocalBox((0,) * len(shape), shape, 0, contiguous_strides(shape))
+                parts = iter([(whole, everyone)])
+            else:
+                parts = _parts_with(place.view, shape, ranks_of)
+            boxes_of[key] = tuple(_placed(place.view, shape, parts))
+        side.add(tensor, PlacedBoxes(boxes_of[key], {"name": place.parameter}, group=""))
     for name in model.shapes:
         numel = model.local_numel(name, sizes.num_shards)
         side.add_elements(everyone, numel, of_expert=".experts." in name)
     return side.build()
 
 
-def _parts_with(view: StridedView, shape: Shape, ranks_of: list[np.ndarray]) -> Iterator[tuple[LocalBox, np.ndarray]]:
-    """The rows of each rank that has any of those in which a view lies."""
-    rows, row = -(-shape[0] // len(ranks_of)), math.prod(shape[1:])
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
-    for shard in range(view.offset // row // rows, last // row // rows + 1):
-        first, end = shard * rows, min((shard + 1) * rows, shape[0])
+def _placed(
+    view: StridedView,
+    shape: Shape,
+    parts: Iterator[tuple[LocalBox, np.ndarray]],
+) -> Iterator[PlacedBox]:
+    """Yield the boxes of a view in each part of a parameter."""
+    for part, ranks in parts:
+        for box in held_boxes(view, shape, part):
+            owners = BoxOwners(box.offsets, box.lengths, ranks)
+            yield PlacedBox(owners, "{name}", math.prod(part.lengths), box.start, box.strides)
+
+
+def _parts_with(
+    view: StridedView,
+    shape: Shape,
+    ranks_of: list[np.ndarray],
+) -> Iterator[tuple[LocalBox, np.ndarray]]:
+    """Yield the rows of each shard that may hold elements of a view, with the shard's ranks."""
+    rows_per_shard = -(-shape[0] // len(ranks_of))
+    numel_per_shard = rows_per_shard * math.prod(shape[1:])
+    first_shard = view.offset // numel_per_shard
+    last_shard = (view.stop - 1) // numel_per_shard
+    for shard in range(first_shard, last_shard + 1):
+        first = shard * rows_per_shard
+        end = min(first + rows_per_shard, shape[0])
         lengths = (end - first, *shape[1:])
         offsets = (first, *(0 for _ in shape[1:]))
         yield LocalBox(offsets, lengths, 0, contiguous_strides(lengths)), ranks_of[shard]

@@ -1,7 +1,7 @@
-"""Constraints on parallel sizes for a model: one record for each rule, which finds the problem and the remedy.
+"""Constraints on parallel sizes for a model, one record per rule.
 
-`training_side` and `inference_side` refuse sizes that break a rule; config/rules.py takes the same records over,
-under the keys of the configuration.
+`training_side` and `inference_side` reject sizes that break a rule. config/rules.py applies the
+same records under the keys of the configuration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hybrid_engine.errors import Violation
-from hybrid_engine.layouts.parallelism import InferenceParallelism, Parallelism, TrainParallelism, sizes_of
+from hybrid_engine.layouts.parallelism import (
+    InferenceParallelism,
+    Parallelism,
+    TrainParallelism,
+    sizes_of,
+)
 from hybrid_engine.layouts.parameters import Parameter, packed_size, parameters_of
 from hybrid_engine.layouts.stages import UNEVEN, pattern_violations, split_violations
 from hybrid_engine.models.packing import GateUp, Over, Split, Vocabulary
@@ -23,12 +28,12 @@ _Sizes = TypeVar("_Sizes", bound=Parallelism)
 
 @dataclass(frozen=True)
 class SizeRule(Generic[_Sizes]):
-    """One rule.
+    """A constraint on the sizes.
 
     Attributes:
-        size: the size that is most often to change; a finding names its own.
-        text: what holds of possible sizes; a sentence for the documentation.
-        find: yields what breaks it for a model, by the sizes' attributes.
+        size: the size that usually has to change. Each violation names its key.
+        text: statement about valid sizes, a sentence for the documentation.
+        find: yields the violations of sizes for a model. Keys are attributes of the sizes.
     """
 
     size: str
@@ -37,61 +42,100 @@ class SizeRule(Generic[_Sizes]):
 
 
 def violations(sizes: Parallelism, table: ModelTable) -> list[Violation]:
-    """Everything that makes these sizes impossible for a model; keys are the attributes' names."""
-    if found := list(count_violations(sizes)):
-        return found
+    """Return all violations of the sizes for a model. Keys are attributes of the sizes."""
+    invalid = list(count_violations(sizes))
+    if invalid:
+        return invalid
     if isinstance(sizes, TrainParallelism):
-        return [found for train_rule in TRAIN_RULES for found in train_rule.find(sizes, table)]
-    return [found for infer_rule in INFER_RULES for found in infer_rule.find(sizes, table)]
+        for train_rule in TRAIN_RULES:
+            invalid += train_rule.find(sizes, table)
+    else:
+        for infer_rule in INFER_RULES:
+            invalid += infer_rule.find(sizes, table)
+    return invalid
 
 
 def count_violations(sizes: Parallelism) -> Iterator[Violation]:
-    """Counts below 1, about which no rule can say anything."""
+    """Yield a violation for each count below 1. No rule can be applied to these."""
     for name in ("world_size", *(size.name for size in sizes_of(type(sizes)))):
         value = getattr(sizes, name)
-        if type(value) is int and value < 1:  # a bool is no count
-            yield Violation(name, f"{value} is not a valid size", "Use 1 or more")
+        # `type`, because a bool is an int and not a count.
+        if type(value) is int and value < 1:
+            yield Violation(
+                name,
+                f"{value} is not a valid size",
+                "Use 1 or more",
+                code="below-1",
+            )
 
 
-# -- training --------------------------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 def _train_ranks(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
-    yield from _product("tensor", {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context}, sizes)
+    factors = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context}
+    yield from _product("tensor", factors, sizes)
     if table.dims.num_experts:
         factors = {"ETP": sizes.expert_cut, "EP": sizes.expert, "PP": sizes.pipeline}
-        remedy = "ETP is TP unless it is given: try ETP 1" if sizes.expert_tensor is None and sizes.tensor > 1 else ""
+        is_implied = sizes.expert_tensor is None and sizes.tensor > 1
+        remedy = "ETP is TP unless it is given: try ETP 1" if is_implied else ""
         yield from _product("expert", factors, sizes, remedy)
 
 
 def _train_experts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
     num_experts = table.dims.num_experts
-    for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor or 1)):
-        if not num_experts and size > 1:
-            yield Violation(key, f"{size}, but the model has no experts", "Use 1")
+    if not num_experts:
+        for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor or 1)):
+            if size > 1:
+                yield Violation(
+                    key,
+                    f"{size}, but the model has no experts",
+                    "Use 1",
+                    code="more-than-experts",
+                )
     if num_experts % sizes.expert:
-        problem = f"{sizes.expert} does not divide the number of experts {num_experts}"
-        yield Violation("expert", problem, f"Use a divisor of {num_experts}")
+        yield Violation(
+            "expert",
+            f"{sizes.expert} does not divide the number of experts {num_experts}",
+            f"Use a divisor of {num_experts}",
+            code="not-divisible",
+        )
 
 
 def _train_cuts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
-    parts = {over: sizes.num_parts(over) for over in Over}
-    keys = {Over.TENSOR: "tensor", Over.EXPERT_TENSOR: "tensor" if sizes.expert_tensor is None else "expert_tensor"}
+    num_parts = {over: sizes.num_parts(over) for over in Over}
+    keys = {
+        Over.TENSOR: "tensor",
+        Over.EXPERT_TENSOR: "tensor" if sizes.expert_tensor is None else "expert_tensor",
+    }
 
-    def is_even(parameter: Parameter) -> bool:
-        """The vocabulary is padded; some projections are whole."""
+    def must_divide(parameter: Parameter) -> bool:
+        # The vocabulary is padded, and some layer specs leave some projections whole.
         packing = parameter.packing
-        return not isinstance(packing, Vocabulary) and (sizes.cuts_whole_projections or not packing.may_be_whole)
+        if isinstance(packing, Vocabulary):
+            return False
+        return sizes.cuts_whole_projections or not packing.may_be_whole
 
-    yield from _cuts(table, parts, keys, is_even)
+    yield from _cuts(table, num_parts, keys, must_divide)
 
 
 def _noop_positions(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
     num_positions = table.dims.num_layers + len(sizes.noop_layers)
-    if bad := [noop for noop in sizes.noop_layers if noop >= num_positions]:
-        yield Violation("noop_layers", f"{bad} of {num_positions} positions, counted from 0", "Use smaller numbers")
+    too_large = [noop for noop in sizes.noop_layers if noop >= num_positions]
+    if too_large:
+        yield Violation(
+            "noop_layers",
+            f"{too_large} of {num_positions} positions, counted from 0",
+            "Use smaller numbers",
+            code="out-of-range",
+        )
     if len(set(sizes.noop_layers)) < len(sizes.noop_layers):
-        yield Violation("noop_layers", f"{list(sizes.noop_layers)} names a position twice", "Name each once")
+        yield Violation(
+            "noop_layers",
+            f"{list(sizes.noop_layers)} names a position twice",
+            "Name each position once",
+            code="not-unique",
+        )
 
 
 def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
@@ -100,14 +144,39 @@ def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
         return
     for key in (*UNEVEN, "pipeline_layout", "noop_layers"):
         if getattr(sizes, key) not in (None, False, ()):
-            yield Violation(key, "set beside a hybrid pattern, which says where stages end", "Use one of the two")
-    if table.dims.num_mtp_layers:
-        problem = "the model has MTP layers, which are known of a GPTModel only"
-        yield Violation("hybrid_layer_pattern", problem, "Use a GPTModel")
-    dims, transformer = table.dims, table.transformer
-    experts = [bool(has) for has in transformer["moe_layer_freq"]] if dims.num_experts else [False] * dims.num_layers
-    has_latent = bool(transformer.get("multi_latent_attention"))
-    yield from pattern_violations(pattern, sizes.pipeline, sizes.virtual_pipeline, experts, has_latent)
+            yield Violation(
+                key,
+                "cannot be combined with a hybrid pattern, which defines the stages",
+                "Use one of the two",
+                code="conflicting-keys",
+            )
+    dims = table.dims
+    if table.is_derived:
+        yield Violation(
+            "hybrid_layer_pattern",
+            f"{table.architecture} has no name table, so its layers are not known by kind",
+            "Use a GPTModel",
+            code="unsupported-layers",
+        )
+        return
+    if dims.num_mtp_layers:
+        yield Violation(
+            "hybrid_layer_pattern",
+            "the model has MTP layers, which are supported for a GPTModel only",
+            "Use a GPTModel",
+            code="unsupported-layers",
+        )
+    experts = [False] * dims.num_layers
+    if dims.num_experts:
+        experts = [bool(is_moe) for is_moe in table.transformer["moe_layer_freq"]]
+    has_latent = bool(table.transformer.get("multi_latent_attention"))
+    yield from pattern_violations(
+        pattern,
+        sizes.pipeline,
+        sizes.virtual_pipeline,
+        experts,
+        has_latent,
+    )
 
 
 def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
@@ -116,105 +185,182 @@ def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violat
     return split_violations(sizes, table.dims.num_layers, table.dims.num_mtp_layers)
 
 
-# -- inference -------------------------------------------------------------------------------------------------------
+# -- inference ------------------------------------------------------------------------------------
 
 
 def infer_rank_violations(sizes: InferenceParallelism) -> Iterator[Violation]:
-    """Sizes that do not make whole replicas and instances of the ranks, for any model."""
+    """Yield the violations of sizes that do not divide the ranks into replicas and instances.
+
+    They are violations for any model.
+    """
     yield from _product("tensor", {"TP": sizes.tensor, "PP": sizes.pipeline}, sizes)
     if sizes.expert > 1 and sizes.expert % sizes.tensor:
-        yield Violation("expert", f"{sizes.expert} is not a multiple of TP {sizes.tensor}", "Use 1 or a multiple")
+        yield Violation(
+            "expert",
+            f"{sizes.expert} is not a multiple of TP {sizes.tensor}",
+            "Use 1 or a multiple",
+            code="not-a-multiple",
+        )
     else:
         yield from _product("expert", {"EP": sizes.expert, "PP": sizes.pipeline}, sizes)
-    if sizes.rank_order is not None and sorted(sizes.rank_order) != list(range(sizes.world_size)):
-        problem = f"it does not name each of the {sizes.world_size} ranks once"
-        yield Violation("rank_order", problem, f"Name every rank from 0 to {sizes.world_size - 1} once")
+    num_ranks = sizes.world_size
+    if sizes.rank_order is not None and sorted(sizes.rank_order) != list(range(num_ranks)):
+        yield Violation(
+            "rank_order",
+            f"it does not name each of the {num_ranks} ranks once",
+            f"Name every rank from 0 to {num_ranks - 1} once",
+            code="not-a-permutation",
+        )
 
 
 def _infer_counts(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Violation]:
-    dims = table.dims
-    if sizes.pipeline > dims.num_layers:
-        yield Violation("pipeline", f"{sizes.pipeline} stages for {dims.num_layers} layers", "Use fewer stages")
-    if sizes.expert > max(dims.num_experts, 1):
-        problem = f"{sizes.expert}, but the model has {dims.num_experts or 'no'} experts"
-        yield Violation("expert", problem, f"Use {'fewer' if dims.num_experts else '1'}")
+    num_layers = table.dims.num_layers
+    num_experts = table.dims.num_experts
+    if sizes.pipeline > num_layers:
+        yield Violation(
+            "pipeline",
+            f"{sizes.pipeline} stages for {num_layers} layers",
+            "Use fewer stages",
+            code="more-stages-than-layers",
+        )
+    if sizes.expert > max(num_experts, 1):
+        yield Violation(
+            "expert",
+            f"{sizes.expert}, but the model has {num_experts or 'no'} experts",
+            f"Use {'fewer' if num_experts else '1'}",
+            code="more-than-experts",
+        )
 
 
 def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Violation]:
     rows = sizes.padded_vocabulary(table.dims.vocab_size)
     if rows % sizes.tensor:
-        problem = f"{sizes.tensor} does not divide the {rows} rows of the padded vocabulary"
-        yield Violation("tensor", problem, f"Use a divisor of {rows}")
-    parts = {Over.NONE: 1, Over.TENSOR: sizes.tensor, Over.EXPERT_TENSOR: sizes.tensor if sizes.expert == 1 else 1}
+        yield Violation(
+            "tensor",
+            f"{sizes.tensor} does not divide the {rows} rows of the padded vocabulary",
+            f"Use a divisor of {rows}",
+            code="not-divisible",
+        )
+    num_parts = {
+        Over.NONE: 1,
+        Over.TENSOR: sizes.tensor,
+        Over.EXPERT_TENSOR: sizes.tensor if sizes.expert == 1 else 1,
+    }
 
-    def is_even(parameter: Parameter) -> bool:
-        """The vocabulary is padded, heads are counted one by one, some projections are whole, some not there."""
+    def must_divide(parameter: Parameter) -> bool:
+        # The vocabulary is padded, heads have a separate rule, and some parameters are replicated
+        # or not loaded at all.
         packing = parameter.packing
         is_cut = isinstance(packing, Split | GateUp) and not packing.may_be_whole
         return is_cut and table.is_served(parameter.tensors[0])
 
-    yield from _cuts(table, parts, {Over.TENSOR: "tensor", Over.EXPERT_TENSOR: "tensor"}, is_even)
+    keys = {Over.TENSOR: "tensor", Over.EXPERT_TENSOR: "tensor"}
+    yield from _cuts(table, num_parts, keys, must_divide)
 
 
-# -- either ----------------------------------------------------------------------------------------------------------
+# -- both sides -----------------------------------------------------------------------------------
 
 
-def _product(key: str, factors: Mapping[str, int], sizes: Parallelism, remedy: str = "") -> Iterator[Violation]:
-    """Sizes whose product does not divide the number of ranks."""
+def _product(
+    key: str,
+    factors: Mapping[str, int],
+    sizes: Parallelism,
+    remedy: str = "",
+) -> Iterator[Violation]:
+    """Yield a violation if the product of sizes does not divide the number of ranks."""
     product = math.prod(factors.values())
     if sizes.world_size % product:
         text = " x ".join(f"{name} {size}" for name, size in factors.items())
-        problem = f"{text} = {product} does not divide the world size {sizes.world_size}"
-        yield Violation(key, problem, remedy or "Choose sizes whose product divides it")
+        yield Violation(
+            key,
+            f"{text} = {product} does not divide the world size {sizes.world_size}",
+            remedy or "Choose sizes whose product divides it",
+            code="not-divisible",
+        )
 
 
 def _heads(sizes: Parallelism, table: ModelTable) -> Iterator[Violation]:
-    dims, tensor = table.dims, sizes.tensor
-    if dims.num_heads % tensor:
-        problem = f"{tensor} does not divide the number of attention heads {dims.num_heads}"
-        yield Violation("tensor", problem, f"Use a divisor of {dims.num_heads}")
-    if dims.num_kv_heads != dims.num_heads and dims.num_kv_heads % tensor and tensor % dims.num_kv_heads:
-        problem = f"{tensor} neither divides nor is a multiple of the {dims.num_kv_heads} key/value heads"
-        yield Violation("tensor", problem, "Choose a size that is one or the other")
+    tensor = sizes.tensor
+    num_heads = table.dims.num_heads
+    num_kv_heads = table.dims.num_kv_heads
+    if num_heads % tensor:
+        yield Violation(
+            "tensor",
+            f"{tensor} does not divide the number of attention heads {num_heads}",
+            f"Use a divisor of {num_heads}",
+            code="not-divisible",
+        )
+    # With fewer key/value heads than ranks, each head is replicated on equally many ranks.
+    if num_kv_heads != num_heads and num_kv_heads % tensor and tensor % num_kv_heads:
+        yield Violation(
+            "tensor",
+            f"{tensor} neither divides nor is a multiple of the {num_kv_heads} key/value heads",
+            "Choose a size that is one or the other",
+            code="not-divisible",
+        )
 
 
 def _cuts(
-    table: ModelTable, parts: Mapping[Over, int], keys: Mapping[Over, str], is_even: Callable[[Parameter], bool]
+    table: ModelTable,
+    num_parts: Mapping[Over, int],
+    keys: Mapping[Over, str],
+    must_divide: Callable[[Parameter], bool],
 ) -> Iterator[Violation]:
-    """Parameters that do not divide evenly: one finding for each rule of the table and length, naming a tensor.
+    """Yield a violation for each rule of the table and length that cannot be cut evenly.
 
     Args:
-        parts: number of parts by the group that cuts.
-        keys: the size that is this number.
-        is_even: whether a parameter is cut evenly at all.
+        table: name table of the model.
+        num_parts: number of parts by the group that cuts.
+        keys: size that defines this number, by group.
+        must_divide: returns whether a parameter has to be cut evenly.
     """
     seen: set[tuple[int, int]] = set()
     for parameter in parameters_of(table, most_experts=1):
-        packing, num_parts = parameter.packing, parts[parameter.packing.over]
+        packing = parameter.packing
+        parts = num_parts[packing.over]
         length = packed_size(packing, table.shapes, parameter.tensors)
-        if num_parts == 1 or (parameter.rule, length) in seen or not is_even(parameter):
+        if parts == 1 or (parameter.rule, length) in seen or not must_divide(parameter):
             continue
         seen.add((parameter.rule, length))
+        # Gate and up are cut separately.
         units = length // 2 if isinstance(packing, GateUp) else length
-        if units % num_parts:
-            problem = f"{num_parts} does not divide the {units} indices of {parameter.tensors[0]}"
-            yield Violation(keys[packing.over], problem, f"Use a divisor of {units}")
+        if units % parts:
+            yield Violation(
+                keys[packing.over],
+                f"{parts} does not divide the {units} indices of {parameter.tensors[0]}",
+                f"Use a divisor of {units}",
+                code="not-divisible",
+            )
 
 
 _HEADS_TEXT = "num_heads % TP == 0, and num_kv_heads % TP == 0 or TP % num_kv_heads == 0."
 
 TRAIN_RULES: tuple[SizeRule[TrainParallelism], ...] = (
-    SizeRule("tensor", "TP x PP x CP and, with experts, ETP x EP x PP divide the number of ranks.", _train_ranks),
+    SizeRule(
+        "tensor",
+        "TP x PP x CP and, with experts, ETP x EP x PP divide the number of ranks.",
+        _train_ranks,
+    ),
     SizeRule("tensor", _HEADS_TEXT, _heads),
     SizeRule("expert", "num_experts % EP == 0; without experts EP and ETP are 1.", _train_experts),
-    SizeRule("tensor", "TP, or ETP for experts, divides the dimension along which a parameter is cut.", _train_cuts),
-    SizeRule("noop_layers", "No-op layers have distinct positions among all layers.", _noop_positions),
+    SizeRule(
+        "tensor",
+        "TP, or ETP for experts, divides the dimension along which a parameter is cut.",
+        _train_cuts,
+    ),
+    SizeRule(
+        "noop_layers", "No-op layers have distinct positions among all layers.", _noop_positions
+    ),
     SizeRule(
         "hybrid_layer_pattern",
         "A hybrid pattern has an attention and an MLP in turn for each layer, of the model's kinds, in stages.",
         _hybrid,
     ),
-    SizeRule("pipeline", "The layers can be divided among pipeline stages and their virtual chunks.", _train_stages),
+    SizeRule(
+        "pipeline",
+        "The layers can be divided among pipeline stages and their virtual chunks.",
+        _train_stages,
+    ),
 )
 
 INFER_RULES: tuple[SizeRule[InferenceParallelism], ...] = (
@@ -224,8 +370,14 @@ INFER_RULES: tuple[SizeRule[InferenceParallelism], ...] = (
         lambda sizes, _: infer_rank_violations(sizes),
     ),
     SizeRule("tensor", _HEADS_TEXT, _heads),
-    SizeRule("pipeline", "PP <= num_layers, and EP <= num_experts where there are experts.", _infer_counts),
     SizeRule(
-        "tensor", "TP divides the projections, the padded vocabulary and, where EP is 1, every expert.", _infer_cuts
+        "pipeline",
+        "PP <= num_layers, and EP <= num_experts where there are experts.",
+        _infer_counts,
+    ),
+    SizeRule(
+        "tensor",
+        "TP divides the projections, the padded vocabulary and, where EP is 1, every expert.",
+        _infer_cuts,
     ),
 )

@@ -1,9 +1,12 @@
-"""Which layers megatron-core builds on which pipeline stage and virtual chunk.
+"""Layers of each pipeline stage and virtual chunk in megatron-core.
 
-Source: megatron-core 0.16.1 (and the same to 0.19.2), `transformer_block.get_num_layers_to_build`, `transformer_layer.
-get_transformer_layer_offset`, `pipeline_parallel_layer_layout`, `multi_token_prediction.mtp_on_this_rank`,
-`transformer_block.TransformerBlock.has_final_layernorm_in_this_stage`; of a HybridModel, 0.19.2,
-`models/hybrid/hybrid_layer_allocation.py`.
+Sources: megatron-core 0.16.1 (and the same to 0.19.2),
+`transformer_block.get_num_layers_to_build`,
+`transformer_layer.get_transformer_layer_offset`,
+`pipeline_parallel_layer_layout`,
+`multi_token_prediction.mtp_on_this_rank`,
+`transformer_block.TransformerBlock.has_final_layernorm_in_this_stage`;
+for a HybridModel, 0.19.2, `models/hybrid/hybrid_layer_allocation.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from hybrid_engine.layouts.parallelism import TrainParallelism
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
 _REPEATED = (re.compile(r"\(([^()]+)\)\*([0-9]+)"), re.compile(r"([^*()])\*([0-9]+)"))
-_MOST_LETTERS = 100_000
-"""Limit of a layout's length with repeats written out."""
+_MAX_LETTERS = 100_000
+"""Limit of a layout's length after expanding repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,17 @@ class Chunk:
     """The contents of one model chunk.
 
     Attributes:
-        stage, virtual: pipeline stage; number of the chunk among those of the stage.
-        positions: of its layers among all that Megatron builds, no-op layers included; from 0.
-        attention, mlp: the checkpoint's numbers of the layers whose attention, whose MLP or experts it has. They differ
-            only for a HybridModel, where each is a layer of its own.
-        has_embedding, has_head: it is the model's first, its last chunk.
-        has_mtp: the MTP (multi-token prediction) layers, and an embedding for them.
-        has_final_norm: the norm after the decoder.
+        stage: pipeline stage.
+        virtual: number of the chunk within its stage.
+        positions: positions of its layers among all layers that Megatron builds, no-op layers
+            included, from 0.
+        attention: checkpoint numbers of the layers with attention in the chunk.
+        mlp: checkpoint numbers of the layers with MLP or experts in the chunk. It differs from
+            `attention` only in a HybridModel, which builds these as separate layers.
+        has_embedding: True for the first chunk of the model.
+        has_head: True for the last chunk of the model.
+        has_mtp: True if it has the MTP (multi-token prediction) layers, with an embedding for them.
+        has_final_norm: True if it has the norm after the decoder.
     """
 
     stage: int
@@ -48,24 +55,33 @@ class Chunk:
 
 
 def parse_layout(text: str) -> list[str]:
-    """Megatron's notation as one string of E, t, m and L for every chunk, in the order in which layers run.
+    """Expand Megatron's layout notation into a string of E, t, m and L per chunk.
 
-    `|` ends a chunk, `x*3` and `(xy|)*3` repeat, commas mean nothing. Raises ValueError for anything else.
+    Chunks are in the order in which their layers run. `|` ends a chunk, `x*3` and `(xy|)*3`
+    repeat, commas and spaces are ignored.
+
+    Raises:
+        ValueError: the notation is invalid or expands to too many layers.
     """
-    unrolled = text.replace(",", "").replace(" ", "")
+    expanded = text.replace(",", "").replace(" ", "")
     for repeated in _REPEATED:
-        counts = [len(found[1]) * int(found[2][:9]) for found in repeated.finditer(unrolled)]
-        if len(unrolled) + sum(counts) > _MOST_LETTERS:
-            raise ValueError(f"{shortened(text)} stands for more than {_MOST_LETTERS} layers")
-        unrolled = repeated.sub(lambda found: found[1] * int(found[2]), unrolled)
-    if unknown := sorted(set(unrolled) - {EMBEDDING, LAYER, MTP, LOSS, "|"}):
+        # Nine digits suffice to exceed the limit. `int` refuses numbers of thousands of digits.
+        added = [len(match[1]) * int(match[2][:9]) for match in repeated.finditer(expanded)]
+        if len(expanded) + sum(added) > _MAX_LETTERS:
+            raise ValueError(f"{shortened(text)} stands for more than {_MAX_LETTERS} layers")
+        expanded = repeated.sub(lambda match: match[1] * int(match[2]), expanded)
+    unknown = sorted(set(expanded) - {EMBEDDING, LAYER, MTP, LOSS, "|"})
+    if unknown:
         known = "known are E, t, m, L, |, * and parentheses"
         raise ValueError(f"{clipped(' '.join(unknown))} in {shortened(text)}; {known}")
-    return unrolled.split("|")
+    return expanded.split("|")
 
 
 def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> list[Chunk]:
-    """All chunks of a model, in the order in which its layers run. The sizes must be possible."""
+    """Return all chunks of a model, in the order in which its layers run.
+
+    `sizes` must satisfy the size rules.
+    """
     pattern = sizes.hybrid_layer_pattern
     if pattern is None:
         contents = _contents(sizes, num_layers + len(sizes.noop_layers), num_mtp_layers)
@@ -75,16 +91,22 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
         lengths = [len(content) for content in contents]
     num_positions = sum(lengths)
     chunks: list[Chunk] = []
+    start = 0
     for number, (content, length) in enumerate(zip(contents, lengths, strict=True)):
-        start = chunks[-1].positions.stop if chunks else 0
         positions = range(start, start + length)
+        start += length
         if pattern is None:
-            attention = mlp = _numbers_at(positions, sizes.noop_layers)
+            attention = _checkpoint_numbers(positions, sizes.noop_layers)
+            mlp = attention
         else:
-            attention, mlp = (tuple(at // 2 for at in positions if at % 2 == half) for half in range(2))
+            # A HybridModel alternates attention and MLP, which share a checkpoint layer.
+            attention = tuple(position // 2 for position in positions if position % 2 == 0)
+            mlp = tuple(position // 2 for position in positions if position % 2 == 1)
         is_last = number == len(contents) - 1
+        has_last_layer = num_positions - 1 in positions
         chunks.append(
             Chunk(
+                # Consecutive chunks are on consecutive stages; each round is a virtual stage.
                 stage=number % sizes.pipeline,
                 virtual=number // sizes.pipeline,
                 positions=positions,
@@ -93,42 +115,87 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
                 has_embedding=number == 0,
                 has_head=is_last,
                 has_mtp=MTP in content,
-                has_final_norm=num_positions - 1 in positions if num_mtp_layers else is_last,
+                has_final_norm=has_last_layer if num_mtp_layers else is_last,
             )
         )
     return chunks
 
 
-def _numbers_at(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]:
-    """The checkpoint numbers its layers without the no-op ones."""
-    return tuple(
-        position - sum(noop < position for noop in noop_layers) for position in positions if position not in noop_layers
-    )
+def _checkpoint_numbers(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]:
+    """Return the checkpoint's numbers of layers. The checkpoint does not count no-op layers."""
+    numbers = []
+    for position in positions:
+        if position not in noop_layers:
+            numbers.append(position - sum(noop < position for noop in noop_layers))
+    return tuple(numbers)
 
 
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-UNEVEN = (_FIRST, _LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Sizes that make stages of different lengths, those that say how long before those that count more than layers."""
+UNEVEN = (
+    _FIRST,
+    _LAST,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Sizes that make stages uneven: first the explicit lengths, then the additional counts."""
 
 
-def split_violations(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> Iterator[Violation]:
-    """Everything that keeps a model's layers from being dealt out; keys are those of `TrainParallelism`."""
+def split_violations(
+    sizes: TrainParallelism,
+    num_layers: int,
+    num_mtp_layers: int,
+) -> Iterator[Violation]:
+    """Yield the violations of sizes that cannot divide a model's layers into stages.
+
+    Keys are attributes of `TrainParallelism`.
+    """
     num_positions = num_layers + len(sizes.noop_layers)
-    given = [key for key in UNEVEN if getattr(sizes, key) not in (None, False)]
+    uneven = [key for key in UNEVEN if getattr(sizes, key) not in (None, False)]
     if sizes.pipeline_layout is not None:
-        yield from (Violation(key, "set beside a layout of every stage", "Use one of the two") for key in given)
+        for key in uneven:
+            yield Violation(
+                key,
+                "cannot be combined with a layout of every stage",
+                "Use one of the two",
+                code="conflicting-keys",
+            )
         yield from _layout_violations(sizes, num_positions, num_mtp_layers)
         return
-    if sizes.virtual_pipeline is not None and sizes.pipeline == 1:
-        yield Violation("virtual_pipeline", "virtual stages without pipeline parallelism", "Leave it out")
-    if sizes.virtual_pipeline is not None and sizes.pipeline == 2 and {_FIRST, _LAST} <= set(given):
-        problem = "virtual stages of a first and a last stage with none between, which megatron-core cannot number"
-        yield Violation("virtual_pipeline", problem, "Give a layout of every stage")
+    if sizes.virtual_pipeline is not None:
+        if sizes.pipeline == 1:
+            yield Violation(
+                "virtual_pipeline",
+                "virtual stages without pipeline parallelism",
+                "Leave it out",
+                code="needs-pipeline",
+            )
+        if sizes.pipeline == 2 and {_FIRST, _LAST} <= set(uneven):
+            yield Violation(
+                "virtual_pipeline",
+                "megatron-core cannot number virtual stages if the first and the last stage are "
+                "given and there is no stage between them",
+                "Give a layout of every stage",
+                code="unsupported-split",
+            )
+    # Explicit lengths come first in `uneven`; they exclude the counts.
+    has_lengths = bool(uneven) and uneven[0] in (_FIRST, _LAST)
+    counts = [key for key in uneven if key not in (_FIRST, _LAST)]
     if sizes.pipeline == 1:
-        yield from (Violation(key, "set for a pipeline of one stage", "Leave it out") for key in given)
-    elif counting := [key for key in given if key not in (_FIRST, _LAST) and given[0] in (_FIRST, _LAST)]:
-        problem = "set beside the number of layers of the first or last stage"
-        yield from (Violation(key, problem, "Use one of the two") for key in counting)
+        for key in uneven:
+            yield Violation(
+                key,
+                "set for a pipeline of one stage",
+                "Leave it out",
+                code="needs-pipeline",
+            )
+    elif has_lengths and counts:
+        for key in counts:
+            yield Violation(
+                key,
+                "cannot be combined with the number of layers of the first or last stage",
+                "Use one of the two",
+                code="conflicting-keys",
+            )
     else:
         yield from _count_violations(sizes, num_positions)
 
@@ -138,95 +205,155 @@ def _contents(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) 
     if sizes.pipeline_layout is not None:
         return parse_layout(sizes.pipeline_layout)
     virtual = sizes.virtual_pipeline or 1
-    counts = [count // virtual for count in _stage_lengths(sizes, num_positions)] * virtual
+    lengths = _stage_lengths(sizes, num_positions)
+    counts = [length // virtual for length in lengths] * virtual
+    # An embedding or head that counts as a layer takes the place of one.
     counts[0] -= sizes.account_for_embedding_in_pipeline_split
     counts[-1] -= sizes.account_for_loss_in_pipeline_split
-    kinds = [LAYER * count for count in counts]
-    kinds[-1] += MTP * num_mtp_layers
-    return kinds
+    contents = [LAYER * count for count in counts]
+    contents[-1] += MTP * num_mtp_layers
+    return contents
 
 
 def _stage_lengths(sizes: TrainParallelism, num_positions: int) -> list[int]:
-    """Layers of each stage, with embedding and head counted where the split counts them."""
-    first, last = sizes.num_layers_in_first_pipeline_stage, sizes.num_layers_in_last_pipeline_stage
-    left = num_positions + _num_counted(sizes) - (first or 0) - (last or 0)
+    """Return the layers of each stage, including an embedding and a head that count as layers."""
+    first = sizes.num_layers_in_first_pipeline_stage
+    last = sizes.num_layers_in_last_pipeline_stage
+    remaining = num_positions + _num_counted(sizes) - (first or 0) - (last or 0)
     num_even = sizes.pipeline - (first is not None) - (last is not None)
-    lengths = [left // num_even] * num_even if num_even else []
-    lengths = lengths if first is None else [first, *lengths]
-    return lengths if last is None else [*lengths, last]
+    lengths = [remaining // num_even] * num_even if num_even else []
+    if first is not None:
+        lengths.insert(0, first)
+    if last is not None:
+        lengths.append(last)
+    return lengths
 
 
 def _num_counted(sizes: TrainParallelism) -> int:
-    """Number of embeddings and heads that the split counts as layers."""
+    """Return the number of embeddings and heads that count as layers."""
     return sizes.account_for_embedding_in_pipeline_split + sizes.account_for_loss_in_pipeline_split
 
 
 def _count_violations(sizes: TrainParallelism, num_positions: int) -> Iterator[Violation]:
-    first, last = sizes.num_layers_in_first_pipeline_stage, sizes.num_layers_in_last_pipeline_stage
-    lengths, counted = _stage_lengths(sizes, num_positions), num_positions + _num_counted(sizes)
-    if sum(lengths) != counted or min(lengths) < 0:
-        key, ends, remedy = "pipeline", "", "Use a divisor, first/last stage sizes or a layout"
+    first = sizes.num_layers_in_first_pipeline_stage
+    last = sizes.num_layers_in_last_pipeline_stage
+    lengths = _stage_lengths(sizes, num_positions)
+    num_counted = num_positions + _num_counted(sizes)
+    if sum(lengths) != num_counted or min(lengths) < 0:
+        key = "pipeline"
+        ends = ""
+        remedy = "Use a divisor, first/last stage sizes or a layout"
         if first is not None or last is not None:
-            key, remedy = (_LAST if first is None else _FIRST), "Choose stages that add up"
+            key = _LAST if first is None else _FIRST
             ends = f", {first or 'even'} in the first and {last or 'even'} in the last"
-        beside = f", {counted} with embedding and head counted," if counted > num_positions else ""
-        yield Violation(key, f"{num_positions} layers{beside} do not divide into {sizes.pipeline} stages{ends}", remedy)
+            remedy = "Choose stages that add up"
+        with_ends = ""
+        if num_counted > num_positions:
+            with_ends = f", {num_counted} with embedding and head counted,"
+        yield Violation(
+            key,
+            f"{num_positions} layers{with_ends} do not divide into {sizes.pipeline} stages{ends}",
+            remedy,
+            code="not-divisible",
+        )
         return
     virtual = sizes.virtual_pipeline or 1
-    if bad := sorted({length for length in lengths if length % virtual}):
+    indivisible = sorted({length for length in lengths if length % virtual})
+    if indivisible:
         yield Violation(
             "virtual_pipeline",
-            f"{virtual} chunks do not divide a stage of {', '.join(map(str, bad))} layers",
+            f"{virtual} chunks do not divide a stage of {', '.join(map(str, indivisible))} layers",
             "Choose a number of chunks that divides every stage",
+            code="not-divisible",
         )
-    elif lengths[0] < sizes.account_for_embedding_in_pipeline_split or lengths[-1] < (
-        sizes.account_for_loss_in_pipeline_split
-    ):
-        yield Violation("pipeline", "more stages than layers", "Use fewer stages")
+        return
+    # An end stage has to be at least as long as the embedding or head that counts as its layer.
+    is_first_short = lengths[0] < sizes.account_for_embedding_in_pipeline_split
+    is_last_short = lengths[-1] < sizes.account_for_loss_in_pipeline_split
+    if is_first_short or is_last_short:
+        yield Violation(
+            "pipeline",
+            "more stages than layers",
+            "Use fewer stages",
+            code="more-stages-than-layers",
+        )
 
 
-def _layout_violations(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> Iterator[Violation]:
+def _layout_violations(
+    sizes: TrainParallelism,
+    num_positions: int,
+    num_mtp_layers: int,
+) -> Iterator[Violation]:
     key = "pipeline_layout"
     try:
         chunks = parse_layout(sizes.pipeline_layout or "")
     except ValueError as error:
-        yield Violation(key, str(error), "Correct the layout")
+        yield Violation(key, str(error), "Correct the layout", code="invalid-layout")
         return
     if len(chunks) % sizes.pipeline:
-        yield Violation(key, f"{len(chunks)} chunks on {sizes.pipeline} stages", "Give every stage as many chunks")
+        yield Violation(
+            key,
+            f"{len(chunks)} chunks on {sizes.pipeline} stages",
+            "Give every stage as many chunks",
+            code="not-divisible",
+        )
         return
     virtual = len(chunks) // sizes.pipeline
     if sizes.pipeline == 1 and virtual > 1:
-        yield Violation(key, f"{virtual} chunks without pipeline parallelism", "Leave out |")
+        yield Violation(
+            key,
+            f"{virtual} chunks without pipeline parallelism",
+            "Leave out |",
+            code="needs-pipeline",
+        )
     if sizes.virtual_pipeline is not None and sizes.virtual_pipeline != virtual:
-        problem = f"{sizes.virtual_pipeline}, but the layout has {virtual} chunks for each stage"
-        yield Violation("virtual_pipeline", problem, "Leave it out")
-    whole = "".join(chunks)
-    counts = Counter(whole)
-    for letter, expected, what in ((LAYER, num_positions, "layers"), (MTP, num_mtp_layers, "MTP layers")):
+        yield Violation(
+            "virtual_pipeline",
+            f"{sizes.virtual_pipeline}, but the layout has {virtual} chunks for each stage",
+            "Leave it out",
+            code="different-chunks",
+        )
+    order = "".join(chunks)
+    counts = Counter(order)
+    for letter, expected, kind in (
+        (LAYER, num_positions, "layers"),
+        (MTP, num_mtp_layers, "MTP layers"),
+    ):
         if counts[letter] != expected:
-            yield Violation(key, f"{counts[letter]} {what} ({letter}), the model has {expected}", "Name each once")
-    if not (whole.startswith(EMBEDDING) and whole.endswith(LOSS) and counts[EMBEDDING] == counts[LOSS] == 1):
-        yield Violation(key, "it must begin with its only E and end with its only L", "Correct the layout")
-    yield from _mtp_violations(chunks, sizes.pipeline, num_mtp_layers)
-
-
-def _mtp_violations(chunks: Sequence[str], pipeline: int, num_mtp_layers: int) -> Iterator[Violation]:
-    """Megatron wants all of them in one chunk, the last of its stage, after the decoder."""
-    numbers = [number for number, chunk in enumerate(chunks) if MTP in chunk]
-    if not numbers:
+            yield Violation(
+                key,
+                f"{counts[letter]} {kind} ({letter}), the model has {expected}",
+                "Name each layer once",
+                code="different-number-of-layers",
+            )
+    is_once = counts[EMBEDDING] == counts[LOSS] == 1
+    if not (is_once and order.startswith(EMBEDDING) and order.endswith(LOSS)):
+        yield Violation(
+            key,
+            "it must begin with its only E and end with its only L",
+            "Correct the layout",
+            code="invalid-layout",
+        )
+    # Megatron requires all MTP layers in one chunk, the last of its stage, after the decoder.
+    mtp_chunks = [number for number, chunk in enumerate(chunks) if MTP in chunk]
+    if not mtp_chunks:
         return
-    whole = "".join(chunks)
-    is_together = len(numbers) == 1 and chunks[numbers[0]].count(MTP) == num_mtp_layers
-    if not is_together or numbers[0] < len(chunks) - pipeline or LAYER in whole[whole.index(MTP) :]:
-        problem = "MTP layers (m) must be together in the last chunk of a stage, after all other layers"
-        yield Violation("pipeline_layout", problem, "Move them to the end")
+    first = mtp_chunks[0]
+    is_together = len(mtp_chunks) == 1 and chunks[first].count(MTP) == num_mtp_layers
+    is_last_of_stage = first >= len(chunks) - sizes.pipeline
+    if not is_together or not is_last_of_stage or LAYER in order[order.index(MTP) :]:
+        yield Violation(
+            key,
+            "MTP layers (m) must be together in the last chunk of a stage, after all other layers",
+            "Move them to the end",
+            code="invalid-layout",
+        )
 
 
-# -- HybridModel: layers are attention or MLP alone ----------------------------------------------------------------
+# -- HybridModel: every layer is either attention or MLP -------------------------------------------
 
-# `*-*E|*-*-` is four layers of a checkpoint on two stages: each is an attention (`*`, latent `+`) and the MLP (`-`) or
-# experts (`E`) after it, with a position each. A stage may end between the two.
+# `*-*E|*-*-` is four layers of a checkpoint on two stages. Each is an attention (`*`, latent `+`)
+# followed by an MLP (`-`) or experts (`E`), at a position each. A stage may end between the two.
 _ATTENTION, _LATENT, _MLP, _EXPERTS, _PIPE = "*", "+", "-", "E", "|"
 _REFUSED = {
     "M": "Mamba layers (M)",
@@ -238,24 +365,29 @@ _PATTERN = "hybrid_layer_pattern"
 
 
 def checkpoint_layers(pattern: str) -> list[int]:
-    """Return the checkpoint's number of the layer at every position. Raises ValueError for other kinds of layers."""
-    if problem := _pattern_problem(pattern):
+    """Return the checkpoint's number of the layer at every position.
+
+    Raises:
+        ValueError: the pattern has other kinds of layers.
+    """
+    problem = _pattern_problem(pattern)
+    if problem:
         raise ValueError(problem)
     return [position // 2 for position in range(len(_symbols(pattern)))]
 
 
 def num_hybrid_chunks(pattern: str, pipeline: int) -> int:
-    """Chunks of each stage."""
+    """Return the number of chunks of each stage."""
     return max(1, (pattern.count(_PIPE) + 1) // pipeline)
 
 
 def has_experts(pattern: str) -> list[bool]:
-    """Whether there are experts, by position."""
+    """Return whether there are experts at each position."""
     return [symbol == _EXPERTS for symbol in _symbols(pattern)]
 
 
 def _segments(pattern: str, pipeline: int) -> list[str]:
-    """Return the symbols of every chunk; without `|`, stages of equal length."""
+    """Return the symbols of every chunk; without `|`, stages have equal lengths."""
     if _PIPE in pattern:
         return pattern.split(_PIPE)
     length = len(pattern) // pipeline
@@ -263,50 +395,93 @@ def _segments(pattern: str, pipeline: int) -> list[str]:
 
 
 def _pattern_problem(pattern: str) -> str | None:
-    """Why a pattern is none of pairs of attention and MLP; None if it is."""
+    """Return a message if a pattern is not pairs of attention and MLP."""
     symbols = _symbols(pattern)
-    if refused := [text for symbol, text in _REFUSED.items() if symbol in symbols]:
+    refused = [text for symbol, text in _REFUSED.items() if symbol in symbols]
+    if refused:
         return f"{', '.join(refused)} in {shortened(pattern)}"
-    if not re.fullmatch(r"(?:[*+][-E])+", symbols):
-        return f"{shortened(pattern)} is not attention (* or +) and MLP (- or E) in turn, with | at the ends of stages"
-    return None
+    if re.fullmatch(r"(?:[*+][-E])+", symbols):
+        return None
+    return f"{shortened(pattern)} is not attention (* or +) and MLP (- or E) in turn, with | at the ends of stages"
 
 
 def pattern_violations(
-    pattern: str, pipeline: int, virtual: int | None, experts: list[bool], has_latent: bool
+    pattern: str,
+    pipeline: int,
+    virtual: int | None,
+    experts: list[bool],
+    has_latent: bool,
 ) -> Iterator[Violation]:
-    """Everything for which a pattern does not fit a model and its stages.
+    """Yield the violations of a pattern that does not fit a model and its stages.
 
     Args:
-        pipeline, virtual: numbers of stages, and of chunks for each where that is given.
-        experts: whether a layer of the checkpoint has experts, by layer.
-        has_latent: the model's attention is latent (MLA).
+        pattern: layers of a HybridModel.
+        pipeline: number of stages.
+        virtual: number of chunks of each stage; None if it is not configured.
+        experts: for each layer of the checkpoint, True if it has experts.
+        has_latent: True if the model's attention is latent (MLA).
     """
-    if problem := _pattern_problem(pattern):
-        yield Violation(_PATTERN, problem, "Use a GPTModel, or attention and MLP in turn")
+    problem = _pattern_problem(pattern)
+    if problem:
+        yield Violation(
+            _PATTERN,
+            problem,
+            "Use a GPTModel, or attention and MLP in turn",
+            code="unsupported-layers",
+        )
         return
     symbols = _symbols(pattern)
     attention = _LATENT if has_latent else _ATTENTION
-    expected = "".join(attention + (_EXPERTS if has else _MLP) for has in experts)
+    expected = "".join(attention + (_EXPERTS if is_moe else _MLP) for is_moe in experts)
     if len(symbols) != len(expected):
-        problem = f"{len(symbols) // 2} pairs of attention and MLP, the model has {len(experts)} layers"
-        yield Violation(_PATTERN, problem, "Name each layer once")
+        yield Violation(
+            _PATTERN,
+            f"{len(symbols) // 2} pairs of attention and MLP, the model has {len(experts)} layers",
+            "Name each layer once",
+            code="different-number-of-layers",
+        )
     elif symbols != expected:
         position = next(at for at, symbol in enumerate(symbols) if symbol != expected[at])
-        problem = f"{symbols[position]} at position {position}, where the model has {expected[position]}"
-        yield Violation(_PATTERN, problem, f"Write {shortened(expected)}, with | at the ends of stages")
+        yield Violation(
+            _PATTERN,
+            f"{symbols[position]} at position {position}, where the model has {expected[position]}",
+            f"Write {shortened(expected)}, with | at the ends of stages",
+            code="different-layers",
+        )
     num_segments = pattern.count(_PIPE) + 1
-    if num_segments == 1 and len(symbols) % pipeline:
-        problem = f"{len(symbols)} positions do not divide into {pipeline} stages"
-        yield Violation(_PATTERN, problem, "End every stage but the last with |")
-    elif num_segments > 1 and pipeline == 1:
-        problem = f"{num_segments} chunks without pipeline parallelism"
-        yield Violation(_PATTERN, problem, "Leave out |, or raise pipeline_model_parallel_size")
-    elif num_segments > 1 and num_segments % pipeline:
-        yield Violation(_PATTERN, f"{num_segments} chunks on {pipeline} stages", "Give every stage as many chunks")
-    elif virtual is not None and virtual != num_hybrid_chunks(pattern, pipeline):
-        problem = f"{virtual}, but the pattern has {num_hybrid_chunks(pattern, pipeline)} chunks for each stage"
-        yield Violation("virtual_pipeline", problem, "Leave it out, and end every chunk but the last with |")
+    if num_segments == 1:
+        if len(symbols) % pipeline:
+            yield Violation(
+                _PATTERN,
+                f"{len(symbols)} positions do not divide into {pipeline} stages",
+                "End every stage but the last with |",
+                code="not-divisible",
+            )
+            return
+    elif pipeline == 1:
+        yield Violation(
+            _PATTERN,
+            f"{num_segments} chunks without pipeline parallelism",
+            "Leave out |, or raise pipeline_model_parallel_size",
+            code="needs-pipeline",
+        )
+        return
+    elif num_segments % pipeline:
+        yield Violation(
+            _PATTERN,
+            f"{num_segments} chunks on {pipeline} stages",
+            "Give every stage as many chunks",
+            code="not-divisible",
+        )
+        return
+    num_chunks = num_hybrid_chunks(pattern, pipeline)
+    if virtual is not None and virtual != num_chunks:
+        yield Violation(
+            "virtual_pipeline",
+            f"{virtual}, but the pattern has {num_chunks} chunks for each stage",
+            "Leave it out, and end every chunk but the last with |",
+            code="different-chunks",
+        )
 
 
 def _symbols(pattern: str) -> str:

@@ -1,7 +1,7 @@
-"""Megatron's side: where every parameter lies, from the parallel sizes.
+"""Megatron's side: the place of every parameter on each rank, from the parallel sizes.
 
-Sources: megatron-core 0.16.1, `models/gpt/gpt_model.py` (what is on which chunk), `tensor_parallel/layers.py` (even
-splits).
+Sources: megatron-core 0.16.1, `models/gpt/gpt_model.py` (contents of each chunk),
+`tensor_parallel/layers.py` (even splits).
 """
 
 from __future__ import annotations
@@ -15,58 +15,113 @@ import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.parameters import Location, Parameter, StoredElements, packed_size, parameters_of, parts_of
+from hybrid_engine.layouts.parameters import (
+    Location,
+    Parameter,
+    StoredElements,
+    packed_size,
+    parameters_of,
+    parts_of,
+)
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import Chunk, chunks_of
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import BoxOwners, PlacedBox, PlacedBoxes, SideBuilder, SideLayout
+from hybrid_engine.records.holdings import (
+    BoxOwners,
+    PlacedBox,
+    PlacedBoxes,
+    SideBuilder,
+    SideLayout,
+)
 from hybrid_engine.records.regions import contiguous_strides
 
 
-def training_side(table: ModelTable, parallelism: TrainParallelism, dtype: str = "bfloat16") -> SideLayout:
-    """Where Megatron keeps every tensor, on all ranks; each parameter is a buffer of its own.
+def training_side(
+    table: ModelTable,
+    parallelism: TrainParallelism,
+    dtype: str = "bfloat16",
+) -> SideLayout:
+    """Return Megatron's part of every tensor on all ranks, with a buffer for each parameter.
 
-    Raises ConfigError with every violation.
+    Raises:
+        ConfigError: lists every violation of the sizes.
     """
-    if found := violations(parallelism, table):
-        raise ConfigError(found)
+    invalid = violations(parallelism, table)
+    if invalid:
+        raise ConfigError(invalid)
     return _TrainingSide(table, parallelism, dtype).build()
 
 
 class TrainingElements:
-    """Counts what Megatron's ranks store, for many sizes of one model; lays nothing out."""
+    """Counter of the elements that Megatron's ranks store, for many sizes of one model."""
 
     def __init__(self, table: ModelTable) -> None:
         self._table = table
-        self._counted: dict[object, list[tuple[Parameter, int]]] = {}
+        self._parts: dict[object, list[tuple[Parameter, int]]] = {}
 
     def count(self, sizes: TrainParallelism) -> StoredElements:
-        """Return what each rank of a stage stores, as `training_side` has it. The sizes must be possible."""
+        """Return the elements of each rank of a stage, as in `training_side`.
+
+        `sizes` must satisfy the size rules.
+        """
         side = _TrainingSide(self._table, sizes, "bfloat16")
-        key = sizes.tensor, sizes.expert_cut, sizes.make_vocab_size_divisible_by, sizes.cuts_whole_projections
-        if key not in self._counted:
-            self._counted[key] = parts_of(self._table, side.local_numel)
-        found = np.zeros((2, sizes.pipeline), dtype=np.int64)
-        parts: Counter[tuple[str, ...]] = Counter()  # a tied head is one with the embedding
-        for parameter, numel in self._counted[key]:
-            copies = self._table.dims.num_experts // sizes.expert if parameter.is_expert else 1
+        key = (
+            sizes.tensor,
+            sizes.expert_cut,
+            sizes.make_vocab_size_divisible_by,
+            sizes.cuts_whole_projections,
+        )
+        if key not in self._parts:
+            self._parts[key] = parts_of(self._table, side.local_numel)
+        dense = np.zeros(sizes.pipeline, dtype=np.int64)
+        experts = np.zeros(sizes.pipeline, dtype=np.int64)
+        # Keyed by tensors: a tied head is the same part as the embedding.
+        parts: Counter[tuple[str, ...]] = Counter()
+        experts_per_rank = self._table.dims.num_experts // sizes.expert
+        for parameter, numel in self._parts[key]:
+            copies = experts_per_rank if parameter.is_expert else 1
             parts[parameter.tensors] += copies * numel
+            stored = experts if parameter.is_expert else dense
             for chunk in side.chunks_with(parameter):
-                found[int(parameter.is_expert), chunk.stage] += copies * numel
-        return StoredElements(found.sum(axis=0), found[1], max(parts.values()))
+                stored[chunk.stage] += copies * numel
+        return StoredElements(dense + experts, experts, max(parts.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Pieces of one parameter.
+
+    Attributes:
+        by_tensor: pieces of each tensor.
+        ranks: ranks that hold each part.
+        local_numel: elements of one part.
+    """
+
+    by_tensor: list[tuple[PlacedBox, ...]]
+    ranks: list[np.ndarray]
+    local_numel: int
 
 
 class _TrainingSide:
-    """Makes the side; ranks and pieces are made once for all parameters that have the same owners."""
+    """Layout of Megatron's side. Ranks and pieces are shared by parameters with equal owners."""
 
     def __init__(self, table: ModelTable, parallelism: TrainParallelism, dtype: str) -> None:
         self._table = table
         self._sizes = parallelism
         self._chunks = chunks_of(parallelism, table.dims.num_layers, table.dims.num_mtp_layers)
-        self._chunk_with_attention = {layer: chunk for chunk in self._chunks for layer in chunk.attention}
-        self._chunk_with_mlp = {layer: chunk for chunk in self._chunks for layer in chunk.mlp}
-        self._side = SideBuilder(parallelism.world_size, table.shapes, dtype, table.dtypes, is_offered_all=False)
+        self._chunk_with_attention: dict[int, Chunk] = {}
+        self._chunk_with_mlp: dict[int, Chunk] = {}
+        for chunk in self._chunks:
+            self._chunk_with_attention.update(dict.fromkeys(chunk.attention, chunk))
+            self._chunk_with_mlp.update(dict.fromkeys(chunk.mlp, chunk))
+        self._side = SideBuilder(
+            parallelism.world_size,
+            table.shapes,
+            dtype,
+            table.dtypes,
+            is_offered_all=False,
+        )
         self._ranks: dict[tuple[int, int | None, Over, int], np.ndarray] = {}
         self._pieces: dict[object, _Pieces] = {}
 
@@ -78,86 +133,102 @@ class _TrainingSide:
 
     def chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
         """Yield the chunks that have a parameter."""
-        tied = self._table.dims.tied_embeddings
         if parameter.location is Location.DECODER:
-            chunk_with = self._chunk_with_mlp if parameter.is_of_mlp else self._chunk_with_attention
-            yield chunk_with[parameter.indices["layer"]]
+            by_layer = self._chunk_with_mlp if parameter.is_of_mlp else self._chunk_with_attention
+            yield by_layer[parameter.indices["layer"]]
             return
+        is_tied = self._table.dims.tied_embeddings
         for chunk in self._chunks:
-            if {
+            # MTP layers need the embedding again. A tied head on the first chunk is the embedding.
+            contents = {
                 Location.EMBEDDING: chunk.has_embedding or chunk.has_mtp,
                 Location.MTP: chunk.has_mtp,
                 Location.FINAL_NORM: chunk.has_final_norm,
-                Location.HEAD: chunk.has_head and not (tied and chunk.has_embedding),
-            }[parameter.location]:
+                Location.HEAD: chunk.has_head and not (is_tied and chunk.has_embedding),
+            }
+            if contents[parameter.location]:
                 yield chunk
 
     def _add(self, parameter: Parameter, chunk: Chunk) -> None:
         expert = parameter.indices.get("expert")
+        block = None  # expert parallel rank
         if expert is not None:
-            expert //= self._table.dims.num_experts // self._sizes.expert
+            # Each expert parallel rank has a block of consecutive experts.
+            block = expert // (self._table.dims.num_experts // self._sizes.expert)
         shapes = tuple(self._table.shapes[tensor] for tensor in parameter.tensors)
-        key = parameter.rule, parameter.location, shapes, chunk.stage, chunk.virtual, expert
+        key = (parameter.rule, parameter.location, shapes, chunk.stage, chunk.virtual, block)
         if key not in self._pieces:
-            self._pieces[key] = self._make_pieces(parameter, chunk, expert)
-        made = self._pieces[key]
-        for tensor, pieces in zip(parameter.tensors, made.by_tensor, strict=True):
-            self._side.add(tensor, PlacedBoxes(pieces, parameter.indices, group=""))
-        for ranks in made.ranks:
-            self._side.add_elements(ranks, made.local_numel, of_expert=parameter.is_expert)
+            self._pieces[key] = self._make_pieces(parameter, chunk, block)
+        pieces = self._pieces[key]
+        for tensor, boxes in zip(parameter.tensors, pieces.by_tensor, strict=True):
+            self._side.add(tensor, PlacedBoxes(boxes, parameter.indices, group=""))
+        for ranks in pieces.ranks:
+            self._side.add_elements(ranks, pieces.local_numel, of_expert=parameter.is_expert)
 
-    def _make_pieces(self, parameter: Parameter, chunk: Chunk, expert: int | None) -> _Pieces:
+    def _make_pieces(self, parameter: Parameter, chunk: Chunk, block: int | None) -> _Pieces:
         packing = parameter.packing
         over = self._over(parameter)
         num_parts = self._sizes.num_parts(over)
         local_shape = self._local_shape(parameter, num_parts)
+        local_numel = math.prod(local_shape)
         strides = contiguous_strides(local_shape)
         by_tensor: dict[str, list[PlacedBox]] = {tensor: [] for tensor in parameter.tensors}
-        ranks = [self._ranks_of(chunk.stage, expert, over, part) for part in range(num_parts)]
+        ranks_by_part = []
         for part in range(num_parts):
-            for held in held_regions(packing, parameter.indices, self._table.shapes, local_shape, part, num_parts):
+            ranks = self._ranks_of(chunk.stage, block, over, part)
+            ranks_by_part.append(ranks)
+            for held in held_regions(
+                packing,
+                parameter.indices,
+                self._table.shapes,
+                local_shape,
+                part,
+                num_parts,
+            ):
                 by_tensor[held.region.tensor].append(
                     PlacedBox(
-                        BoxOwners(held.region.offsets, held.region.lengths, ranks[part]),
+                        BoxOwners(held.region.offsets, held.region.lengths, ranks),
                         buffer=f"chunk{chunk.virtual}.{parameter.name}",
-                        numel=math.prod(local_shape),
+                        numel=local_numel,
                         start=held.start * strides[held.local_dim],
+                        # Strides are in the order of canonical dims.
                         strides=strides[::-1] if packing.transposed else strides,
                     )
                 )
-        return _Pieces([tuple(pieces) for pieces in by_tensor.values()], ranks, math.prod(local_shape))
+        return _Pieces(list(map(tuple, by_tensor.values())), ranks_by_part, local_numel)
 
     def _over(self, parameter: Parameter) -> Over:
         is_whole = parameter.packing.may_be_whole and not self._sizes.cuts_whole_projections
         return Over.NONE if is_whole else parameter.packing.over
 
     def local_numel(self, parameter: Parameter) -> int:
-        """Elements of one rank's parameter."""
-        return math.prod(self._local_shape(parameter, self._sizes.num_parts(self._over(parameter))))
+        """Return the elements of one rank's part of a parameter."""
+        num_parts = self._sizes.num_parts(self._over(parameter))
+        return math.prod(self._local_shape(parameter, num_parts))
 
     def _local_shape(self, parameter: Parameter, num_parts: int) -> Shape:
-        """Return the shape of one rank's parameter, as Megatron allocates it."""
-        packing, shape = parameter.packing, self._table.shapes[parameter.tensors[0]]
+        """Return the shape of one rank's part of a parameter, as Megatron allocates it."""
+        packing = parameter.packing
+        shape = self._table.shapes[parameter.tensors[0]]
         size = packed_size(packing, self._table.shapes, parameter.tensors)
         if isinstance(packing, Vocabulary):
             size = self._sizes.padded_vocabulary(size)
         local = (*shape[: packing.dim], size // num_parts, *shape[packing.dim + 1 :])
         return local[::-1] if packing.transposed else local
 
-    def _ranks_of(self, stage: int, expert: int | None, over: Over, part: int) -> np.ndarray:
-        """Ranks that hold the same part of a parameter; one array for each set of them."""
-        key = stage, expert, over, part
+    def _ranks_of(self, stage: int, block: int | None, over: Over, part: int) -> np.ndarray:
+        """Return the ranks that hold the same part of a parameter.
+
+        Equal arguments return the same array, because `SideBuilder` relies on identity.
+        """
+        key = (stage, block, over, part)
         if key not in self._ranks:
-            in_stage = self._sizes.ranks[stage] if expert is None else self._sizes.expert_ranks[stage, :, expert]
-            # The last axis is the one that cuts a parameter; along all others it is replicated.
-            self._ranks[key] = np.sort((in_stage if over is Over.NONE else in_stage[..., part]).ravel())
+            if block is None:
+                ranks = self._sizes.ranks[stage]
+            else:
+                ranks = self._sizes.expert_ranks[stage, :, block]
+            # The last axis cuts a parameter. Along all others it is replicated.
+            if over is not Over.NONE:
+                ranks = ranks[..., part]
+            self._ranks[key] = np.sort(ranks.ravel())
         return self._ranks[key]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Pieces of each tensor of a parameter, the ranks of each part, and the elements of one part."""
-
-    by_tensor: list[tuple[PlacedBox, ...]]
-    ranks: list[np.ndarray]
-    local_numel: int

@@ -1,10 +1,11 @@
 """`RolloutEngine`: `--perform-rl-step` of train_rl.py, with vLLM servers for its rollouts.
 
-Megatron's loop says when to switch, by its own calls (backends/megatron/rl_interface.py), not this package's interval:
+Megatron's RL loop decides when to switch, by its own calls (backends/megatron/rl_interface.py). The
+interval of `--resharding-interval` has no effect:
 
-    every --grpo-iterations   resume    -> publish     the switch in place of `swap_model_weights`
+    every --grpo-iterations   resume    -> publish     the switch, instead of `swap_model_weights`
                               agents    -> complete    on rank 0
-                              suspend   -> withdraw    old and reference log-probabilities, then steps
+                              suspend   -> withdraw    old and reference log-probabilities, steps
 """
 
 from __future__ import annotations
@@ -24,28 +25,32 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(ScriptEngine):
-    """vLLM servers beside Megatron's live model, in its RL loop; a `rl_interface.Rollouts`."""
+    """vLLM servers beside Megatron's live model, in its RL loop; an `rl_interface.Rollouts`."""
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
-        """Raises ScriptError as `ScriptEngine` does. Tokens that pad the vocabulary, which vLLM cannot draw, count no
-        more in Megatron's log-probabilities."""
+        """Prepare the model as `ScriptEngine` does, and hide the padding of its vocabulary.
+
+        Raises ScriptError as `ScriptEngine` does.
+        """
         super().model_built(model_chunks)
         from hybrid_engine.backends.megatron.forward_probe import hide_padding
 
+        # vLLM cannot draw the tokens that pad the vocabulary. If they counted in Megatron's
+        # log-probabilities, the two engines would disagree.
         hide_padding(model_chunks, self.settings.table.dims.vocab_size)
 
     def switch(self, iteration: int) -> None:
-        """Nothing: an optimizer step is no reason to switch."""
+        """Do nothing: Megatron's RL loop switches, not the optimizer step."""
 
     def detach(self) -> None:
-        """Nothing: Megatron may evaluate after training, and ends its interface at last."""
+        """Do nothing: Megatron may evaluate after training, and ends its interface afterwards."""
 
     async def launch_rollouts(self) -> ServedRollouts:
         from hybrid_engine.backends.megatron.rl_interface import ServedRollouts
 
         return await ServedRollouts.launch(self)
 
-    # -- what the interface calls --------------------------------------------------------------------------------------
+    # -- called by the interface --------------------------------------------------------------
 
     @property
     def is_first(self) -> bool:
@@ -57,45 +62,61 @@ class RolloutEngine(ScriptEngine):
         return max(args.grpo_prompts_per_step * args.grpo_group_size, args.rl_prompts_per_eval)
 
     def publish(self) -> None:
-        """Give the servers the present weights; training state leaves the device. Collective."""
+        """Publish the weights to the servers; training state leaves the device. Collective."""
         self._reports: list[ReshardReport | None] = [self.hybrid.sharding.enter(State.INFER)]
 
     def meet(self, *, is_done: bool) -> bool:
-        """Whether the first rank is done. Collective; raises what failed on another rank."""
+        """Return whether rank 0 is done. Collective; raises the failure of another rank."""
         (done,) = self.job.agreement.any_of([is_done], "collecting rollouts")
         return done
 
     def withdraw(self) -> None:
-        """Bring training state back, and note both switches. Collective."""
+        """Bring training state back, and record both switches. Collective."""
         self._reports.append(self.hybrid.sharding.enter(State.TRAIN))
         with self.job.agreement.phase("journal"):
+            # A switch has no report if the servers had the weights already.
             reports = [report for report in self._reports if report is not None]
-            self._journal.note(self._script.args.curr_iteration, reports, ())
+            self._journal.record(self._script.args.curr_iteration, reports, ())
 
     def complete(
-        self, prompt: list[int], *, end_token: int, max_tokens: int, temperature: float, top_p: float, top_k: int
+        self,
+        prompt: list[int],
+        *,
+        end_token: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
     ) -> Completion:
-        """Draw one completion, on this rank alone.
+        """Draw one completion, on this rank only.
 
-        Raises ConfigError for a prompt or a sampling that cannot be, GenerationError, ServerError.
+        Raises:
+            ConfigError: the prompt or the sampling is invalid.
+            GenerationError: vLLM failed.
+            ServerError: the server cannot be reached, or refused the call.
         """
         if max_tokens < 1:
-            problem, remedy = f"{len(prompt)} tokens, which leaves none to draw", "Raise --inference-max-seq-length"
-            raise ArgumentError([Violation("prompt", problem, remedy)])
+            problem = f"{len(prompt)} tokens, which leaves none to draw"
+            remedy = "Raise --inference-max-seq-length"
+            raise ArgumentError([Violation("prompt", problem, remedy, code="prompt-too-long")])
         sampling = Sampling(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             max_tokens=max_tokens,
+            # Megatron knows only its tokenizer's end token. config.json may list others.
             stop_token_ids=(end_token,),
-            ignore_eos=True,  # Megatron knows the end token of its tokenizer alone
+            ignore_eos=True,
         )
         return cast("ServedInference", self.inference).complete_one(prompt, sampling)
 
     def end(self) -> None:
-        """End the transports and our process groups; servers and Megatron's groups stay. Collective."""
+        """End the transports and our process groups; servers and Megatron's groups stay.
+
+        Collective.
+        """
         self._ends.close()
 
-    def _read_prompts(self) -> None:
-        """Prompts are Megatron's environments'."""
+    def _prepare_prompts(self) -> None:
+        """Create the journal. The prompts come from Megatron's environments."""
         self._journal = Journal(self._script, self.settings.output, self.job.rank == 0)

@@ -1,15 +1,18 @@
-"""`ScriptEngine`: what Megatron's own training loop calls under --enable-resharding (`megatron_patches.engines`).
+"""`ScriptEngine`: the engine that Megatron's training loop calls under --enable-resharding.
 
-It records every switch:
+It implements the protocol of `megatron_patches.engines`, and records every switch:
 
-<output>/samples.jsonl     a line per completion: iteration, prompt, tokens, log-probabilities, text where there is any
-<output>/switches.jsonl    a line per switch: the report of rank 0
+    <output>/samples.jsonl     a line per completion: iteration, prompt, tokens, log-probabilities,
+                               and the text if the prompt was text
+    <output>/switches.jsonl    a line per switch: the report of rank 0
 
-and, through Megatron's own means: timers on the console, scalars and the samples' text in TensorBoard and W&B.
+and by Megatron's own means: timers on the console, scalars and the samples' text in TensorBoard
+and W&B.
 
-A full disk does not end the training run: lines that do not fit are dropped whole, with a warning that counts them, and
-later ones are written once there is space. Any other error about these files ends the run on all ranks. A line that a
-kill cut short is removed before the next is added.
+A full disk does not end the training run. Lines that do not fit are dropped whole, with a warning
+that counts them, and later lines are written again once there is space. Any other error about these
+files ends the run on all ranks. A line that a kill has cut off is removed before the next one is
+appended.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_engine.assembly import inference_side
 from hybrid_engine.attaching.attachment import model_findings
-from hybrid_engine.attaching.matching import vocabulary_mismatches
+from hybrid_engine.attaching.config_check import vocabulary_mismatches
 from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.backends.vllm.process_state import random_state_kept
-from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.errors import ConfigError, DependencyError, FileError, StateError, Violation
 from hybrid_engine.files.durable import append_text, is_disk_full, naming
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -37,7 +40,7 @@ from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from megatron_patches.buffers import buffer_allocator
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hybrid_engine")
 
 TIMERS = ("resharding-to-inference", "resharding-generate", "resharding-to-training")
-"""Names of Megatron's timers, in the order of a switch."""
+"""Names of Megatron's timers, in the order of a round trip."""
 
 _SAMPLES = "resharding/samples"
 _COLUMNS = ("prompt", "completion", "finish reason")
@@ -61,12 +64,15 @@ Sample = dict[str, Any]
 
 
 class Journal:
-    """Writes files on rank 0 only; timers are collective.
+    """Files and writers of a run. Rank 0 writes the files; timers are collective.
 
     Args:
-        script: gives Megatron's timers, writers and tokenizer.
+        script: has Megatron's timers, writers and tokenizer.
         output: directory, which is created; None: no files are written.
-        is_writer: whether this is rank 0.
+        is_writer: this is rank 0.
+
+    Attributes:
+        num_dropped: number of lines that did not fit on the disk, by file.
     """
 
     def __init__(self, script: MegatronScript, output: Path | None, is_writer: bool) -> None:
@@ -79,8 +85,9 @@ class Journal:
 
     @contextmanager
     def apart_from_training(self) -> Iterator[None]:
-        """Exclude the block from Megatron's time per iteration, as Megatron does for its evaluation."""
+        """Exclude the block from Megatron's time per iteration, as Megatron does for evaluation."""
         interval = self._script.timers("interval-time", log_level=0)
+        # Restarted even if the block fails, because Megatron stops this timer again later.
         interval.stop()
         try:
             yield
@@ -101,154 +108,195 @@ class Journal:
         self,
         iteration: int,
         prompts: Sequence[Prompt],
-        tokens: Sequence[Sequence[int]],
-        found: Sequence[Sequence[Completion]],
+        token_ids: Sequence[Sequence[int]],
+        groups: Sequence[Sequence[Completion]],
     ) -> list[Sample]:
-        """Return a record of every completion; `tokens` are the prompts' token ids, `found` their completions."""
-        return [
-            self._sample(iteration, prompt, ids, completion)
-            for prompt, ids, completions in zip(prompts, tokens, found, strict=True)
-            for completion in completions
-        ]
+        """Return a record of every completion.
 
-    def _sample(self, iteration: int, prompt: Prompt, ids: Sequence[int], completion: Completion) -> Sample:
-        text = {}
-        if isinstance(prompt, str):
-            text = {"prompt": prompt, "text": self._script.tokenizer.detokenize(list(completion.token_ids))}
-        return {
-            "iteration": iteration,
-            **text,
-            "prompt_token_ids": list(ids),
-            "token_ids": list(completion.token_ids),
-            "log_probs": list(completion.logprobs),
-            "finish_reason": completion.finish_reason,
-        }
+        Args:
+            iteration: Megatron's iteration.
+            prompts: the prompts, as the user gave them.
+            token_ids: token ids of each prompt.
+            groups: completions of each prompt.
+        """
+        samples: list[Sample] = []
+        for prompt, ids, group in zip(prompts, token_ids, groups, strict=True):
+            for completion in group:
+                text = {}
+                if isinstance(prompt, str):
+                    answer = self._script.tokenizer.detokenize(list(completion.token_ids))
+                    text = {"prompt": prompt, "text": answer}
+                samples.append(
+                    {
+                        "iteration": iteration,
+                        **text,
+                        "prompt_token_ids": list(ids),
+                        "token_ids": list(completion.token_ids),
+                        "log_probs": list(completion.logprobs),
+                        "finish_reason": completion.finish_reason,
+                    }
+                )
+        return samples
 
-    def note(self, iteration: int, reports: Sequence[ReshardReport], samples: Sequence[Sample]) -> None:
-        """Write one round trip to the files and to Megatron's writers, each on the one rank that has it."""
+    def record(
+        self, iteration: int, reports: Sequence[ReshardReport], samples: Sequence[Sample]
+    ) -> None:
+        """Write a round trip to the files and to Megatron's writers.
+
+        Files and writers exist on one rank each, not necessarily the same.
+        """
         self._append("samples.jsonl", samples)
-        self._append("switches.jsonl", ({"iteration": iteration, **report.as_dict()} for report in reports))
+        switches = ({"iteration": iteration, **report.as_dict()} for report in reports)
+        self._append("switches.jsonl", switches)
         scalars = _scalars(reports, samples)
-        if (writer := self._script.tensorboard_writer) is not None:
+        writer = self._script.tensorboard_writer
+        if writer is not None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
             if samples:
                 writer.add_text(_SAMPLES, _markdown(samples), iteration)
-        if (wandb := self._script.wandb_writer) is not None:
+        wandb = self._script.wandb_writer
+        if wandb is not None:
             rows = [_row(sample) for sample in samples]
-            table = {_SAMPLES: wandb.Table(columns=list(_COLUMNS), data=rows)} if rows else {}
-            wandb.log({**scalars, **table}, iteration)
+            values: dict[str, Any] = dict(scalars)
+            if rows:
+                values[_SAMPLES] = wandb.Table(columns=list(_COLUMNS), data=rows)
+            wandb.log(values, iteration)
 
     def log_times(self, iteration: int) -> None:
-        """Write Megatron's timers of one round trip to the console and its writers. Collective."""
+        """Write Megatron's timers of a round trip to the console and its writers. Collective."""
         timers = self._script.timers
+        # Without a reset, so that timers.log, which resets them, has the same times.
         for writer in (self._script.tensorboard_writer, self._script.wandb_writer):
             timers.write(list(TIMERS), writer, iteration, reset=False)
         timers.log(list(TIMERS))
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append records to a file. If the disk is full, drop and count them."""
         if self._output is None:
             return
+        # One write for all lines, which succeeds or fails as a whole.
         lines = [json.dumps(record) + "\n" for record in records]
         try:
             append_text(self._output / name, "".join(lines))
         except FileError as error:
+            # Only samples and timings are lost, which is not worth the end of a training run.
             if not is_disk_full(error):
                 raise
             self.num_dropped[name] += len(lines)
-            logger.warning("[Reshard] %s; %d lines dropped so far, training goes on", error, self.num_dropped[name])
+            logger.warning(
+                "[Reshard] %s; %d lines dropped so far, training goes on",
+                error,
+                self.num_dropped[name],
+            )
 
 
 def _row(sample: Sample) -> list[str]:
-    """Return the values of _COLUMNS: text, or token ids where the prompt was given as such."""
+    """Return the values of _COLUMNS: text, or token ids if the prompt was token ids."""
     prompt = sample.get("prompt", sample["prompt_token_ids"])
-    return [str(prompt), str(sample.get("text", sample["token_ids"])), sample["finish_reason"]]
+    completion = sample.get("text", sample["token_ids"])
+    return [str(prompt), str(completion), sample["finish_reason"]]
 
 
 def _markdown(samples: Sequence[Sample]) -> str:
-    """Return the samples as text that Markdown shows verbatim, since it is indented."""
-    texts = (f"{prompt}\n=> {completion}" for prompt, completion, _ in map(_row, samples))
-    return "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in texts)
+    """Return the samples as Markdown, indented so that it is shown verbatim."""
+    # Four spaces make a code block, in which no character of a sample is markup.
+    texts = []
+    for sample in samples:
+        prompt, completion, _ = _row(sample)
+        texts.append(textwrap.indent(f"{prompt}\n=> {completion}", "    ", lambda line: True))
+    return "\n\n".join(texts)
 
 
 def _scalars(reports: Sequence[ReshardReport], samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the scalars of a round trip: seconds, gigabytes, and means over the samples."""
     scalars = {f"resharding/{report.direction} seconds": report.seconds for report in reports}
-    scalars["resharding/gigabytes received"] = sum(report.bytes_received for report in reports) / 1e9
+    num_bytes = sum(report.bytes_received for report in reports)
+    scalars["resharding/gigabytes received"] = num_bytes / 1e9
     scalars["resharding/peak gigabytes"] = max(report.peak_bytes for report in reports) / 1e9
-    log_probs = [value for sample in samples for value in sample["log_probs"]]
     if samples:
-        scalars["resharding/completion tokens"] = sum(len(one["token_ids"]) for one in samples) / len(samples)
+        num_tokens = sum(len(sample["token_ids"]) for sample in samples)
+        scalars["resharding/completion tokens"] = num_tokens / len(samples)
+    log_probs = [value for sample in samples for value in sample["log_probs"]]
     if log_probs:
         scalars["resharding/mean log-probability"] = sum(log_probs) / len(log_probs)
     return scalars
 
 
 @contextmanager
-def _listing() -> Iterator[None]:
-    """Turn errors in settings into ScriptError, which ends a script of Megatron's without a traceback."""
+def _as_script_error() -> Iterator[None]:
+    """Turn errors in settings into ScriptError, which ends Megatron's script without traceback."""
     try:
         yield
     except ConfigError as error:
-        _refuse(error.findings)
+        _require_none(error.findings)
     except DependencyError as error:
         raise ScriptError([str(error)]) from error
 
 
-def _refuse(found: Sequence[Violation]) -> None:
-    if found:
-        raise ScriptError([str(violation) for violation in found])
+def _require_none(violations: Sequence[Violation]) -> None:
+    """Raise ScriptError if there are violations."""
+    if violations:
+        raise ScriptError([str(violation) for violation in violations])
 
 
 class ScriptEngine:
-    """vLLM beside Megatron's live model. Outside of `switch` training state is on the device, bitwise what it was.
+    """vLLM beside Megatron's live model.
 
-    Touches no random state, hooks nothing into the model, and adds nothing to what Megatron saves.
+    Outside of `switch` training state is on the device, bitwise unchanged. The engine touches no
+    random state, installs no hooks in the model, and adds nothing to Megatron's checkpoints.
     """
 
     def __init__(self, script: MegatronScript) -> None:
-        """Check everything that can be checked before a process group exists. Raises ScriptError."""
-        from hybrid_engine.backends.vllm import require_vllm
-
+        """Check everything that can be checked without a process group. Raises ScriptError."""
         self._script = script
-        with _listing():
+        with _as_script_error():
             self.settings: ScriptSettings = read_settings(script)
-            generate = self.settings.config.generate_config
-            if not generate.servers:
-                require_vllm(allow_version=script.options.allow_version or generate.allow_version)
+            side = inference_side(self.settings.config)
+            side.require_packages(allow_version=script.options.allow_version)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """DDP's buffers are made in elastic memory. Raises ScriptError when the tokenizer does not fit the model."""
-        _refuse(vocabulary_mismatches(self.settings.table, self._script.args))
+        """Allocate DDP's buffers in elastic memory inside the block.
+
+        Raises ScriptError if the tokenizer does not fit the model.
+        """
+        # Not in the constructor: Megatron builds its tokenizer after it has validated arguments.
+        _require_none(vocabulary_mismatches(self.settings.table, self._script.args))
         with buffer_allocator(allocate_elastic):
             yield
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
-        """Parameters outside of DDP's buffers join those in elastic memory.
+        """Move parameters outside of DDP's buffers to elastic memory.
 
-        Raises ScriptError for a model that is not what the arguments say, as one built by the script's own function.
+        Raises ScriptError if the model differs from the arguments, which is possible if the
+        script has its own function to build it.
         """
         from hybrid_engine.backends.megatron.model_tensors import move_loose_parameters
 
-        with _listing():
+        with _as_script_error():
             source = f"{self.settings.config.model}/config.json"
-            _refuse(model_findings(self.settings.table, model_chunks, source))
+            _require_none(model_findings(self.settings.table, model_chunks, source))
         move_loose_parameters(model_chunks)
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
-        """Build vLLM and the plan. The weight version goes on from `num_steps`.
+        """Build vLLM and the plan. The weight version continues from `num_steps`.
 
-        What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
+        A failure of one rank is raised on all ranks, at the latest after the configured timeout.
         """
         config = self.settings.config
-        with Ends() as undo:  # the last first, each even if another fails
+        # Ends in reverse order, each one even if another fails.
+        with Ends() as undo:
             self.job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with self.job.agreement.building():
                 find_model = partial(self._live_model, model_chunks, optimizer, num_steps)
-                self.hybrid = HybridEngine.beside(find_model, config, self.settings.table, self.job, undo)
+                self.hybrid = HybridEngine.beside(
+                    find_model, config, self.settings.table, self.job, undo
+                )
                 self.inference = self.hybrid.inference
                 with self.job.agreement.phase("prompts and output"):
-                    self._read_prompts()
+                    self._prepare_prompts()
+            # Nothing has failed: keep the engines until `detach`.
             self._ends = undo.pop_all()
 
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
@@ -256,43 +304,59 @@ class ScriptEngine:
 
         return live_model(model_chunks, optimizer, self.settings.table, num_steps=num_steps)
 
-    def _read_prompts(self) -> None:
-        self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
-        self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens or 1)
-        if not self.settings.config.generate_config.servers:
-            # what vLLM refuses, it refuses before training starts
-            sampling_params(self.settings.sampling, self.inference.tokenizer)
+    def _prepare_prompts(self) -> None:
+        """Tokenize the prompts and create the journal; fail before training starts."""
+        self._token_ids: list[list[int]] = []
+        for prompt in self.settings.prompts:
+            if isinstance(prompt, str):
+                self._token_ids.append(list(self._script.tokenizer.tokenize(prompt)))
+            else:
+                self._token_ids.append(list(prompt))
+        sampling = self.settings.sampling
+        self.inference.check_prompts(self._token_ids, sampling.max_tokens or 1)
+        inference_side(self.settings.config).check_sampling(self.inference, sampling)
         self._journal = Journal(self._script, self.settings.output, self.job.rank == 0)
 
     def switch(self, iteration: int) -> None:
-        """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.
+        """Switch to inference, generate, run the callback, and switch back.
 
-        What fails on one rank is raised on all of them, unless the others wait for it in a collective of the callback.
+        A failure of one rank is raised on all ranks, unless the others wait for it in a collective
+        of the callback.
+
+        Raises WeightError if --resharding-verify finds a difference.
         """
         with self._journal.apart_from_training():
             reports = [self._enter(State.INFER, TIMERS[0])]
             with self._journal.timed(TIMERS[1]), self.hybrid.rollout_context():
-                completions = self._generate(iteration)
-                in_training = self._call(self.settings.callback, self.inference)
+                # After the completions, so that a callback can use the engine as it likes.
+                groups = self._generate(iteration)
+                in_training = self._run_callback(self.settings.callback, self.inference)
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
-            self._call(in_training, self.hybrid.train.chunks)
+            self._run_callback(in_training, self.hybrid.train.chunks)
             with self.job.agreement.phase("journal"):
-                samples = self._journal.samples(iteration, self.settings.prompts, self._tokens, completions)
-                self._journal.note(iteration, reports, samples)
+                samples = self._journal.samples(
+                    iteration, self.settings.prompts, self._token_ids, groups
+                )
+                self._journal.record(iteration, reports, samples)
             self._journal.log_times(iteration)
 
-    def _call(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
-        """What the user's function, if there is one, returns; all ranks fail when it fails on one.
+    def _run_callback(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
+        """Call the user's function, if there is one, and return its result.
 
-        It draws from no generator of training's.
+        All ranks fail if it fails on one. It does not advance training's random generators.
         """
+        # Without a callback no rank meets the others here. With one, all ranks do, even those on
+        # which it returned no function for the second call.
         if self.settings.callback is None:
             return None
         with self.job.agreement.phase("callback"), random_state_kept():
             try:
                 return None if callback is None else callback(argument)
-            except SystemExit as error:  # of one rank alone it would leave the others waiting
-                raise StateError(f"--resharding-callback asked to exit: {error}") from error
+            except SystemExit as error:
+                # If one rank exited, the others would wait for it.
+                raise StateError(
+                    f"--resharding-callback asked to exit: {error}", code="callback-exited"
+                ) from error
 
     def detach(self) -> None:
         """End vLLM, the transports and our process groups; Megatron's groups and model stay."""
@@ -301,18 +365,19 @@ class ScriptEngine:
     def _enter(self, state: State, timer: str) -> ReshardReport:
         with self._journal.timed(timer):
             report = self.hybrid.sharding.enter(state)
-        assert report is not None  # each switch leaves the state that the one before entered
+        assert report is not None  # each switch leaves the state that the last one entered
         return report
 
     def _generate(self, iteration: int) -> list[list[Any]]:
-        """Without a seed of the user's that of the iteration: a resumed run draws what the first would have drawn."""
-        if not self._tokens:
+        """Complete the prompts.
+
+        Without a seed of the user the seed follows from the iteration, so that a resumed run draws
+        the same completions as an uninterrupted one.
+        """
+        if not self._token_ids:
             return []
         sampling = self.settings.sampling
         if sampling.seed is None:
             seed = text_digest(str(self.settings.config.generate_config.seed), str(iteration))
             sampling = replace(sampling, seed=seed)
-        return self.inference.generate_over_replicas(self._tokens, sampling)
-
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        return list(self._script.tokenizer.tokenize(prompt)) if isinstance(prompt, str) else list(prompt)
+        return self.inference.generate_over_replicas(self._token_ids, sampling)

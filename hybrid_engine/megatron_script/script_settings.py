@@ -1,10 +1,11 @@
-"""What `--enable-resharding` is to do: Megatron's arguments, our command line and its YAML file, checked together.
+"""Settings of `--enable-resharding`: Megatron's arguments, our flags and the YAML file together.
 
     model: path/to/hf_model        # config.json, or a Hub id; weights come from training
     generate_config: {...}         # as everywhere; --infer-… and --offload-train-… override it
-    sampling: {max_tokens: 64}     # of `Sampling`
+    sampling: {max_tokens: 64}     # fields of `Sampling`
 
-The training side, `actor_config`, comes from Megatron's own arguments.
+The training side, `actor_config`, comes from Megatron's own arguments. All violations are reported
+at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.attaching.matching import FLAGS, model_mismatches
+from hybrid_engine.attaching.config_check import FLAGS, model_mismatches
 from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
@@ -29,33 +30,46 @@ from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.megatron_script.rl_settings import rl_defaults, rl_refusals
-from hybrid_engine.models.families import read_model
+from hybrid_engine.models.families import read_model, require_rules
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.engines import MegatronScript, ReshardingOptions, performs_rl
-from megatron_patches.review import argument_refusals
+from megatron_patches.refused_fields import argument_refusals
 
 Prompt = str | tuple[int, ...]
 Callback = Callable[[Any], Callable[[list[Any]], None] | None]
-"""Called on every rank with the `InferenceEngine`, which has the new weights. A function it returns is called with
-Megatron's model chunks once training state is back, before the next step."""
+"""Function of the user, called on every rank with the `InferenceEngine`, which has the new weights.
+
+If it returns a function, that is called with Megatron's model chunks after training state is back,
+before the next step.
+"""
 
 _KEYS = ("model", "revision", "generate_config", "sampling")
-"""Of the YAML file."""
+"""Keys of the YAML file."""
 
-_SAME_NAME = (
-    *("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    *("micro_batch_size", "seq_length", "seed"),
+_SHARED_KEYS = (
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "micro_batch_size",
+    "seq_length",
+    "seed",
 )
-"""Keys of `actor_config` beside the parallel sizes that Megatron's arguments have too."""
+"""Keys of `actor_config`, without the parallel sizes, that Megatron's arguments share."""
 
 _REFUSED = {
     "use_legacy_models": "parameters have other names",
     "use_torch_fsdp2": "there are no flat buffers to read",
-    "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
+    "async_save": (
+        "its worker process maps parameters by CUDA IPC, which cannot export elastic memory"
+    ),
     "skip_train": "switches happen between training steps",
     "inprocess_restart": "an inference engine cannot be restarted inside its process",
 }
-"""Arguments of Megatron's loop that do not go with a switch, and why; `megatron_patches.review` has megatron-core's."""
+"""Argument of Megatron's training loop that does not go with a switch -> reason.
+
+Fields of megatron-core are in `megatron_patches.refused_fields`.
+"""
 
 _FLAGS = {
     "nccl_ub": "--use-nccl-ub",
@@ -64,18 +78,18 @@ _FLAGS = {
     "fp8_param": "--fp8-param-gather",
     "fp4_param": "--fp4-param-gather",
 }
-"""Flags that are not named as what they set."""
+"""Argument -> flag, if the flag has another name."""
 
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """Checked.
+    """Settings after all checks.
 
     Attributes:
-        config: both sides; the training side as Megatron has it.
+        config: configuration of both sides; the training side is Megatron's.
         table: name table of the model.
-        sampling: how completions are drawn.
-        prompts: text, or token ids.
+        sampling: parameters with which completions are drawn.
+        prompts: texts, or token ids.
         output: directory for samples and timings.
         callback: None without --resharding-callback.
     """
@@ -89,117 +103,156 @@ class ScriptSettings:
 
 
 def read_settings(script: MegatronScript) -> ScriptSettings:
-    """Everything from the script's arguments. Raises ConfigError with all violations at once."""
-    options, args = script.options, script.args
-    found = list(_refused(args))
-    content = collect(found, _read_yaml, options.config)
-    sampling = collect(found, _read_sampling, (content or {}).get("sampling")) or Sampling()
-    prompts = collect(found, _read_prompts, options) or ()
-    callback = collect(found, _import_callback, options.callback)
-    if args.rank == 0:  # it alone writes
-        collect(found, _require_writable, options.output)
-    config = None if content is None else collect(found, _read_config, content, options, args)
+    """Read the settings from the script's arguments.
+
+    Raises ConfigError with all violations at once.
+    """
+    options = script.options
+    args = script.args
+    violations = list(_argument_violations(args))
+    content = collect(violations, _read_yaml, options.config)
+    # Without the file, the settings that do not depend on it are checked all the same.
+    known_content = content or {}
+    sampling = collect(violations, _read_sampling, known_content.get("sampling")) or Sampling()
+    prompts = collect(violations, _read_prompts, options) or ()
+    # Imported now: a callback that is missing must not end the run at its first switch.
+    callback = collect(violations, _import_callback, options.callback)
+    if args.rank == 0:  # the only rank that writes
+        collect(violations, _require_writable, options.output)
+    config = None
+    if content is not None:
+        config = collect(violations, _read_config, content, options, args)
+    # The limit of the model bounds Megatron's rollouts if the file has no max_model_len.
     if performs_rl(args):
         limit = None if config is None else config.hf_config().get("max_position_embeddings")
-        found += rl_refusals(args, options, content or {}, limit)
-    table = _table_of(content or {}, options)
+        violations += rl_refusals(args, options, known_content, limit)
+    table = _read_table(known_content, options)
     transformer_config = script.transformer_config()
-    found += _refused_by_core(args, transformer_config)
+    violations += _core_violations(args, transformer_config)
     if config is not None and prompts:
-        found += _cannot_generate(config, args.world_size)
+        violations += _layout_violations(config, args.world_size)
+    # Violations name Megatron's flags instead of the fields of its configurations.
     if table is not None:
         names = replace(FLAGS, flags=script.flags)
-        found += collect(found, model_mismatches, table, args, transformer_config, names) or ()
-    if found:
-        raise ConfigError(found)
-    assert config is not None, "whatever kept them from being read was reported"
-    assert table is not None, "whatever kept them from being read was reported"
+        mismatches = collect(violations, model_mismatches, table, args, transformer_config, names)
+        violations += mismatches or ()
+    if violations:
+        raise ConfigError(violations)
+    assert config is not None, "the reason why it could not be read is a violation"
+    assert table is not None, "the reason why it could not be read is a violation"
     return ScriptSettings(config, table, sampling, prompts, options.output, callback)
 
 
 def actor_values(args: Namespace) -> dict[str, Any]:
-    """`actor_config` from Megatron's validated arguments."""
-    sizes = {size.key: size.script for size in sizes_of(TrainParallelism) if size.script}
-    names = {**sizes, **{name: name for name in _SAME_NAME}}
-    values = {key: getattr(args, name) for key, name in names.items() if hasattr(args, name)}
-    if not args.num_experts:  # Megatron sets it all the same
+    """Return `actor_config` from Megatron's validated arguments."""
+    arguments = {size.key: size.script for size in sizes_of(TrainParallelism) if size.script}
+    arguments |= {key: key for key in _SHARED_KEYS}
+    values = {key: getattr(args, name) for key, name in arguments.items() if hasattr(args, name)}
+    # Megatron sets this size for dense models as well.
+    if not args.num_experts:
         values["expert_tensor_parallel_size"] = None
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     values["pipeline_model_parallel_layout"] = None if layout is None else str(layout)
-    if layout is not None:  # it says how many chunks a stage has
+    # The layout determines the number of chunks per stage.
+    if layout is not None:
         values["virtual_pipeline_model_parallel_size"] = None
     values["params_dtype"] = str(args.params_dtype).removeprefix("torch.")
     return values
 
 
-def _refused(args: Namespace) -> Iterator[Violation]:
+def _argument_violations(args: Namespace) -> Iterator[Violation]:
+    """Report arguments of Megatron's training loop that do not go with a switch."""
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
-            yield Violation(_flag(name), reason, "Leave it out, or leave out --enable-resharding")
+            remedy = "Leave it out, or leave out --enable-resharding"
+            yield Violation(_flag(name), reason, remedy, code="refused-megatron-setting")
 
 
-def _refused_by_core(args: Namespace, transformer_config: Any) -> list[Violation]:
-    """What of megatron-core's configuration does not go with a switch."""
-    violations = [
-        Violation(_flag(found.field), found.problem, f"{found.remedy}, or leave out --enable-resharding")
-        for found in argument_refusals(args, transformer_config)
-    ]
-    return list(dict.fromkeys(violations))  # one flag can set fields of several configurations
+def _core_violations(args: Namespace, transformer_config: Any) -> list[Violation]:
+    """Return settings of megatron-core's configuration that do not go with a switch."""
+    violations = []
+    for refusal in argument_refusals(args, transformer_config):
+        key = _flag(refusal.field)
+        remedy = f"{refusal.remedy}, or leave out --enable-resharding"
+        violations.append(Violation(key, refusal.problem, remedy, code="refused-megatron-setting"))
+    # One flag can set fields of several configurations. Report it once.
+    return list(dict.fromkeys(violations))
 
 
-def _cannot_generate(config: HybridConfig, world_size: int) -> Iterator[Violation]:
-    """Why there could be no completions of the prompts; the weights arrive all the same."""
+def _layout_violations(config: HybridConfig, world_size: int) -> Iterator[Violation]:
+    """Report an inference layout that cannot complete prompts, though it can receive weights."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if problem := generation_problem(config.generate_config.sizes(world_size), device_type):
+    problem = generation_problem(config.generate_config.sizes(world_size), device_type)
+    if problem:
+        key = "generate_config.infer_pipeline_parallel_size"
         remedy = f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts"
-        yield Violation("generate_config.infer_pipeline_parallel_size", problem, remedy)
+        yield Violation(key, problem, remedy, code="cannot-generate")
 
 
 def _flag(name: str) -> str:
+    """Return the command-line flag of an argument."""
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:
+    """Return the content of the YAML file. Raises ConfigError."""
     key = "--resharding-config"
     if path is None:
-        raise ConfigError([Violation(key, "is missing", "Name a YAML file with `model` and `generate_config`")])
+        remedy = "Name a YAML file with `model` and `generate_config`"
+        raise ConfigError([Violation(key, "is missing", remedy, code="missing-key")])
     content = read_yaml(path, key)
     unknown = sorted(clipped(str(name)) for name in set(content) - set(_KEYS))
     if "actor_config" in unknown:
-        raise ConfigError([Violation("actor_config", "is what Megatron's own arguments say", f"Remove it from {path}")])
+        problem = "is determined by Megatron's own arguments"
+        remedy = f"Remove it from {path}"
+        raise ConfigError([Violation("actor_config", problem, remedy, code="has-no-effect")])
     if unknown:
+        problem = f"{path}: unknown keys {', '.join(unknown[:10])}"
         remedy = f"Known keys: {', '.join(_KEYS)}"
-        raise ConfigError([Violation(key, f"{path}: unknown keys {', '.join(unknown[:10])}", remedy)])
+        raise ConfigError([Violation(key, problem, remedy, code="unknown-key")])
     return content
 
 
 def _read_sampling(values: Any) -> Sampling:
-    known = [field.name for field in fields(Sampling)]
+    """Return the sampling of the YAML file. Raises ConfigError."""
     if values is None:
         return Sampling()
+    known = [field.name for field in fields(Sampling)]
     if not isinstance(values, Mapping):
-        raise ConfigError(
-            [Violation("sampling", f"expected a mapping, got {shortened(values)}", f"Keys: {', '.join(known)}")]
-        )
-    if unknown := [clipped(str(name)) for name in values if name not in known]:
+        problem = f"expected a mapping, got {shortened(values)}"
+        remedy = f"Keys: {', '.join(known)}"
+        raise ConfigError([Violation("sampling", problem, remedy, code="not-a-mapping")])
+    unknown = [clipped(str(name)) for name in values if name not in known]
+    if unknown:
+        problem = f"unknown keys {', '.join(unknown[:10])}"
         remedy = f"Known keys: {', '.join(known)}"
-        raise ConfigError([Violation("sampling", f"unknown keys {', '.join(unknown[:10])}", remedy)])
+        raise ConfigError([Violation("sampling", problem, remedy, code="unknown-key")])
     return Sampling(**values)
 
 
-def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: Namespace) -> HybridConfig:
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
-    overrides = {key: given[key] for key in given.keys() & GenerateConfig.model_fields.keys() if given[key] is not None}
-    generate = content.get("generate_config") or {}
-    defaults = rl_defaults(args) if performs_rl(args) else {}
+def _read_config(
+    content: Mapping[str, Any], options: ReshardingOptions, args: Namespace
+) -> HybridConfig:
+    """Build the configuration of both sides. Raises ConfigError."""
+    generate: Any = content.get("generate_config") or {}
+    # Anything else is an error that `load_config` reports.
+    if isinstance(generate, Mapping):
+        defaults = rl_defaults(args) if performs_rl(args) else {}
+        flags = {field.name: getattr(options, field.name) for field in fields(options)}
+        overrides = {
+            name: value
+            for name, value in flags.items()
+            if name in GenerateConfig.model_fields and value is not None
+        }
+        generate = {**defaults, **generate, **overrides}
+    # A missing model is reported by `load_config`, with the other violations.
+    settings = {name: content[name] for name in ("model", "revision") if name in content}
+    settings["actor_config"] = actor_values(args)
+    settings["generate_config"] = generate
     return load_config(
-        {
-            **{name: content[name] for name in ("model", "revision") if name in content},
-            "actor_config": actor_values(args),
-            "generate_config": {**defaults, **generate, **overrides} if isinstance(generate, Mapping) else generate,
-        },
+        settings,
         args.world_size,
-        own_loop=True,  # Megatron's
+        own_loop=True,  # training loop and weights are Megatron's
         own_weights=True,
         num_mtp_layers=args.mtp_num_layers or 0,
         directory=_directory(options),
@@ -207,74 +260,105 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
 
 
 def _directory(options: ReshardingOptions) -> Path | None:
-    """Where relative paths of the YAML file begin."""
+    """Return the directory to which paths in the YAML file are relative."""
     return None if options.config is None else options.config.absolute().parent
 
 
-def _table_of(content: Mapping[str, Any], options: ReshardingOptions) -> ModelTable | None:
-    """None where the model cannot be read or is unknown: `load_config` says so, among other things."""
+def _read_table(content: Mapping[str, Any], options: ReshardingOptions) -> ModelTable | None:
+    """Return the model's name table, or None if the model cannot be read or is unknown.
+
+    `load_config` reports the reason.
+    """
     try:
-        model = find_model(content["model"], content.get("revision"), relative_to=_directory(options))
-        return read_model(model)[0]
+        model = find_model(
+            content["model"], content.get("revision"), relative_to=_directory(options)
+        )
+        table, _ = read_model(model)
+        require_rules(table)
+        return table
     except (ConfigError, KeyError, TypeError):
         return None
 
 
 def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
+    """Return the prompts of --resharding-prompts. Raises ConfigError."""
     if options.prompts is None:
         return ()
     key = "--resharding-prompts"
-    found = []
+    violations = []
     if options.output is None:
-        found.append(Violation("--resharding-output", "is missing", "Name a directory for the samples"))
+        remedy = "Name a directory for the samples"
+        violations.append(
+            Violation("--resharding-output", "is missing", remedy, code="missing-key")
+        )
     try:
         text = read_text(options.prompts, key, "Name a file of JSON lines")
     except ConfigError as error:
-        raise ConfigError([*found, *error.findings]) from None
+        # Together with the missing output. `from None`: the message is complete.
+        raise ConfigError([*violations, *error.findings]) from None
     lines = [line for line in text.splitlines() if line.strip()]
-    prompts = [_prompt_of(line) for line in lines]
-    if wrong := [number for number, prompt in enumerate(prompts, 1) if prompt is None]:
-        problem = f"{options.prompts}: lines {', '.join(map(str, wrong[:10]))} are not prompts"
-        found.append(Violation(key, problem, 'Write {"prompt": "text"} or {"prompt": [1, 2, 3]} on every line'))
-    if not prompts:
-        found.append(Violation(key, f"{options.prompts} is empty", "Write a prompt on every line"))
-    if found:
-        raise ConfigError(found)
-    return tuple(prompt for prompt in prompts if prompt is not None)
+    parsed = [_parse_prompt(line) for line in lines]
+    invalid = [number for number, prompt in enumerate(parsed, 1) if prompt is None]
+    if invalid:
+        numbers = ", ".join(map(str, invalid[:10]))
+        problem = f"{options.prompts}: lines {numbers} are not prompts"
+        remedy = 'Write {"prompt": "text"} or {"prompt": [1, 2, 3]} on every line'
+        violations.append(Violation(key, problem, remedy, code="invalid-prompt"))
+    if not parsed:
+        problem = f"{options.prompts} is empty"
+        remedy = "Write a prompt on every line"
+        violations.append(Violation(key, problem, remedy, code="no-prompts"))
+    if violations:
+        raise ConfigError(violations)
+    return tuple(prompt for prompt in parsed if prompt is not None)
 
 
-def _prompt_of(line: str) -> Prompt | None:
-    """Text, token ids, or None for anything else."""
+def _parse_prompt(line: str) -> Prompt | None:
+    """Return the text or the token ids of a line; None if it has neither."""
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if isinstance(prompt, str) and prompt:
         return prompt
-    is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt)
-    return tuple(prompt) if is_tokens else None
+    if not (isinstance(prompt, list) and prompt):
+        return None
+    # Not isinstance: bool is a subclass of int.
+    is_valid = all(type(token) is int and token >= 0 for token in prompt)
+    return tuple(prompt) if is_valid else None
 
 
 def _require_writable(directory: Path | None) -> None:
+    """Raise ConfigError unless the directory, or its nearest existing parent, is writable."""
     if directory is None:
         return
-    # os.path: below a directory that may not be searched it says no, where Path.exists raises
-    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    # os.path.exists returns False below a directory that this process may not search, where
+    # Path.exists raises.
+    candidates = (directory, *directory.absolute().parents)
+    existing = next(path for path in candidates if os.path.exists(path))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        problem = f"{directory} cannot be written: {existing} is not a directory that this process may write to"
-        raise ConfigError([Violation("--resharding-output", problem, "Name another directory")])
+        problem = (
+            f"{directory} cannot be written: {existing} is not a directory that this process may "
+            "write to"
+        )
+        remedy = "Name another directory"
+        raise ConfigError([Violation("--resharding-output", problem, remedy, code="not-writable")])
 
 
 def _import_callback(reference: str | None) -> Callback | None:
+    """Import the function of --resharding-callback. Raises ConfigError."""
     if reference is None:
         return None
+    key = "--resharding-callback"
     module_name, _, name = reference.partition(":")
     try:
         callback = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        problem, remedy = f"{reference} cannot be imported: {error}", "Name a MODULE:FUNCTION that can"
-        raise ConfigError([Violation("--resharding-callback", problem, remedy)]) from error
+        problem = f"{reference} cannot be imported: {error}"
+        remedy = "Name a MODULE:FUNCTION that can be imported"
+        raise ConfigError([Violation(key, problem, remedy, code="import-failed")]) from error
     if not callable(callback):
         problem = f"{reference} is a {type(callback).__name__}"
-        raise ConfigError([Violation("--resharding-callback", problem, "Name a function of one argument")])
+        remedy = "Name a function of one argument"
+        raise ConfigError([Violation(key, problem, remedy, code="not-callable")])
     return callback

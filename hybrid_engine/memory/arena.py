@@ -1,12 +1,13 @@
 """Host memory for offloaded state, and the copies to and from it.
 
-Forks do not inherit the memory, and a GPU can read it directly:
+Forked children do not inherit the memory, and a GPU can read it directly:
 
-    pages     mmap -> populated by several threads, in huge pages -> cudaHostRegister
-    grow      new pages, to which contents are copied; if they cannot be had, the old ones stay
+    allocation  mmap -> populated by several threads, in huge pages -> cudaHostRegister
+    growth      a new allocation, to which contents are copied; if it fails, the old one stays
 
-Registering populates too, but in one thread, 4 KiB at a time: that would take most of the first switch. A forked child
-(a DataLoader's worker) gets no copy: the kernel would copy pages that a device reads at once, all of them.
+Registering populates as well, but in one thread, 4 KiB at a time; that would take most of the first
+switch. A forked child (a DataLoader's worker) gets no copy: a fork copies pages that a device reads
+immediately, all of them.
 """
 
 from __future__ import annotations
@@ -26,155 +27,207 @@ from typing import Literal
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.host_pages import host_tensor_over, libc, map_memory, raise_errno
+from hybrid_engine.memory.host_pages import (
+    host_tensor_over,
+    libc,
+    map_memory,
+    raise_errno,
+    round_up,
+)
 
 logger = logging.getLogger("hybrid_engine")
 
 NUM_THREADS = 8
-"""That populate, at most. They take pages near the processors on which they may run: bind ranks to NUMA nodes."""
+"""Maximum number of populating threads.
+
+They allocate pages near the processors on which they may run: bind ranks to NUMA nodes.
+"""
 
 _HUGE_PAGE = 2 * 2**20
-_SLICE_NBYTES = 256 * 2**20  # that one thread populates at a time
-_DONTFORK, _HUGEPAGE, _POPULATE_WRITE = 10, 14, 23  # <sys/mman.h> on Linux
+# Bytes that a thread populates at a time.
+_SLICE_NBYTES = 256 * 2**20
+
+# MADV_* of <sys/mman.h> on Linux.
+_DONTFORK = 10
+_HUGEPAGE = 14
+_POPULATE_WRITE = 23
 
 
 @dataclass
 class _Mapping:
-    """Memory to give back. `is_registered`: its device's driver knows it, all of it."""
+    """Resources of an allocation, to be returned when it ends.
+
+    Attributes:
+        is_registered: the whole mapping is registered with the device's driver.
+        copier: its copies read and write the mapping.
+    """
 
     address: int = 0
     nbytes: int = 0
     is_registered: bool = False
+    copier: Copier | None = None
+
+    def populate(self) -> None:
+        """Allocate a page behind every address; before kernel 5.14 the registration does it."""
+        # 6.1 instead of 2.1 GB/s with one thread on an H100's host; ignored without huge pages.
+        libc().madvise(self.address, self.nbytes, _HUGEPAGE)
+        starts = range(0, self.nbytes, _SLICE_NBYTES)
+        addresses = [self.address + start for start in starts]
+        sizes = [min(_SLICE_NBYTES, self.nbytes - start) for start in starts]
+        num_threads = min(NUM_THREADS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(num_threads) as threads:
+            # Iterating raises the error of a thread.
+            for _ in threads.map(_populate_slice, addresses, sizes):
+                pass
+
+    def end(self) -> None:
+        """Unregister and unmap; called once, by a finalizer, so failures are only logged."""
+        if self.is_registered:
+            # The device may still read or write the pages.
+            if self.copier is not None:
+                self.copier.finish_all()
+            code = _call_cuda("cudaHostUnregister", self.address)
+            if code:
+                logger.warning(
+                    "host memory for offloaded state is freed while page-locked: "
+                    "cudaHostUnregister: CUDA error %d",
+                    code,
+                )
+        if self.address:
+            libc().munmap(self.address, self.nbytes)
 
 
-class _Pages:
-    """Memory that forks do not inherit, page-locked if `pinned`; contents are undefined. Raises OSError.
+class _HostAllocation:
+    """Memory that forks do not inherit, page-locked if `pinned`; contents are undefined.
 
-    It ends when the last tensor over it and this object are gone.
+    It is freed when neither this object nor a tensor over it is left. Raises OSError.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.mapping = mapping = _Mapping(nbytes=nbytes)
-        end = weakref.finalize(self, _end, mapping)
-        end.atexit = False  # a copy may be under way until the very end; the system unmaps
+    def __init__(self, nbytes: int, *, pinned: bool, copier: Copier | None = None) -> None:
+        mapping = _Mapping(nbytes=nbytes, copier=copier)
+        self.mapping = mapping
+        end = weakref.finalize(self, mapping.end)
+        # At exit a copy may still be under way. The system unmaps the memory.
+        end.atexit = False
         try:
             mapping.address = map_memory(nbytes)
             if libc().madvise(mapping.address, nbytes, _DONTFORK):
-                raise_errno("keeping it from forks")
+                raise_errno("madvise(MADV_DONTFORK)")
             if pinned:
-                _populate(mapping)
-                _register(mapping)
+                mapping.populate()
+                code = _call_cuda("cudaHostRegister", mapping.address, nbytes, 0)
+                if code:
+                    raise OSError(
+                        f"page-locking {nbytes} bytes of host memory failed with CUDA error "
+                        f"{code}. In a container its limit may be the reason (`ulimit -l`)"
+                    )
+                mapping.is_registered = True
         except BaseException:
             end()
             raise
 
     def tensor(self) -> torch.Tensor:
-        """All of it, as bytes."""
-        return host_tensor_over(self.mapping.address, self.mapping.nbytes, torch.uint8, self.mapping.nbytes, self)
+        """Return a flat uint8 tensor over the allocation."""
+        nbytes = self.mapping.nbytes
+        return host_tensor_over(self.mapping.address, nbytes, torch.uint8, nbytes, self)
 
 
 class Arena:
     """Host memory for the copied contents of one kind; grows with the inventory, never shrinks.
 
     Attributes:
-        nbytes: that tensors may use.
+        nbytes: bytes that tensors may use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copier: Copier | None = None) -> None:
+        """Create an empty arena.
+
+        Args:
+            copier: its copies are completed before memory is freed; after a lost rank no other
+                code waits for them.
+        """
         self.nbytes = 0
-        self._pages: _Pages | None = None
+        self._copier = copier
+        self._allocation: _HostAllocation | None = None
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it, as bytes; not to be kept, for it moves when it grows."""
-        if self._pages is None:
+        """Flat uint8 tensor [nbytes]. Do not keep it: the memory moves when it grows."""
+        if self._allocation is None:
             return torch.empty(0, dtype=torch.uint8)
-        return self._pages.tensor()[: self.nbytes]
+        return self._allocation.tensor()[: self.nbytes]
 
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
-        """Have `nbytes` at least, page-locked if `pinned`; what is there is copied, what is new is undefined.
+        """Grow to at least `nbytes`, page-locked if `pinned`.
 
-        No copy may be under way. Raises OffloadError: then it is as before, and a later call may succeed.
+        Existing contents are copied, new memory is undefined. No copy may be under way. Raises
+        OffloadError: the arena is then unchanged, and a later call may succeed.
         """
-        before, nbytes = self._pages, max(nbytes, self.nbytes)
-        if before is None or before.mapping.nbytes < nbytes or before.mapping.is_registered < pinned:
-            if not nbytes:
-                return
+        nbytes = max(nbytes, self.nbytes)
+        current = None if self._allocation is None else self._allocation.mapping
+        if current is None:
+            fits = not nbytes
+        else:
+            fits = nbytes <= current.nbytes and (current.is_registered or not pinned)
+        if not fits:
+            rounded = round_up(nbytes, _HUGE_PAGE)
             try:
-                pages = _Pages(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, pinned=pinned)
+                allocation = _HostAllocation(rounded, pinned=pinned, copier=self._copier)
             except OSError as error:
-                raise OffloadError(f"{nbytes} bytes of host memory cannot be had: {error}") from error
-            pages.tensor()[: self.nbytes].copy_(self.memory)
-            self._pages = pages
+                raise OffloadError(
+                    f"cannot allocate {nbytes} bytes of host memory: {error}",
+                    code="no-host-memory",
+                ) from error
+            allocation.tensor()[: self.nbytes].copy_(self.memory)
+            self._allocation = allocation
         self.nbytes = nbytes
 
 
-def _populate(mapping: _Mapping) -> None:
-    """Have pages behind all of it; kernels before 5.14 leave that to the registration."""
-    # 6.1 instead of 2.1 GB/s with one thread on an H100's host; without effect where there are none
-    libc().madvise(mapping.address, mapping.nbytes, _HUGEPAGE)
-    slices = [
-        (mapping.address + at, min(_SLICE_NBYTES, mapping.nbytes - at))
-        for at in range(0, mapping.nbytes, _SLICE_NBYTES)
-    ]
-    with ThreadPoolExecutor(min(NUM_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        for _ in threads.map(lambda part: _populate_slice(*part), slices):
-            pass
-
-
 def _populate_slice(address: int, nbytes: int) -> None:
+    # EINVAL: the kernel is older than the flag.
     if libc().madvise(address, nbytes, _POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
-        raise_errno("populating it")
-
-
-def _register(mapping: _Mapping) -> None:
-    if code := _call_cuda("cudaHostRegister", mapping.address, mapping.nbytes, 0):
-        raise OSError(
-            f"page-locking {mapping.nbytes} bytes of host memory failed with CUDA error {code}. In a container its "
-            "limit may be the reason (`ulimit -l`)"
-        )
-    mapping.is_registered = True
+        raise_errno("madvise(MADV_POPULATE_WRITE)")
 
 
 def _call_cuda(name: str, *arguments: int) -> int:
-    """Return the code of a call of CUDA's runtime, 0 for a success.
-
-    CUDA keeps the error of a thread's last call until somebody asks for it. torch asks after each kernel that it
-    launches, and raises what it finds there. `torch.cuda.cudart()` has no `cudaGetLastError`
-    (torch/csrc/cuda/shared/cudart.cpp), so a kernel is launched that nobody needs.
-    """
-    if code := int(getattr(torch.cuda.cudart(), name)(*arguments)):
+    """Return the code of a call of CUDA's runtime, 0 for a success."""
+    code = int(getattr(torch.cuda.cudart(), name)(*arguments))
+    if code:
+        # CUDA keeps the error of a thread's last call until it is read. torch reads it after each
+        # kernel launch, and would raise it at an unrelated operation. `torch.cuda.cudart()` has no
+        # `cudaGetLastError` (torch/csrc/cuda/shared/cudart.cpp), so launch a useless kernel here.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return code
 
 
-def _end(mapping: _Mapping) -> None:
-    """Give everything back; called once. A finalizer has nobody to raise to."""
-    if mapping.is_registered and (code := _call_cuda("cudaHostUnregister", mapping.address)):
-        logger.warning("host memory for offloaded state ends page-locked: cudaHostUnregister: CUDA error %d", code)
-    if mapping.address:
-        libc().munmap(mapping.address, mapping.nbytes)
-
-
 Direction = Literal["to host", "to device"]
-_CHUNK = 64 * 1024**2  # bytes per copy on CUDA, so that both directions and other traffic take turns on the bus
+
+# Bytes per copy on CUDA, so that both directions and other traffic take turns on the bus.
+_CHUNK = 64 * 1024**2
 
 
 class BackgroundCopy:
-    """A copy that a thread may make in the meantime; it is made once, and never after it was called off.
+    """A copy that runs once: in a thread, or else in the caller that waits for it.
 
-    The future says who makes it: a thread that has begun, or, once it is cancelled, whoever waits.
+    It never runs after it was cancelled. The state of the future decides who makes the copy: the
+    thread if it has started it, the waiting caller if it could still cancel it.
     """
 
     def __init__(self, make: Callable[[], float], *, is_queued: bool = False) -> None:
-        """`make` copies, or waits for a copy that is queued, and returns its seconds."""
-        self._make, self._is_queued = make, is_queued
+        """Describe a copy.
+
+        Args:
+            make: copies, or waits for a copy that is queued on a stream; returns its seconds.
+            is_queued: the device makes the copy whether or not `make` is called.
+        """
+        self._make = make
+        self._is_queued = is_queued
         self._by_thread: Future[float] = Future()
         self._seconds: float | None = None
 
     def run(self) -> None:
-        """Make it in a thread, unless somebody has; what fails is left to `wait`, which tries again."""
+        """Make the copy, called in a thread. After a failure `wait` tries again."""
         if self._by_thread.set_running_or_notify_cancel():
             try:
                 self._by_thread.set_result(self._make())
@@ -182,15 +235,19 @@ class BackgroundCopy:
                 self._by_thread.set_exception(error)
 
     def wait(self) -> float:
-        """Return when it is made, by the caller if nobody has begun; how many seconds it took, less the wait here."""
+        """Complete the copy, in this thread unless the other has started it.
+
+        Returns the seconds that it took, less the wait here.
+        """
         started = time.perf_counter()
+        # `exception()` blocks until the thread is done.
         is_by_thread = not self._by_thread.cancel() and self._by_thread.exception() is None
         if self._seconds is None:
             self._seconds = self._by_thread.result() if is_by_thread else self._make()
         return max(0.0, self._seconds - (time.perf_counter() - started))
 
     def cancel(self) -> None:
-        """Let it not be made any more; one that is being made, or that is queued, is made first."""
+        """Cancel the copy; wait for it if it runs in a thread or is queued on a stream."""
         if not self._by_thread.cancel():
             self._by_thread.exception()
         elif self._is_queued and self._seconds is None:
@@ -200,24 +257,28 @@ class BackgroundCopy:
 class Copier:
     """Copies bytes between a device and an arena.
 
-    On CUDA copies are queued, in chunks, on streams: one for each direction, so that both overlap with each other and
-    with the device's other work, and one more for what is to go on in the background. On the CPU a copy is done when
-    the call returns, in the background by a thread.
+    On CUDA copies are queued, in chunks, on streams: one for each direction, so that both overlap
+    with each other and with the device's other work, and one more per direction for background
+    copies. On the CPU a copy is done when the call returns; a thread makes background copies.
     """
 
     def __init__(self) -> None:
+        # By device, direction, and whether the copies are in the background.
         self._streams: dict[tuple[torch.device, Direction, bool], torch.cuda.Stream] = {}
         self._thread: ThreadPoolExecutor | None = None
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction) -> Callable[[], None]:
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, direction: Direction
+    ) -> Callable[[], None]:
         """Copy flat bytes; neither side may be freed or written before the copy is done.
 
-        Returns what waits for this copy, and so for all before it in this direction on this device. So does `finish`.
+        Returns a function that waits for this copy, and so for all before it in this direction on
+        this device. `finish` waits as well.
         """
         device = source.device if direction == "to host" else destination.device
         if device.type != "cuda":
             destination.copy_(source)
-            return _wait_for_nothing
+            return lambda: None
         stream = self._stream(device, direction, background=False)
         _queue_copy(destination, source, stream)
         event = torch.cuda.Event()
@@ -225,48 +286,64 @@ class Copier:
         return event.synchronize
 
     def begin_copy(
-        self, copies: list[BackgroundCopy], destination: torch.Tensor, source: torch.Tensor, direction: Direction
+        self,
+        copies: list[BackgroundCopy],
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        direction: Direction,
     ) -> None:
-        """Begin to copy flat bytes in the background, as one of `copies`; both sides are to be left alone until then.
+        """Begin to copy flat bytes in the background, and append the copy to `copies`.
 
-        Where no thread can be had, whoever waits for the copy makes it.
+        Neither side may be freed or written until the copy is done. If no thread can be started,
+        the caller that waits for the copy makes it.
         """
         device = source.device if direction == "to host" else destination.device
         if device.type == "cuda":
             stream = self._stream(device, direction, background=True)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             begin.record(stream)
             _queue_copy(destination, source, stream)
             end.record(stream)
             copies.append(BackgroundCopy(lambda: _seconds_between(begin, end), is_queued=True))
             return
         copy = BackgroundCopy(lambda: _timed_copy(destination, source))
-        copies.append(copy)  # before a thread has it: it never runs without somebody who waits for it
+        # Before the thread gets it: a copy must not run without a caller that waits for it.
+        copies.append(copy)
         try:
             self._thread = self._thread or ThreadPoolExecutor(1, "offload")
             self._thread.submit(copy.run)
         except RuntimeError as error:
-            logger.info("no thread for a copy in the background (%s): it is made when its contents are needed", error)
+            logger.info(
+                "no thread for a background copy (%s): it is made when its contents are needed",
+                error,
+            )
 
     def finish(self, direction: Direction) -> None:
-        """Wait until every copy in this direction is done, but for those in the background."""
+        """Wait until every copy in this direction is done, except background copies."""
         for (_, queued, background), stream in self._streams.items():
             if queued == direction and not background:
                 stream.synchronize()
 
-    def _stream(self, device: torch.device, direction: Direction, background: bool) -> torch.cuda.Stream:
+    def finish_all(self) -> None:
+        """Wait until no copy is queued, background copies included. Never raises."""
+        for stream in self._streams.values():
+            # A failed kernel is reported where its result is used.
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()
+
+    def _stream(
+        self, device: torch.device, direction: Direction, background: bool
+    ) -> torch.cuda.Stream:
         key = (device, direction, background)
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(device)
         return self._streams[key]
 
 
-def _wait_for_nothing() -> None:
-    """The copy was done when the call returned."""
-
-
 def _queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    stream.wait_stream(torch.cuda.current_stream(stream.device))  # what is computed there, and memory just taken
+    # The current stream may still compute the source, or use memory that was just allocated.
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for start in range(0, source.numel(), _CHUNK):
             part = slice(start, start + _CHUNK)
@@ -274,7 +351,7 @@ def _queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.c
 
 
 def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Waits for the second."""
+    """Wait for `end`, and return the seconds since `begin`."""
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
 

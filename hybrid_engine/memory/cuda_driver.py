@@ -1,12 +1,13 @@
-"""The calls of the CUDA driver's virtual memory API that elastic buffers need, each checked.
+"""Checked calls of the CUDA driver's virtual memory API, for elastic buffers.
 
-Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
-chapter of the driver API. Run on an H200 and an H100 by tests/gpu; tests on the CPU run it with the real bindings over
-a driver whose memory is the host's (tests/harness/libcuda.c).
+Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual
+Memory Management" chapter of the driver API. Run on an H200 and an H100 by tests/gpu. Tests on the
+CPU run it with the real bindings over the driver of a GPU in software (tests/software_gpu).
 
-The rules that the callers keep:
+Rules for callers:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole
-    memory is freed when its handle is released, it is mapped nowhere and no exported descriptor is open, in any process
+    memory is freed when its handle is released, it is mapped nowhere and no exported descriptor is
+    open, in any process
     a mapped chunk may be touched only after its access was set
     unmapping does not wait for kernels: finish_stream or synchronize first
 """
@@ -29,35 +30,50 @@ INSTALL_HINT = "pip install cuda-bindings, of the CUDA version torch was built f
 
 
 class CudaDriver:
-    """Virtual memory of one device. Sizes and addresses in bytes; handles are the driver's own objects."""
+    """Virtual memory of one device.
+
+    Sizes and addresses are in bytes, handles are objects of the driver. Every method that calls the
+    driver raises DeviceMemoryError on failure.
+    """
 
     def __init__(self, api: Any, device: torch.device) -> None:
-        """Args:
-        api: the module `cuda.bindings.driver`.
-        device: where tensors over the memory are; with the tests' driver the CPU.
+        """Set up the calls for a device.
+
+        Args:
+            api: the module `cuda.bindings.driver`.
+            device: device of tensors over the memory; with the tests' driver the CPU.
         """
         self._api = api
         self.device = device
         self._ordinal = device.index or 0
-        self._properties = self._allocation_properties()
+        properties = api.CUmemAllocationProp()
+        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._descriptor_type
+        self._locate(properties.location)
+        if self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
+            # NCCL sends from these buffers to other hosts.
+            properties.allocFlags.gpuDirectRDMACapable = 1
+        self._properties = properties
 
     def granularity(self) -> int:
-        """Return the bytes of which every size and address below is a multiple (2 MiB on current GPUs)."""
+        """Return the unit of all sizes and addresses below, in bytes (2 MiB on current GPUs)."""
         flags = self._api.CUmemAllocationGranularity_flags
-        return self._call("cuMemGetAllocationGranularity", self._properties, flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
+        minimum = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return self._call("cuMemGetAllocationGranularity", self._properties, minimum)
 
     def reserve(self, nbytes: int) -> int:
-        """Return the address of a new range with no memory behind it."""
+        """Reserve an address range without memory, and return its address."""
         return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Free a whole range; nothing may be mapped in it."""
+        """Free a whole address range, in which no memory may be mapped."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> Any:
-        """Allocate physical memory, contents undefined, mapped nowhere. Raises DeviceMemoryError for lack of memory.
+        """Allocate physical memory with undefined contents, and return its handle.
 
-        When the device is full, garbage and the unused memory of torch's caching allocator are freed first, once.
+        When the device is full, garbage and the unused memory of torch's caching allocator are
+        freed and the call is repeated once.
         """
         try:
             return self._call("cuMemCreate", nbytes, self._properties, 0)
@@ -65,23 +81,26 @@ class CudaDriver:
             if not error.is_out_of_memory:
                 raise
             if self.device.type == "cuda":
+                # Garbage may hold tensors; `empty_cache` then frees their memory as well.
                 gc.collect()
                 torch.cuda.empty_cache()
             return self._call("cuMemCreate", nbytes, self._properties, 0)
 
     def release(self, handle: Any) -> None:
-        """Release a handle of physical memory; see above for when the memory is freed."""
+        """Release a handle of physical memory; see the module's docstring for when it is freed."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         """Map physical memory at an address and allow the device to read and write it.
 
-        After a failure nothing is mapped. Peers only read, but torch, NCCL and others always ask for both.
+        After a failure the memory is not mapped.
         """
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
         access = self._api.CUmemAccessDesc()
         self._locate(access.location)
+        # Peers only read, but torch, NCCL and others always request both.
         access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        # A mapping without access would be an illegal access at its first use.
         try:
             self._call("cuMemSetAccess", address, nbytes, [access], 1)
         except BaseException:
@@ -97,22 +116,32 @@ class CudaDriver:
         return int(self._call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
 
     def import_descriptor(self, descriptor: int) -> Any:
-        """Return the handle of memory that another process exported; the descriptor may be closed afterwards."""
+        """Return a handle of memory that another process exported.
+
+        The descriptor may be closed afterwards.
+        """
         return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
 
     def finish_stream(self) -> None:
-        """Wait for what is queued on the current stream. Messages on streams of their own stay in flight."""
+        """Wait for the work queued on the current stream.
+
+        Messages, which have separate streams, stay in flight.
+        """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def synchronize(self) -> None:
-        """Wait for everything queued on the device, on all streams."""
+        """Wait for the work queued on all streams of the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def why_unsupported(self) -> str | None:
-        """Return what the device lacks for elastic buffers; None if nothing."""
-        for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+        """Return the attribute that the device lacks for elastic buffers; None if it has all."""
+        required = (
+            "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+            "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+        )
+        for name in required:
             if not self._attribute(name):
                 return f"device {self._ordinal} has no CU_DEVICE_ATTRIBUTE_{name}"
         return None
@@ -121,64 +150,65 @@ class CudaDriver:
     def _descriptor_type(self) -> Any:
         return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
-    def _allocation_properties(self) -> Any:
-        properties = self._api.CUmemAllocationProp()
-        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.requestedHandleTypes = self._descriptor_type
-        self._locate(properties.location)
-        if self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
-            properties.allocFlags.gpuDirectRDMACapable = 1  # NCCL between hosts sends from these buffers
-        return properties
-
     def _locate(self, location: Any) -> None:
         location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = self._ordinal
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", self._ordinal))
+        device = self._call("cuDeviceGet", self._ordinal)
+        return self._call("cuDeviceGetAttribute", attribute, device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Return the call's value, if it has one. Raises DeviceMemoryError naming call, arguments and error code."""
+        """Return the value of a call, or None if it has no value.
+
+        Raises DeviceMemoryError with the call, its integer arguments and the error code.
+        """
         function: Callable[..., tuple[Any, ...]] = getattr(self._api, name)
         code, *values = function(*arguments)
         if code != self._api.CUresult.CUDA_SUCCESS:
-            shown = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
+            numbers = [str(argument) for argument in arguments if isinstance(argument, int)]
+            # Handles and flags are objects, and would fill the message.
+            shown = ", ".join(numbers)
+            code_name = getattr(code, "name", code)
             raise DeviceMemoryError(
-                f"{name}({shown}) on device {self._ordinal} failed: {getattr(code, 'name', code)}",
+                f"{name}({shown}) on device {self._ordinal} failed: {code_name}",
                 is_out_of_memory=code == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
+                code="driver-call-failed",
             )
         return values[0] if values else None
 
 
 @functools.cache
 def driver_of(ordinal: int) -> CudaDriver | None:
-    """Return the driver of a CUDA device; None, with one logged warning, where it cannot be used."""
+    """Return the driver of a CUDA device, or None after logging why it cannot be used.
+
+    The answer, and so the warning, is computed once per device.
+    """
     device = torch.device("cuda", ordinal)
-    torch.cuda.synchronize(device)  # makes torch's context, which the driver's calls need
+    # Creates torch's context, which the driver's calls need.
+    torch.cuda.synchronize(device)
+    driver = None
     try:
         from cuda.bindings import driver as api
     except ImportError:
-        _warn_without(device, f"cuda-bindings is missing ({INSTALL_HINT})")
-        return None
-    found = CudaDriver(api, device)
-    if (reason := found.why_unsupported()) is not None:
-        _warn_without(device, reason)
-        return None
-    return found
-
-
-def _warn_without(device: torch.device, reason: str) -> None:
+        reason: str | None = f"cuda-bindings is missing ({INSTALL_HINT})"
+    else:
+        driver = CudaDriver(api, device)
+        reason = driver.why_unsupported()
+    if reason is None:
+        return driver
     logger.warning(
-        "No elastic buffers on %s: %s. Training buffers are ordinary tensors: they leave the device only whole, "
-        "after the whole switch, and peers on the host read them by messages",
+        "No elastic buffers on %s: %s. Training buffers are ordinary tensors: they leave the "
+        "device only whole, after the whole switch, and peers on the host receive them in messages",
         device,
         reason,
     )
+    return None
 
 
 def taken_nbytes(device: torch.device) -> int:
-    """Bytes of a GPU that anybody has, with what torch keeps for later; 0 on a CPU."""
+    """Return the used bytes of a GPU, by all processes and torch's cache; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, size = torch.cuda.mem_get_info(device)

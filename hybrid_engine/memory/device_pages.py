@@ -1,25 +1,28 @@
-"""Device memory whose chunks come and go under one address, and how peers on the host read it.
+"""Device memory that is released and restored in chunks at a constant address, and read by peers.
 
-Run on an H200 and an H100, by two processes that read each other's; between GPUs only in software (tests/software_gpu).
+Run on an H200 and an H100, by two processes that read each other's memory. Between GPUs it was run
+only in software (tests/software_gpu).
 
     create     one address range; chunks of physical memory, created, mapped
-    release    wait for the stream -> tell peers -> close descriptor -> unmap -> free the chunk
+    release    wait for the stream -> notify peers -> close descriptor -> unmap -> free the chunk
     restore    a new chunk of physical memory at the old address; contents undefined
 
-A restored chunk is new physical memory, so an older mapping of a peer is stale. Peers therefore map, like any host
-pages, a table with every chunk's serial number, 0 while it has no memory, and ask the owner for the descriptor of that
-number (descriptors.py), as CUDA means them to be passed. A peer maps chunks only while it reads them: during that time
-their memory stays allocated, whatever the owner releases.
+A restored chunk is new physical memory, so an older mapping of a peer is stale. Peers therefore map
+a table, as host pages, with the serial number of every chunk, which is 0 while the chunk has no
+memory. They fetch the descriptor of that number from the owner (descriptors.py), as CUDA intends. A
+peer maps chunks only while it reads them: until it unmaps them their memory stays allocated, even
+after the owner has released them.
 
-    peer = DevicePeer(handle, driver)            once: an address range of this process, nothing mapped
-    with peer.mapped(extents, keep) as flat:     descriptors fetched, chunks mapped that are not yet
+    peer = DevicePeer(handle, driver)            once: an address range of this process, unmapped
+    with peer.mapped(extents, keep) as flat:     descriptors fetched, absent chunks mapped
         copy from flat[start:stop]
-                                                 stream waited for, chunks unmapped but for those to be read again
+                                                 stream waited for, chunks not in `keep` unmapped
 
 Touching a released range on the device is an illegal access, which ends the process's CUDA context.
 
-A child that is forked (a DataLoader's worker) inherits the descriptors, and memory is freed only when none is open in
-any process: the child closes them at once. It can use the memory for nothing; CUDA does not work in it.
+A forked child (a DataLoader's worker) inherits the descriptors, and memory is freed only when none
+is open in any process. The child therefore closes them at once. It cannot use the memory anyway,
+because CUDA does not work in it.
 """
 
 from __future__ import annotations
@@ -38,34 +41,49 @@ import torch
 from hybrid_engine.errors import DeviceMemoryError, MessageError, StateError, TransportError
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.descriptors import MOST_AT_ONCE, Descriptor, fetch, sending
-from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages, require_within, tensor_over
+from hybrid_engine.memory.host_pages import (
+    BufferHandle,
+    HostMemory,
+    map_pages,
+    require_within,
+    round_up,
+    tensor_over,
+)
 from hybrid_engine.messages import Record
 from hybrid_engine.records.layout import Extent
 
 CHUNK_NBYTES = 32 * 2**20
-"""Approximate size of a chunk: release works in whole chunks. To map one takes 0.1 ms on an H100, to free one 0.1 to
-0.3, and copies wait meanwhile."""
+"""Approximate size of a chunk, the unit of release.
+
+On an H100 it takes 0.1 ms to map a chunk and 0.1 to 0.3 ms to free one, during which copies wait.
+"""
+
+# Maximum number of chunks of a buffer that is released only as a whole.
 _LARGE_CHUNKS = 64
-"""Into which a buffer is cut that comes and goes as a whole, if that makes larger chunks."""
+
 MAX_CHUNKS = MOST_AT_ONCE
-"""Of one buffer; larger buffers have larger chunks. Every exported chunk costs its owner an open descriptor."""
+"""Maximum number of chunks of a buffer; larger buffers have larger chunks.
+
+Every exported chunk costs its owner an open descriptor.
+"""
 
 AWAY = 0
 """Serial number of a chunk without memory."""
 
 
 class DeviceHandle(Record, frozen=True):
-    """How a process finds a flat tensor in the device memory of another process on the same host.
+    """Location of a flat tensor in the device memory of another process on the same host.
 
     Attributes:
         table: the owner's int64 table [chunks] of serial numbers.
-        reserved_nbytes: of the owner's address range.
-        chunk_nbytes: of every chunk but the last, which has what remains.
-        offset: where the tensor starts in the range, in bytes.
-        numel, dtype: of the tensor; dtype is torch's name without the prefix.
+        reserved_nbytes: bytes of the owner's address range.
+        chunk_nbytes: bytes of every chunk except the last, which has the rest.
+        offset: start of the tensor in the range, in bytes.
+        numel: elements of the tensor.
+        dtype: torch's name of its dtype, without the prefix.
 
-    Raises MessageError, whoever makes it, unless the tensor is of a dtype of torch's and lies in whole elements within
-    the range, and the table has a number for every chunk.
+    Construction, by decoding as well, raises MessageError unless `dtype` is a dtype of torch, the
+    tensor lies in whole elements within the range, and the table has a number for every chunk.
     """
 
     table: BufferHandle
@@ -77,27 +95,35 @@ class DeviceHandle(Record, frozen=True):
 
     def __post_init__(self) -> None:
         require_within(self.reserved_nbytes, self.offset, self.numel, self.dtype)
-        has_chunks = self.chunk_nbytes > 0 and self.table.numel == -(-self.reserved_nbytes // self.chunk_nbytes)
-        if self.table.dtype != "int64" or not has_chunks:
+        table = self.table
+        is_valid = (
+            table.dtype == "int64"
+            and self.chunk_nbytes > 0
+            and table.numel == -(-self.reserved_nbytes // self.chunk_nbytes)
+        )
+        if not is_valid:
             raise MessageError(
-                f"a buffer of {self.reserved_nbytes} bytes in chunks of {self.chunk_nbytes}, with a table of "
-                f"{self.table.numel} {self.table.dtype}"
+                f"a buffer of {self.reserved_nbytes} bytes in chunks of {self.chunk_nbytes} bytes "
+                f"does not fit a table of {table.numel} elements of {table.dtype}",
+                code="malformed-handle",
             )
 
 
 def chunk_nbytes_for(nbytes: int, granule: int, *, in_parts: bool = True) -> int:
-    """Bytes of a chunk of a buffer of `nbytes`, a multiple of the driver's `granule`; see CHUNK_NBYTES.
+    """Return the chunk size of a buffer of `nbytes`, a multiple of the driver's `granule`.
 
-    `in_parts`: parts of it are to come and go by themselves.
+    With `in_parts`, parts of the buffer are released separately. See CHUNK_NBYTES.
     """
     most_chunks = MAX_CHUNKS if in_parts else _LARGE_CHUNKS
     target = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // most_chunks)))
-    return -(-target // granule) * granule
+    return round_up(target, granule)
 
 
 class DeviceMemory:
-    """An address range of a device with chunks in it, given back when the last tensor over it and this object are
-    gone."""
+    """An address range of a device, with chunks of physical memory.
+
+    It is freed when neither this object nor a tensor over it is left.
+    """
 
     def __init__(
         self,
@@ -109,19 +135,23 @@ class DeviceMemory:
         resident: bool = True,
         in_parts: bool = True,
     ) -> None:
-        """Reserve `numel` elements and, if `resident`, have memory for all; contents are undefined.
+        """Reserve `numel` elements and, if `resident`, allocate them; contents are undefined.
 
-        `in_parts`: see `chunk_nbytes_for`. Raises DeviceMemoryError when the device has not enough: nothing is kept.
+        `in_parts`: see `chunk_nbytes_for`. Raises DeviceMemoryError when the device has too little
+        memory; nothing stays allocated.
         """
         granule = driver.granularity()
-        self.numel, self.dtype, self.nbytes = numel, dtype, numel * dtype.itemsize
-        self.reserved_nbytes = -(-self.nbytes // granule) * granule
+        self.numel = numel
+        self.dtype = dtype
+        self.nbytes = numel * dtype.itemsize
+        self.reserved_nbytes = round_up(self.nbytes, granule)
         self.granularity = chunk_nbytes_for(self.nbytes, granule, in_parts=in_parts)
         self._is_open = True
         self._chunks = _Chunks(driver, self.reserved_nbytes, self.granularity, label)
         self.address = self._chunks.address
         self._end = weakref.finalize(self, self._chunks.end)
-        self._end.atexit = False  # tensors may be read until the very end; the driver frees
+        # Tensors may be read until the very end of the process. The driver frees the memory.
+        self._end.atexit = False
         try:
             if resident:
                 self.restore(0, self.reserved_nbytes)
@@ -130,25 +160,30 @@ class DeviceMemory:
             raise
 
     def tensor(self) -> torch.Tensor:
-        """The whole memory as it was created."""
-        return tensor_over(self.address, self.nbytes, self._chunks.driver.device, self).view(self.dtype)
+        """Return a flat tensor over the whole memory, with the dtype of its creation."""
+        device = self._chunks.driver.device
+        return tensor_over(self.address, self.nbytes, device, self).view(self.dtype)
 
     def release(self, first: int, last: int) -> None:
-        """Give the chunks of bytes [first, last) back; `first` is a multiple of `granularity`, `last` too or the end.
+        """Free the chunks of bytes [first, last).
 
-        Waits for the current stream first. Whoever uses them on another one waits for that before.
+        Both are multiples of `granularity`, or `last` is the end. Waits for the current stream.
+        Work on other streams that uses the chunks must have ended.
         """
         self._raise_if_closed()
-        resident = [index for index in self._chunks.within(first, last) if self._chunks.is_resident(index)]
+        chunks = self._chunks
+        resident = [index for index in chunks.within(first, last) if chunks.is_resident(index)]
         if resident:
-            self._chunks.driver.finish_stream()
+            # Once for all chunks. Unmapping does not wait for kernels.
+            chunks.driver.finish_stream()
         for index in resident:
-            self._chunks.unmap(index)
+            chunks.unmap(index)
 
     def restore(self, first: int, last: int) -> None:
-        """Have memory for the chunks of bytes [first, last) again; those that are there keep their contents.
+        """Allocate the chunks of bytes [first, last) that have no memory; others keep contents.
 
-        Raises DeviceMemoryError when the device has not enough: what came back stays, a later call goes on from there.
+        Raises DeviceMemoryError when the device has too little memory. Restored chunks then stay,
+        and a later call continues from there.
         """
         self._raise_if_closed()
         for index in self._chunks.within(first, last):
@@ -156,12 +191,15 @@ class DeviceMemory:
                 self._chunks.map(index)
 
     def resident_nbytes(self) -> int:
-        """Bytes of physical memory behind the range now."""
+        """Return the bytes of physical memory behind the range now."""
         self._raise_if_closed()
         return self._chunks.resident_nbytes()
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
-        """For peers: `numel` elements from byte `offset`. From the first one on every chunk is exported."""
+        """Return a handle for peers, of `numel` elements from byte `offset`.
+
+        From the first call on every resident chunk is exported.
+        """
         self._raise_if_closed()
         return DeviceHandle(
             table=self._chunks.export(),
@@ -173,53 +211,63 @@ class DeviceMemory:
         )
 
     def close(self) -> None:
-        """No peer can map it any more; idempotent."""
+        """End the export, so that peers cannot map the memory again; idempotent."""
         if self._is_open:
             self._is_open = False
             self._chunks.withdraw()
 
     def _raise_if_closed(self) -> None:
         if not self._is_open:
-            raise StateError("the elastic buffer is closed")
+            raise StateError("the elastic buffer is closed", code="buffer-is-closed")
 
 
 class _Chunks:
-    """The chunks of one address range, and the table that peers read. Knows nothing of tensors."""
+    """The chunks of an address range, and the table that peers read. Independent of tensors."""
 
-    def __init__(self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str) -> None:
+    def __init__(
+        self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str
+    ) -> None:
         self.driver = driver
         self._reserved_nbytes = reserved_nbytes
         self._chunk_nbytes = chunk_nbytes
         count = -(-reserved_nbytes // chunk_nbytes)
+        # Handles of physical memory, None while a chunk has none.
         self._handles: list[Any | None] = [None] * count
         self._next_serial = AWAY + 1
         self._is_exported = False
         self._table_memory = HostMemory.create(count, torch.int64, f"{label}.chunks")
         self._table = self._table_memory.tensor().numpy()
         self.address = driver.reserve(reserved_nbytes)
-        self._descriptors: dict[int, Descriptor] = {}  # of exported chunks
+        # Descriptors of exported chunks, by number.
+        self._descriptors: dict[int, Descriptor] = {}
         self._is_inherited = False
         _all_chunks.add(self)
 
     def within(self, first: int, last: int) -> range:
-        """Numbers of the chunks of bytes [first, last)."""
+        """Return the numbers of the chunks of bytes [first, last)."""
         return range(first // self._chunk_nbytes, -(-last // self._chunk_nbytes))
 
     def is_resident(self, index: int) -> bool:
         return self._handles[index] is not None
 
     def resident_nbytes(self) -> int:
-        return sum(self._nbytes(index) for index in range(len(self._handles)) if self.is_resident(index))
+        nbytes = 0
+        for index, handle in enumerate(self._handles):
+            if handle is not None:
+                nbytes += self._nbytes(index)
+        return nbytes
 
     def map(self, index: int) -> None:
-        """New physical memory for a chunk; after a failure it is away as before."""
-        handle = self.driver.create(self._nbytes(index))
+        """Allocate and map a chunk; after a failure it is absent as before."""
+        nbytes = self._nbytes(index)
+        handle = self.driver.create(nbytes)
         try:
-            self.driver.map(self._address(index), self._nbytes(index), handle)
+            self.driver.map(self._address(index), nbytes, handle)
         except BaseException:
             self.driver.release(handle)
             raise
         self._handles[index] = handle
+        # Only a resident chunk can be published, and `unmap` undoes a publication.
         if self._is_exported:
             try:
                 self._publish(index)
@@ -228,15 +276,18 @@ class _Chunks:
                 raise
 
     def unmap(self, index: int) -> None:
-        """Free a chunk; peers are told first, so one that asks for the descriptor later finds it gone."""
+        """Free a chunk."""
+        # First, so that a peer that fetches the descriptor later gets an error.
         self._withdraw(index)
         self.driver.unmap(self._address(index), self._nbytes(index))
-        handle, self._handles[index] = self._handles[index], None
+        handle = self._handles[index]
+        self._handles[index] = None
         self.driver.release(handle)
 
     def export(self) -> BufferHandle:
-        """Publish every chunk, now and whenever it comes back. Returns where peers find the table."""
+        """Export every chunk, now and whenever it is restored; return the handle of the table."""
         _raise_limit()
+        # Chunks that were published before keep their serial numbers.
         for index in range(len(self._handles)):
             if self.is_resident(index) and self._table[index] == AWAY:
                 self._publish(index)
@@ -244,12 +295,12 @@ class _Chunks:
         return self._table_memory.handle(0, self._table.size, torch.int64)
 
     def disown(self) -> None:
-        """In a forked child: close what it inherited; table and memory are the parent's."""
+        """Close inherited descriptors in a forked child; table and memory are the parent's."""
         self._is_inherited = True
         self._descriptors.clear()
 
     def withdraw(self) -> None:
-        """Nothing is exported any more."""
+        """End the export of all chunks."""
         if self._is_inherited:
             return
         self._is_exported = False
@@ -258,9 +309,10 @@ class _Chunks:
         self._table_memory.close()
 
     def end(self) -> None:
-        """Give everything back; the range must not be used any more."""
+        """Free everything; the range must not be used afterwards."""
         if self._is_inherited:
             return
+        # Kernels on any stream may still use the memory.
         self.driver.synchronize()
         self.withdraw()
         for index in range(len(self._handles)):
@@ -270,20 +322,28 @@ class _Chunks:
 
     def _publish(self, index: int) -> None:
         try:
-            descriptor = self.driver.export_descriptor(self._handles[index])
+            fd = self.driver.export_descriptor(self._handles[index])
         except DeviceMemoryError as error:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            num_open = len(os.listdir("/proc/self/fd"))
             raise DeviceMemoryError(
-                f"chunk {index} of {len(self._handles)} ({self._nbytes(index)} bytes) cannot be exported: {error}. "
-                f"{_num_descriptors()} Raise the limit (`ulimit -n`) if it is reached"
+                f"chunk {index} of {len(self._handles)} ({self._nbytes(index)} bytes) cannot be "
+                f"exported: {error}. This process has {num_open} of {limit} file descriptors open. "
+                "Raise the limit (`ulimit -n`) if it is reached",
+                code="cannot-export",
             ) from error
-        os.set_inheritable(descriptor, False)  # not by programs that are started either
-        self._descriptors[index] = Descriptor(descriptor)
+        # Programs that this process starts must not keep the memory allocated.
+        os.set_inheritable(fd, False)
+        # No local variable refers to it: in a traceback it would keep the descriptor open.
+        self._descriptors[index] = Descriptor(fd)
         self._descriptors[index].offer(_name(self._table_memory.token, self._next_serial))
+        # Last: a peer may fetch the descriptor as soon as it reads the number.
         self._table[index] = self._next_serial
         self._next_serial += 1
 
     def _withdraw(self, index: int) -> None:
         self._table[index] = AWAY
+        # While a descriptor is being sent, dropping it here would not close it.
         with sending:
             self._descriptors.pop(index, None)
 
@@ -306,68 +366,81 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _name(table: str, serial: int) -> str:
-    """Of a chunk's descriptor, which is offered by it."""
+    """Return the name under which the descriptor of a chunk is offered."""
     return f"{table}/{serial}"
 
 
 @functools.cache
 def _raise_limit() -> None:
-    """Have as many descriptors as the system allows: one for every exported chunk."""
+    """Allow as many open descriptors as the system permits: every exported chunk needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _num_descriptors() -> str:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"This process has {len(os.listdir('/proc/self/fd'))} of {limit} file descriptors open."
 
 
 class DevicePeer:
     """A peer's flat tensor on a device, mapped into this process only while it is read.
 
-    Not longer than the reader says, since a mapping keeps a chunk's memory allocated after its owner released it, and a
-    restored chunk is different memory. The memory may be on another GPU than the one this process uses, if the two can
-    reach each other.
+    A mapping keeps a chunk's memory allocated after its owner released it, and a restored chunk is
+    different memory, so mappings end as early as the reader allows. The memory may be on another
+    GPU than the one this process uses, if the two can reach each other.
     """
 
     def __init__(self, handle: DeviceHandle, driver: CudaDriver) -> None:
-        """Raises TransportError when the owner is on another host, has ended or closed the buffer."""
-        self._handle, self._driver, self._is_closed = handle, driver, False
-        self._table = map_pages(handle.table).numpy()
-        self._range = _Range(driver, handle.reserved_nbytes, handle.chunk_nbytes)
+        """Map the peer's table, and reserve an address range for its chunks.
+
+        Raises TransportError when the owner is on another host, has ended or closed the buffer.
+        """
+        self._handle = handle
+        self._driver = driver
+        self._is_closed = False
         self._is_read = False
-        nbytes = handle.numel * getattr(torch, handle.dtype).itemsize
+        self._table = map_pages(handle.table).numpy()
+        self._range = _PeerRange(driver, handle.reserved_nbytes, handle.chunk_nbytes)
+        dtype = getattr(torch, handle.dtype)
+        nbytes = handle.numel * dtype.itemsize
         start = self._range.address + handle.offset
-        self._tensor = tensor_over(start, nbytes, driver.device, self._range).view(getattr(torch, handle.dtype))
+        self._tensor = tensor_over(start, nbytes, driver.device, self._range).view(dtype)
 
     @contextmanager
-    def mapped(self, extents: Sequence[Extent] = (), keep: Container[int] = ()) -> Iterator[torch.Tensor]:
-        """The flat tensor; these elements (default: all) may be read within the `with` block, by work queued in it too.
+    def mapped(
+        self, extents: Sequence[Extent] = (), keep: Container[int] = ()
+    ) -> Iterator[torch.Tensor]:
+        """Yield the flat tensor, of which the elements of `extents` (default: all) may be read.
 
-        Elsewhere, and for other elements, reading is an illegal access. What lies between the extents is left alone:
-        its owner may have released it. After a success the chunks in `keep` stay mapped, and are mapped anew only if
-        their owner released them meanwhile; until they are unmapped, that gives no memory back.
+        Work queued inside the `with` block may read them too. Reading other elements, or later, is
+        an illegal access. Memory between the extents is not mapped, since its owner may have
+        released it. After a success the chunks in `keep` stay mapped. They are mapped again only if
+        their owner has released them since; until they are unmapped, that release frees no memory.
 
-        Raises TransportError when a chunk of an extent is away at its owner, when the descriptors may not be fetched,
-        and, at the end, when the owner released a chunk meanwhile: what was read may then be outdated.
+        Raises TransportError when the owner has released a chunk of an extent, when the descriptors
+        cannot be fetched, and, at the end, when the owner released a chunk meanwhile: the bytes
+        read may then be outdated. Raises StateError inside another block, and after `close`.
         """
         chunks = self.chunks(extents or [Extent(0, self._handle.numel)])
         if self._is_read:
-            raise StateError("the peer's buffer is mapped already; end that block first")
+            raise StateError(
+                "the peer's buffer is mapped already; end that block first", code="already-mapped"
+            )
         serials = self._table[chunks]
-        if (serials == AWAY).any():
-            away = [chunk for chunk, serial in zip(chunks, serials.tolist(), strict=True) if serial == AWAY]
+        away = [chunk for chunk, serial in zip(chunks, serials, strict=True) if serial == AWAY]
+        if away:
             raise TransportError(
-                f"the owner has released chunks {away} of its buffer ({self._handle.chunk_nbytes} bytes each): there "
-                "was no fence before the read, or it has offloaded its weights"
+                f"the owner has released chunks {away} of its buffer "
+                f"({self._handle.chunk_nbytes} bytes each): the read was not fenced, "
+                "or the owner has offloaded its weights",
+                code="chunks-are-released",
             )
         kept: Container[int] = ()
         self._is_read = True
         try:
             self._map(chunks, serials.tolist())
+            # The owner may have released a chunk since its number was read.
             self._raise_if_changed(chunks, serials)
-            yield self._tensor
-            self._driver.finish_stream()
+            try:
+                yield self._tensor
+            finally:
+                # Unmapping does not wait for queued work.
+                self._driver.finish_stream()
             self._raise_if_changed(chunks, serials)
             kept = keep
         finally:
@@ -375,7 +448,7 @@ class DevicePeer:
             self._range.clear(kept)
 
     def unmap(self) -> None:
-        """Keep no chunk mapped."""
+        """Unmap all chunks."""
         self._range.clear()
 
     def close(self) -> None:
@@ -384,24 +457,31 @@ class DevicePeer:
         self._is_closed = True
 
     def chunks(self, extents: Sequence[Extent]) -> list[int]:
-        """Numbers of the chunks in which these elements lie, in order."""
-        itemsize, chunk = self._tensor.element_size(), self._handle.chunk_nbytes
+        """Return the sorted numbers of the chunks that contain these elements.
+
+        Raises ValueError for elements beyond the tensor.
+        """
+        handle = self._handle
+        itemsize = self._tensor.element_size()
         touched: set[int] = set()
         for extent in extents:
-            if extent.stop > self._handle.numel:
+            if extent.stop > handle.numel:
                 raise ValueError(
-                    f"invalid elements [{extent.start}, {extent.stop}) of a tensor of {self._handle.numel}"
+                    f"invalid elements [{extent.start}, {extent.stop}) "
+                    f"of a tensor of {handle.numel}"
                 )
-            first, last = (self._handle.offset + bound * itemsize for bound in (extent.start, extent.stop))
-            touched.update(range(first // chunk, -(-last // chunk)))
+            first = handle.offset + extent.start * itemsize
+            last = handle.offset + extent.stop * itemsize
+            touched.update(range(first // handle.chunk_nbytes, -(-last // handle.chunk_nbytes)))
         return sorted(touched)
 
     def _map(self, chunks: list[int], serials: list[int]) -> None:
-        """Map chunks that are not, or are outdated."""
+        """Map the chunks that are not mapped, or mapped under an older serial number."""
         if self._is_closed:
-            raise StateError("the peer is closed")
+            raise StateError("the peer is closed", code="peer-is-closed")
+        mapped = self._range.mapped
         pairs = zip(chunks, serials, strict=True)
-        missing = [(index, serial) for index, serial in pairs if self._range.mapped.get(index) != serial]
+        missing = [(index, serial) for index, serial in pairs if mapped.get(index) != serial]
         if not missing:
             return
         table = self._handle.table
@@ -411,8 +491,10 @@ class DevicePeer:
                 self._range.map(index, serial, descriptor)
         except DeviceMemoryError as error:
             raise TransportError(
-                f"chunk {index} of a peer's buffer cannot be mapped: {error}. If it lies on another GPU, the two "
-                "must reach each other (nvidia-smi topo -p2p r); else choose the collective transport"
+                f"chunk {index} of a peer's buffer cannot be mapped: {error}. If it lies on "
+                "another GPU, the two must reach each other (nvidia-smi topo -p2p r); "
+                "otherwise use the collective transport",
+                code="cannot-map",
             ) from error
         finally:
             for descriptor in descriptors:
@@ -420,41 +502,44 @@ class DevicePeer:
 
     def _raise_if_changed(self, chunks: list[int], serials: np.ndarray) -> None:
         if (self._table[chunks] != serials).any():
-            raise TransportError("the owner released chunks of its buffer while they were read; fence the switch")
+            raise TransportError(
+                "the owner released chunks of its buffer while they were read; fence the switch",
+                code="chunks-are-released",
+            )
 
 
-class _Range:
-    """An address range of this process and what is mapped in it; given back with the last tensor over it.
+class _PeerRange:
+    """An address range of this process with a peer's chunks, freed with the last tensor over it.
 
     Attributes:
-        mapped: serial numbers of the chunks that are, by their number.
+        mapped: serial numbers of the mapped chunks, by chunk number.
     """
 
     def __init__(self, driver: CudaDriver, nbytes: int, chunk_nbytes: int) -> None:
-        """`chunk_nbytes`: of every chunk but the last, which has what remains."""
         self.address = driver.reserve(nbytes)
         self.mapped: dict[int, int] = {}
-        self._nbytes, self._chunk_nbytes = nbytes, chunk_nbytes
+        self._nbytes = nbytes
+        self._chunk_nbytes = chunk_nbytes
         self._driver = driver
         end = weakref.finalize(self, driver.unreserve, self.address, nbytes)
         end.atexit = False
 
     def map(self, index: int, serial: int, descriptor: int) -> None:
-        """Map another process's chunk, in the place of an older one if there is any."""
+        """Map another process's chunk, replacing an older mapping."""
         if index in self.mapped:
             self._unmap(index)
         handle = self._driver.import_descriptor(descriptor)
         try:
             self._driver.map(*self._place(index), handle)
         finally:
-            self._driver.release(handle)  # the mapping alone keeps the memory
+            # The mapping alone keeps the memory.
+            self._driver.release(handle)
         self.mapped[index] = serial
 
     def clear(self, keep: Container[int] = ()) -> None:
-        """Unmap all chunks but these, once what is queued on the current stream has read them."""
-        if gone := [index for index in self.mapped if index not in keep]:
-            self._driver.finish_stream()
-            for index in gone:
+        """Unmap all chunks that are not in `keep`. Queued reads of them must have ended."""
+        for index in list(self.mapped):
+            if index not in keep:
                 self._unmap(index)
 
     def _unmap(self, index: int) -> None:
@@ -462,5 +547,6 @@ class _Range:
         del self.mapped[index]
 
     def _place(self, index: int) -> tuple[int, int]:
+        """Return address and bytes of a chunk; the last one has the rest of the range."""
         start = index * self._chunk_nbytes
         return self.address + start, min(self._chunk_nbytes, self._nbytes - start)

@@ -1,16 +1,18 @@
-"""Elastic buffers: one address range whose physical pages come and go, and which peers on the host can read.
+"""Elastic buffers: memory that is released and restored at a constant address, readable by peers.
 
     ElasticBuffer(numel, dtype, device=...)   host_pages.py on the CPU, device_pages.py on CUDA
       .tensor, .address                       flat, and constant for the buffer's life
-      .release(start, stop)                   returns memory to the system or the device, contents are lost
-      .restore(start, stop)                   takes memory again: zero on the CPU, undefined on CUDA
-      .export() -> Handle                     small and picklable; valid while the buffer is open and its process lives
-    with reading(handle) as flat:             in another process of the host: the same memory, no copy
+      .release(start, stop)                   frees memory of the range; contents are lost
+      .restore(start, stop)                   allocates it again: zero on the CPU, undefined on CUDA
+      .export() -> Handle                     small and picklable; valid while the buffer is open
+                                              and its process lives
+    with reading(handle) as flat:             in another process of the host: the same memory
 
-The two kinds differ in what a released range is: on the CPU it reads as zeros and takes memory again when touched; on
-CUDA it must not be touched before `restore`. They also differ in what a peer may keep: host pages stay mapped
-(`host_pages.map_pages`), device memory is mapped only while it is read (`open_peer`). The memory lives as long as any
-tensor over it, so a tensor that outlives `close` stays valid.
+The two kinds differ in a released range: on the CPU it reads as zeros and is allocated again when
+touched; on CUDA it must not be touched before `restore`. They also differ in a peer's mapping: host
+pages stay mapped (`host_pages.map_pages`), device memory is mapped only while it is read
+(`open_peer`). The memory lives as long as any tensor over it, so a tensor that outlives `close`
+stays valid.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ import torch
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory, DevicePeer
-from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
+from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages, round_up
 
 Handle = BufferHandle | DeviceHandle
 
 
 class ElasticBuffer:
-    """A flat tensor whose memory can be released and taken again under one address, whole or in part.
+    """A flat tensor whose memory can be released and restored at one address, whole or in part.
 
-    The object is a handle: memory, descriptors and mapping belong to the memory itself and last until `close`, or until
-    neither a tensor over them nor this object is left.
+    The object is only a handle. Pages, descriptors and mapping belong to the memory object behind
+    it, and last until neither this object nor a tensor over the memory is left; `close` ends the
+    export.
     """
 
     def __init__(
@@ -46,21 +49,31 @@ class ElasticBuffer:
         resident: bool = True,
         in_parts: bool = True,
     ) -> None:
-        """Reserve `numel` elements: on the CPU zeros with no page resident, on CUDA resident with undefined contents.
+        """Reserve `numel` elements: on the CPU zeros without resident pages, on CUDA undefined.
 
-        Not `resident`: on CUDA nothing is, until `restore`. Not `in_parts`: on CUDA memory comes and goes in larger
-        chunks, in fewer calls. `label` shows up in /proc/<pid>/maps. Raises
-        DeviceMemoryError when the device has not enough memory, and StateError where it has no elastic buffers
-        (`allocate_elastic` then gives an ordinary tensor).
+        Args:
+            numel: elements.
+            dtype: dtype of the tensor.
+            label: visible in /proc/<pid>/maps.
+            device: "cpu" or a CUDA device.
+            resident: False: on CUDA no memory is allocated until `restore`.
+            in_parts: False: on CUDA memory is released in larger chunks, in fewer calls.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+            StateError: the device has no elastic buffers (`allocate_elastic` then returns an
+                ordinary tensor).
+            ValueError: `numel` is below 1.
         """
         if numel < 1:
             raise ValueError(f"numel must be >= 1, got {numel}")
         device = torch.device(device)
         if device.type == "cpu":
-            self._attach(HostMemory.create(numel, dtype, label))
+            memory: HostMemory | DeviceMemory = HostMemory.create(numel, dtype, label)
         else:
             driver = _require_driver(device)
-            self._attach(DeviceMemory(driver, numel, dtype, label, resident=resident, in_parts=in_parts))
+            memory = DeviceMemory(driver, numel, dtype, label, resident=resident, in_parts=in_parts)
+        self._attach(memory)
 
     def _attach(self, memory: HostMemory | DeviceMemory) -> None:
         self._memory = memory
@@ -70,9 +83,9 @@ class ElasticBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The whole buffer, flat. Raises StateError after `close`."""
+        """Flat tensor over the whole buffer. Raises StateError after `close`."""
         if self._tensor is None:
-            raise StateError("the elastic buffer is closed")
+            raise StateError("the elastic buffer is closed", code="buffer-is-closed")
         return self._tensor
 
     @property
@@ -82,142 +95,180 @@ class ElasticBuffer:
 
     @property
     def address(self) -> int:
-        """Where the tensor starts; constant for the buffer's life."""
+        """Start address of the tensor; constant for the buffer's life."""
         return self._memory.address
 
     @property
     def granularity(self) -> int:
-        """Bytes in which memory comes and goes, counted from the start: a page on the CPU, a chunk on CUDA."""
+        """Unit of release, in bytes from the start: a page on the CPU, a chunk on CUDA."""
         return self._memory.granularity
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Release the memory of the byte range [start, stop); contents are lost. Default: the whole buffer.
+        """Release the byte range [start, stop); contents are lost. Default: the whole buffer.
 
-        Bounds are rounded inwards to whole granules, so a neighbour's bytes are never lost; the end of the buffer
-        counts as the end of its last granule. On CUDA this waits for the current stream, and the memory is free once
-        no peer has it mapped. Raises ValueError on an impossible range and StateError after `close`.
+        Bounds are rounded inwards to whole granules, so a neighbour's bytes are never lost; the end
+        of the buffer counts as the end of its last granule. On CUDA this waits for the current
+        stream, and the memory is free once no peer has it mapped. Raises ValueError on an invalid
+        range and StateError after `close`.
         """
         start, stop = self._checked(start, stop)
-        granule = self._memory.granularity
-        first = -(-start // granule) * granule
-        last = self._memory.reserved_nbytes if stop == self.nbytes else stop // granule * granule
+        memory = self._memory
+        granule = memory.granularity
+        # Inwards: memory shared with a neighbouring range stays.
+        first = round_up(start, granule)
+        last = memory.reserved_nbytes if stop == self.nbytes else stop // granule * granule
         if first < last:
-            self._memory.release(first, last)
+            memory.release(first, last)
 
     def restore(self, start: int = 0, stop: int | None = None) -> None:
-        """Take memory for the byte range [start, stop) again. Default: the whole buffer. Idempotent.
+        """Allocate the byte range [start, stop) again. Default: the whole buffer. Idempotent.
 
-        What was released holds zeros on the CPU (where this does nothing: pages come when touched) and undefined
-        values on CUDA; what is resident keeps its contents. Bounds are rounded outwards to whole granules. Raises
-        DeviceMemoryError for lack of memory: what was restored stays, and a later call continues from there.
+        Released granules then hold zeros on the CPU (where this does nothing: pages are allocated
+        when touched) and undefined values on CUDA; resident granules keep their contents. Bounds
+        are rounded outwards to whole granules. Raises DeviceMemoryError for lack of memory:
+        restored granules stay, and a later call continues from there.
         """
         start, stop = self._checked(start, stop)
-        granule = self._memory.granularity
+        memory = self._memory
+        granule = memory.granularity
         if start < stop:
-            last = min(-(-stop // granule) * granule, self._memory.reserved_nbytes)
-            self._memory.restore(start // granule * granule, last)
+            # Outwards: every byte of the range needs memory.
+            first = start // granule * granule
+            last = min(round_up(stop, granule), memory.reserved_nbytes)
+            memory.restore(first, last)
 
     def resident_nbytes(self) -> int:
-        """Bytes of physical memory behind the buffer now, whole granules. Raises StateError after `close`."""
+        """Return the bytes of physical memory behind the buffer, whole granules.
+
+        Raises StateError after `close`.
+        """
         return self._memory.resident_nbytes()
 
     def export(self) -> Handle:
-        """The handle of the whole buffer, for peers. Raises StateError after `close`."""
+        """Return the handle of the whole buffer, for peers. Raises StateError after `close`."""
         return self._memory.handle(0, self._memory.numel, self._memory.dtype)
 
     def close(self) -> None:
-        """Let no new peer map the buffer; its memory is freed with the last tensor over it. Idempotent."""
+        """End the export of the buffer; idempotent. The last tensor over it frees the memory."""
         self._tensor = None
         self._memory.close()
+        # After a second `close` another buffer may have the same address.
         if _open_memories.get(self.address) is self._memory:
             del _open_memories[self.address]
 
     def _checked(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = self.nbytes if stop is None else stop
         if not 0 <= start <= stop <= self.nbytes:
-            raise ValueError(f"invalid byte range [{start}, {stop}) of a buffer of {self.nbytes} bytes")
+            raise ValueError(
+                f"invalid byte range [{start}, {stop}) of a buffer of {self.nbytes} bytes"
+            )
         return start, stop
 
 
 def is_elastic(device: torch.device | str | int) -> bool:
-    """Return whether the device has elastic buffers, which peers on its host can read."""
+    """Return True if the device has elastic buffers, which peers on its host can read."""
     device = torch.device(device)
-    return device.type == "cpu" or (device.type == "cuda" and driver_of(_ordinal(device)) is not None)
+    if device.type == "cuda":
+        return driver_of(_ordinal(device)) is not None
+    return device.type == "cpu"
 
 
-def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
-    """Zero-filled flat tensor for a buffer of `kind` ("param", "grad", "relay"), elastic where that exists.
+def allocate_elastic(
+    numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str
+) -> torch.Tensor:
+    """Allocate a zero-filled flat tensor of `kind` ("param", "grad", "relay"), elastic if possible.
 
-    The allocator that megatron_patches' buffer hook takes. Parameters leave bucket by bucket, all else whole.
-    The tensor lies in an `ElasticBuffer` that lives as long as the tensor's storage (`exported_buffer_of` finds it). It
-    is an ordinary tensor on a CUDA device without cuda-bindings or the driver's virtual memory (one logged line says
-    so), and on other kinds of devices.
+    Default allocator of the buffer hook of megatron_patches. The tensor lies in an `ElasticBuffer`
+    that lives as long as the tensor's storage (`exported_buffer_of` returns it). It is an ordinary
+    tensor on a CUDA device without cuda-bindings or the driver's virtual memory (logged once), and
+    on other kinds of devices.
     """
     device = torch.device(device)
     if numel == 0 or not is_elastic(device):
         return torch.zeros(numel, dtype=dtype, device=device)
-    flat = ElasticBuffer(numel, dtype, label=kind, device=device, in_parts=kind == "param").tensor
+    # Parameters leave bucket by bucket, other buffers as a whole.
+    in_parts = kind == "param"
+    flat = ElasticBuffer(numel, dtype, label=kind, device=device, in_parts=in_parts).tensor
+    # On the CPU new pages are zero.
     return flat if device.type == "cpu" else flat.zero_()
 
 
-def reserve_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
-    """Like `allocate_elastic`, but contents are undefined, and on CUDA there is no memory until `restore_elastic`."""
+def reserve_elastic(
+    numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str
+) -> torch.Tensor:
+    """Reserve a tensor as `allocate_elastic` does, but with undefined contents.
+
+    On CUDA no memory is allocated until `restore_elastic`.
+    """
     device = torch.device(device)
+    # On the CPU memory is allocated page by page when touched, so there is nothing to postpone.
     if device.type == "cpu" or numel == 0 or not is_elastic(device):
         return allocate_elastic(numel, dtype, device, kind)
-    return ElasticBuffer(numel, dtype, label=kind, device=device, resident=False, in_parts=kind == "param").tensor
+    return ElasticBuffer(
+        numel, dtype, label=kind, device=device, resident=False, in_parts=kind == "param"
+    ).tensor
 
 
 def restore_elastic(flat: torch.Tensor, stop: int) -> None:
-    """Have memory for the first `stop` elements of a tensor of `reserve_elastic`; an ordinary one has it already.
+    """Allocate the first `stop` elements of a tensor of `reserve_elastic`.
 
-    Raises DeviceMemoryError.
+    Does nothing for an ordinary tensor. Raises DeviceMemoryError.
     """
-    if (buffer := exported_buffer_of(flat)) is not None:
+    buffer = exported_buffer_of(flat)
+    if buffer is not None:
         buffer.restore(0, stop * flat.element_size())
 
 
 def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:
-    """Return the open elastic buffer of this process in which the tensor's storage lies, if any."""
+    """Return the open elastic buffer of this process that contains the tensor's storage, if any."""
     if tensor.device.type not in ("cpu", "cuda"):
         return None
+    # Storages over elastic memory begin at the address of the memory.
     memory = _open_memories.get(tensor.untyped_storage().data_ptr())
     if memory is None:
         return None
-    existing = _buffers[memory]()
-    if existing is None:
-        existing = ElasticBuffer.__new__(ElasticBuffer)
-        existing._attach(memory)
-    return existing
+    buffer = _buffers[memory]()
+    if buffer is None:
+        # The last user dropped the buffer object and kept the tensor.
+        buffer = ElasticBuffer.__new__(ElasticBuffer)
+        buffer._attach(memory)
+    return buffer
 
 
 def export_tensor(tensor: torch.Tensor) -> Handle | None:
-    """Return the handle with which a peer finds this flat tensor; None unless it lies in an open elastic buffer.
+    """Return the handle by which a peer reads this tensor; None if it is not in an elastic buffer.
 
-    Raises ValueError when the tensor is not contiguous: a handle describes one flat run of elements.
+    Raises ValueError when the tensor is not contiguous: a handle describes one flat run of
+    elements.
     """
     buffer = exported_buffer_of(tensor)
     if buffer is None:
         return None
     if not tensor.is_contiguous():
         raise ValueError(
-            f"only contiguous tensors can be exported, got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            "only contiguous tensors can be exported, "
+            f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         )
-    return buffer._memory.handle(tensor.data_ptr() - buffer.address, tensor.numel(), tensor.dtype)
+    offset = tensor.data_ptr() - buffer.address
+    return buffer._memory.handle(offset, tensor.numel(), tensor.dtype)
 
 
 def open_peer(handle: DeviceHandle, device: torch.device | str = "cuda") -> DevicePeer:
-    """Return the device memory behind `handle`, of this or another process on the host, to be mapped while it is read.
+    """Return a peer for the device memory behind `handle`, to be mapped while it is read.
 
-    `device`: the CUDA device of this process that will read it. Raises TransportError, with the remedy, when the owner
-    is on another host or another user's, or has ended or closed the buffer.
+    The memory belongs to this or another process on the host; `device` is the CUDA device of this
+    process that will read it. Raises TransportError, with the remedy, when the owner is on another
+    host, belongs to another user, or has ended or closed the buffer.
     """
     return DevicePeer(handle, _require_driver(torch.device(device)))
 
 
 @contextmanager
 def reading(handle: Handle, device: torch.device | str = "cuda") -> Iterator[torch.Tensor]:
-    """The flat tensor behind a handle of either kind, of which nothing may be kept after the block; see `open_peer`."""
+    """Yield the flat tensor behind a handle of either kind, valid only inside the block.
+
+    Raises as `map_pages` or `open_peer`.
+    """
     if isinstance(handle, BufferHandle):
         yield map_pages(handle)
         return
@@ -225,15 +276,20 @@ def reading(handle: Handle, device: torch.device | str = "cuda") -> Iterator[tor
         yield flat
 
 
-# Open memories of this process by address, and the one buffer object of each; an entry goes with its memory.
-_open_memories: weakref.WeakValueDictionary[int, HostMemory | DeviceMemory] = weakref.WeakValueDictionary()
-_buffers: weakref.WeakKeyDictionary[HostMemory | DeviceMemory, weakref.ref[ElasticBuffer]] = weakref.WeakKeyDictionary()
+# Open memories of this process by address, and the buffer object of each memory.
+_open_memories: weakref.WeakValueDictionary[int, HostMemory | DeviceMemory]
+_open_memories = weakref.WeakValueDictionary()
+_buffers: weakref.WeakKeyDictionary[HostMemory | DeviceMemory, weakref.ref[ElasticBuffer]]
+_buffers = weakref.WeakKeyDictionary()
 
 
 def _require_driver(device: torch.device) -> CudaDriver:
     driver = driver_of(_ordinal(device)) if device.type == "cuda" else None
     if driver is None:
-        raise StateError(f"elastic buffers are not available on {device}: on CUDA they need {INSTALL_HINT}")
+        raise StateError(
+            f"elastic buffers are not available on {device}: on CUDA they need {INSTALL_HINT}",
+            code="no-elastic-buffers",
+        )
     return driver
 
 

@@ -1,18 +1,20 @@
-"""Host memory whose pages come and go under one address: a memory file, mapped by its owner and by peers.
+"""Host memory that is released and restored at a constant address, and mapped by peers.
 
     create     memfd_create -> mmap -> flat tensor, reads zeros, no page resident yet
     release    fallocate(PUNCH_HOLE): pages back to the system, contents lost, address kept
-    map_pages  in another process of the host, by its descriptor (descriptors.py): the same pages, no copy
+    map_pages  in another process of the host, by descriptor (descriptors.py): the same pages
 
-Pages become resident when they are first touched, reads included: reading a released range gives zeros and makes its
-pages resident again. Restoring a range therefore needs no action. Populating pages in advance was measured, 256 MB in
-one thread, CPU time: a copy into absent pages 187 ms; after `fallocate` and MADV_POPULATE_WRITE 165 ms in all, after
-either alone 170 and 185; into resident pages 15 ms. Nearly all of it is the kernel creating the pages in either
-case, so it was left out.
+Pages become resident when they are first touched, reads included: reading a released range gives
+zeros and makes its pages resident again. Restoring a range therefore needs no action. Populating
+pages in advance was measured, 256 MB in one thread, CPU time: a copy into absent pages 187 ms;
+after `fallocate` and MADV_POPULATE_WRITE 165 ms in all, after either alone 170 and 185; into
+resident pages 15 ms. Nearly all of it is the kernel creating the pages in either case, so it was
+not implemented.
 
-Also here: the C library of this process, and tensors over memory that torch did not allocate, on any device
-(`tensor_over`). These are made through DLPack, since torch takes the device from the record and does not access the
-address, which may still be unmapped. The owner lives as long as the tensor's storage.
+Also here: the C library of this process, and tensors over memory that torch did not allocate, on
+any device (`tensor_over`). These are made through DLPack, because torch takes the device from the
+record and does not access the address, which may still be unmapped. The owner lives as long as the
+tensor's storage.
 """
 
 from __future__ import annotations
@@ -34,9 +36,14 @@ from hybrid_engine.memory.descriptors import Descriptor, fetch
 from hybrid_engine.messages import Record
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """Return the C library; its calls set the error number that `raise_errno` reads."""
+    """Return the C library, whose calls set the error number that `raise_errno` reads."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -46,17 +53,18 @@ def libc() -> ctypes.CDLL:
     return library
 
 
-def raise_errno(what: str) -> NoReturn:
-    """Raise the OSError of the last call, which was `what`."""
+def raise_errno(call: str) -> NoReturn:
+    """Raise the OSError of the last call of the C library; `call` describes it in the message."""
     code = ctypes.get_errno()
-    raise OSError(code, f"{what}: {os.strerror(code)}")
+    raise OSError(code, f"{call}: {os.strerror(code)}")
 
 
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLDeviceType
-_UNSIGNED = 1  # DLDataTypeCode
+# DLDeviceType and DLDataTypeCode of dlpack.h.
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+_UNSIGNED = 1
 
 
-class _Tensor(ctypes.Structure):
+class _DlTensor(ctypes.Structure):
     """DLTensor of dlpack.h."""
 
     _fields_ = (
@@ -73,25 +81,29 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _ManagedTensor(ctypes.Structure):
-    """DLManagedTensor of dlpack.h. The deleter is kept as an address, so that it can be taken out."""
+class _DlManagedTensor(ctypes.Structure):
+    """DLManagedTensor of dlpack.h. The deleter is stored as an address, so that it can be reset."""
 
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    _fields_ = (("tensor", _DlTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-_lent: dict[int, tuple[_ManagedTensor, ctypes.Array[ctypes.c_int64], object]] = {}
-"""By address of the record: what must stay alive until torch returns it."""
+# Records that torch refers to, with their shapes and owners, by address of the record. They must
+# stay alive until torch calls the deleter.
+_lent: dict[int, tuple[_DlManagedTensor, ctypes.Array[ctypes.c_int64], object]] = {}
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _give_back(address: int) -> None:
+def _deleter(address: int) -> None:
     _lent.pop(address, None)
 
 
 def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Return a flat uint8 tensor over [address, address + nbytes) of `device`; its storage keeps `owner` alive."""
+    """Return a flat uint8 tensor over [address, address + nbytes) of `device`.
+
+    Its storage keeps `owner` alive.
+    """
     shape = (ctypes.c_int64 * 1)(nbytes)
-    flat = _Tensor(
+    flat = _DlTensor(
         data=address,
         device_type=_DEVICE_TYPES[device.type],
         device_id=device.index or 0,
@@ -101,10 +113,11 @@ def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) 
         lanes=1,
         shape=shape,
     )
-    managed = _ManagedTensor(flat, None, ctypes.cast(_give_back, ctypes.c_void_p))
+    managed = _DlManagedTensor(flat, None, ctypes.cast(_deleter, ctypes.c_void_p))
     key = ctypes.addressof(managed)
     new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     capsule = new_capsule(key, b"dltensor", None)
     _lent[key] = (managed, shape, owner)
     try:
@@ -114,42 +127,57 @@ def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) 
         raise
 
 
-def host_tensor_over(address: int, nbytes: int, dtype: torch.dtype, numel: int, owner: object) -> torch.Tensor:
-    """Return a flat tensor of `numel` elements over host memory of `nbytes`; its storage keeps `owner` alive.
+def host_tensor_over(
+    address: int, nbytes: int, dtype: torch.dtype, numel: int, owner: object
+) -> torch.Tensor:
+    """Return a flat tensor of `numel` elements over `nbytes` of host memory.
 
-    Unlike `tensor_over` it runs no Python when the tensor dies, so it can be made and dropped at any time.
+    Its storage keeps `owner` alive. Unlike `tensor_over` it runs no Python when the tensor dies, so
+    such tensors can be created and dropped at any time.
     """
     pages = (ctypes.c_ubyte * nbytes).from_address(address)
-    pages.owner = owner  # type: ignore[attr-defined]  # ctypes arrays take any attribute; torch keeps this one
+    # ctypes arrays take any attribute, and torch keeps the array.
+    pages.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(pages, dtype=dtype, count=numel)
 
 
 @atexit.register
-def _forget() -> None:
-    """Storages that outlive the interpreter must not call back into it; the system frees their memory."""
+def _remove_deleters() -> None:
+    """Keep storages that outlive the interpreter from calling it; the system frees their memory."""
     for managed, _, _ in _lent.values():
         managed.deleter = None
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # torch still reads the record
+        # torch still reads the record.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
 
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-_PROT_READ, _PROT_WRITE, _SHARED, _PRIVATE, _ANONYMOUS = 1, 2, 1, 2, 0x20  # <sys/mman.h> on Linux
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # <linux/falloc.h>
-_STAT_BLOCK = 512  # st_blocks counts these, whatever the file system's own block size
+
+# <sys/mman.h> on Linux.
+_PROT_READ = 1
+_PROT_WRITE = 2
+_SHARED = 1
+_PRIVATE = 2
+_ANONYMOUS = 0x20
+# <linux/falloc.h>
+_KEEP_SIZE = 1
+_PUNCH_HOLE = 2
+# Unit of st_blocks, independent of the file system's block size.
+_STAT_BLOCK = 512
 
 
 class BufferHandle(Record, frozen=True):
-    """How a process finds a flat tensor in the host pages of another process on the same host.
+    """Location of a flat tensor in the host pages of another process on the same host.
 
     Attributes:
-        address: where the owner is asked for its descriptor of the memory file.
-        token: random name of the memory file, by which it is asked for.
+        address: address at which the owner offers the descriptor of the memory file.
+        token: random name of the memory file, under which the descriptor is offered.
         file_nbytes: size of the memory file, whole pages.
-        offset: where the tensor starts in the file, in bytes.
-        numel, dtype: of the tensor; dtype is torch's name without the prefix.
+        offset: start of the tensor in the file, in bytes.
+        numel: elements of the tensor.
+        dtype: torch's name of its dtype, without the prefix.
 
-    Raises MessageError, whoever makes it, unless the tensor is of a dtype of torch's and lies in whole elements within
-    the file.
+    Construction, by decoding as well, raises MessageError unless `dtype` is a dtype of torch and
+    the tensor lies in whole elements within the file.
     """
 
     address: str
@@ -164,41 +192,59 @@ class BufferHandle(Record, frozen=True):
 
 
 def require_within(nbytes: int, offset: int, numel: int, dtype: str) -> None:
-    """Raise MessageError unless `numel` elements from byte `offset` are of a dtype of torch and lie in `nbytes`."""
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise MessageError(f"a buffer of {clipped(dtype)!r}, which is not a dtype of torch")
-    stop = offset + numel * kind.itemsize
-    is_aligned = offset % kind.itemsize == 0
+    """Check that `numel` elements from byte `offset` are aligned and lie within `nbytes`.
+
+    Raises MessageError otherwise, and if `dtype` is not the name of a dtype of torch.
+    """
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise MessageError(
+            f"a buffer of {clipped(dtype)!r}, which is not a dtype of torch",
+            code="malformed-handle",
+        )
+    stop = offset + numel * torch_dtype.itemsize
+    is_aligned = offset % torch_dtype.itemsize == 0
     if not (0 <= offset < stop <= nbytes and is_aligned):
         raise MessageError(
-            f"a buffer of {numel} elements of {dtype} at byte {offset} does not lie in a memory of {nbytes} bytes"
+            f"a buffer of {numel} elements of {dtype} at byte {offset} does not lie in a memory "
+            f"of {nbytes} bytes, or is not aligned",
+            code="malformed-handle",
         )
 
 
 class HostMemory:
-    """A mapped memory file, unmapped when the last tensor over it and this object are gone."""
+    """A mapped memory file, unmapped when neither this object nor a tensor over it is left."""
 
     granularity = PAGE
 
     def __init__(self, address: int, reserved_nbytes: int, fd: int | None = None) -> None:
         self.address = address
         self.reserved_nbytes = reserved_nbytes
-        self.numel = self.nbytes = 0
+        self.numel = 0
+        self.nbytes = 0
         self.dtype = torch.uint8
         self.token = ""
         self._unmap = weakref.finalize(self, libc().munmap, address, reserved_nbytes)
-        self._unmap.atexit = False  # tensors may be read until the very end; the system unmaps
+        # Tensors may be read until the very end of the process. The system unmaps the file.
+        self._unmap.atexit = False
         self._file = None if fd is None else Descriptor(fd)
 
     @classmethod
     def create(cls, numel: int, dtype: torch.dtype, label: str) -> HostMemory:
-        """Reserve `numel` elements; no page is resident yet. `label` shows up in /proc/<pid>/maps."""
+        """Reserve `numel` elements, none resident yet. `label` is visible in /proc/<pid>/maps.
+
+        Raises DependencyError without memory files, and OSError.
+        """
         if not hasattr(os, "memfd_create"):
-            raise DependencyError("elastic buffers need os.memfd_create: Linux, and a Python built against glibc 2.27+")
+            raise DependencyError(
+                "elastic buffers need os.memfd_create: use Linux, and a Python built against "
+                "glibc 2.27 or later",
+                code="no-memfd",
+            )
         nbytes = numel * dtype.itemsize
-        file_nbytes = -(-nbytes // PAGE) * PAGE
-        token = f"hybrid_engine.{re.sub(r'[^A-Za-z0-9_-]', '_', label)[:64]}.{secrets.token_hex(8)}"
+        file_nbytes = round_up(nbytes, PAGE)
+        safe_label = re.sub(r"[^A-Za-z0-9_-]", "_", label)[:64]
+        token = f"hybrid_engine.{safe_label}.{secrets.token_hex(8)}"
         fd = os.memfd_create(token)
         try:
             os.ftruncate(fd, file_nbytes)
@@ -207,32 +253,37 @@ class HostMemory:
             os.close(fd)
             raise
         memory = cls(address, file_nbytes, fd)
-        memory.numel, memory.nbytes, memory.dtype, memory.token = numel, nbytes, dtype, token
+        memory.numel = numel
+        memory.nbytes = nbytes
+        memory.dtype = dtype
+        memory.token = token
         return memory
 
     def tensor(self) -> torch.Tensor:
-        """The whole memory as it was created."""
+        """Return a flat tensor over the whole memory, with the dtype of its creation."""
         return self.view(0, self.numel, self.dtype)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor over a part, which keeps the mapping alive; `offset` in bytes."""
-        return host_tensor_over(self.address + offset, self.reserved_nbytes - offset, dtype, numel, self)
+        """Return a flat tensor from byte `offset`, which keeps the mapping alive."""
+        nbytes = self.reserved_nbytes - offset
+        return host_tensor_over(self.address + offset, nbytes, dtype, numel, self)
 
     def release(self, first: int, last: int) -> None:
-        """Give the pages of bytes [first, last) back, multiples of `granularity`."""
+        """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
+        # Unlike madvise(MADV_DONTNEED) it frees the file's pages, for all mappings.
         if libc().fallocate(self._open_file().fd, _PUNCH_HOLE | _KEEP_SIZE, first, last - first):
             raise_errno(f"fallocate(PUNCH_HOLE) of {last - first} bytes at {first}")
 
     def restore(self, first: int, last: int) -> None:
-        """Nothing to do: a page comes back, zero, when it is touched."""
+        """Check that the memory is open; a page is allocated, zero, when it is touched."""
         self._open_file()
 
     def resident_nbytes(self) -> int:
-        """Bytes of physical memory behind it now, whole pages."""
+        """Return the bytes of physical memory behind the file now, whole pages."""
         return os.fstat(self._open_file().fd).st_blocks * _STAT_BLOCK
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> BufferHandle:
-        """For peers: `numel` elements from byte `offset`."""
+        """Return a handle for peers, of `numel` elements from byte `offset`."""
         return BufferHandle(
             address=self._open_file().offer(self.token),
             token=self.token,
@@ -243,41 +294,48 @@ class HostMemory:
         )
 
     def close(self) -> None:
-        """No new peer can map it; idempotent."""
+        """Close the file, so that no other peer can map it; idempotent."""
         self._file = None
 
     def _open_file(self) -> Descriptor:
         if self._file is None:
-            raise StateError("the elastic buffer is closed")
+            raise StateError("the elastic buffer is closed", code="buffer-is-closed")
         return self._file
 
 
 def map_pages(handle: BufferHandle) -> torch.Tensor:
-    """Map the pages behind `handle`, of this or another process on the host, and keep them mapped; no bytes are copied.
+    """Map the pages behind `handle`, of this or another process on the host, without a copy.
 
-    Returns a flat tensor over the owner's pages, valid (also after the owner ended) until the tensor dies. They are
-    mapped read-only: a write through the tensor ends the process with SIGSEGV. Raises TransportError as `fetch` does,
-    and where the owner passes a file of another size, or one that cannot be mapped.
+    Returns a flat tensor over the owner's pages, which stay mapped until the tensor dies, even if
+    the owner ends. They are mapped read-only: a write through the tensor ends the process with
+    SIGSEGV. Raises TransportError as `fetch` does, and if the file has another size or cannot be
+    mapped.
     """
     (fd,) = fetch(handle.address, [handle.token])
     try:
         nbytes = os.fstat(fd).st_size
-        if nbytes != handle.file_nbytes:  # a read beyond the end of the file would end this process
+        if nbytes != handle.file_nbytes:
+            # A read beyond the end of the file would end this process with SIGBUS.
             raise TransportError(
-                f"{handle.address}: the memory file has {nbytes} bytes, and its handle says {handle.file_nbytes}"
+                f"{handle.address}: the memory file has {nbytes} bytes, its handle announced "
+                f"{handle.file_nbytes}; exchange the handles again",
+                code="wrong-file-size",
             )
         address = map_memory(handle.file_nbytes, fd, writable=False)
     except OSError as error:
-        raise TransportError(f"{handle.address}: {error.strerror}") from error
+        raise TransportError(f"{handle.address}: {error.strerror}", code="cannot-map") from error
     finally:
         os.close(fd)
-    return HostMemory(address, handle.file_nbytes).view(handle.offset, handle.numel, getattr(torch, handle.dtype))
+    memory = HostMemory(address, handle.file_nbytes)
+    return memory.view(handle.offset, handle.numel, getattr(torch, handle.dtype))
 
 
 def map_memory(nbytes: int, fd: int = -1, *, writable: bool = True) -> int:
-    """Address of a mapped file, or of new memory. Not Python's mmap: that keeps a duplicate of the descriptor."""
+    """Map a file, or new memory if `fd` is -1, and return the address. Raises OSError."""
     protection = _PROT_READ | (_PROT_WRITE if writable else 0)
-    address = libc().mmap(None, nbytes, protection, _PRIVATE | _ANONYMOUS if fd < 0 else _SHARED, fd, 0)
+    flags = _PRIVATE | _ANONYMOUS if fd < 0 else _SHARED
+    # Python's mmap would keep a duplicate of the descriptor.
+    address = libc().mmap(None, nbytes, protection, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value:
-        raise_errno(f"mapping {nbytes} bytes")
+        raise_errno(f"mmap of {nbytes} bytes")
     return address

@@ -1,6 +1,6 @@
-"""Items to offload: those that an engine lists, and the storages behind them.
+"""Items to offload, as an engine lists them, and the storages behind them.
 
-items (views, with owner, kind and action)  ->  survey()  ->  storages, each once
+items (views, with owner, kind and action)  ->  survey()  ->  storages, without duplicates
                                                          `->  caches, which are only dropped
 """
 
@@ -19,41 +19,53 @@ import torch
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.arena import BackgroundCopy
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.torch_internals import storage_id, wrapped_tensors
 
-_start, _stop = itemgetter(0), itemgetter(1)
+Span = tuple[int, int]
+"""A byte range [start, stop)."""
+
+_start = itemgetter(0)
+_stop = itemgetter(1)
 
 
 class Spans:
     """Byte ranges [start, stop), sorted, disjoint and joined where they touch."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[int, int]] = []  # one list, changed in one step: an exception leaves no half of it
+        self._spans: list[Span] = []
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Span]:
         return iter(self._spans.copy())
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all ranges."""
+        """Total bytes of the ranges."""
         return sum(stop - start for start, stop in self._spans)
 
-    def add(self, start: int, stop: int) -> tuple[int, int]:
-        """Add a range; return the range of the set in which it now lies. An empty one changes nothing."""
+    def add(self, start: int, stop: int) -> Span:
+        """Add a range, and return the joined range that contains it.
+
+        An empty range changes nothing.
+        """
         if start >= stop:
             return start, start
-        low = bisect_left(self._spans, start, key=_stop)  # the first that ends at `start` or after it
-        high = bisect_right(self._spans, stop, key=_start)  # the first that begins after `stop`
+        # First range that ends at `start` or later, and first range that begins after `stop`.
+        low = bisect_left(self._spans, start, key=_stop)
+        high = bisect_right(self._spans, stop, key=_start)
         if low < high:
-            start, stop = min(start, self._spans[low][0]), max(stop, self._spans[high - 1][1])
+            start = min(start, self._spans[low][0])
+            stop = max(stop, self._spans[high - 1][1])
+        # A single slice assignment: an interrupt cannot leave half of the change behind.
         self._spans[low:high] = [(start, stop)]
         return start, stop
 
-    def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def missing(self, start: int, stop: int) -> list[Span]:
         """Return the parts of [start, stop) that are in no range, in order."""
-        gaps: list[tuple[int, int]] = []
-        first, end = bisect_right(self._spans, start, key=_stop), bisect_left(self._spans, stop, key=_start)
+        gaps: list[Span] = []
+        first = bisect_right(self._spans, start, key=_stop)
+        end = bisect_left(self._spans, stop, key=_start)
         for span_start, span_stop in self._spans[first:end]:
             if start < span_start:
                 gaps.append((start, span_start))
@@ -70,8 +82,8 @@ class Spans:
 _PIECE_NBYTES = 256 * 2**20
 
 
-def pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Cut byte ranges into pieces, so that memory can come or go for one while another is copied.
+def pieces(ranges: Iterable[Span]) -> Iterator[Span]:
+    """Cut byte ranges into pieces, so that memory of one piece is moved while another is copied.
 
     A piece takes 5 ms to a host, and its memory 0.5 ms to map (an H100 with PCIe 5).
     """
@@ -85,7 +97,8 @@ Action = Literal["copy", "drop", "rebuild"]
 KINDS: tuple[Kind, ...] = ("param", "grad", "optimizer")
 ACTIONS: tuple[Action, ...] = ("copy", "drop", "rebuild")
 
-_ALIGNMENT = 16  # bytes, of a storage's place in the arena; no element is larger
+# Bytes. Storages start at multiples of it in the arena. No element is larger.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +106,16 @@ class OffloadItem:
     """A tensor of the training state.
 
     Attributes:
-        owner: who holds it, for reports and errors, e.g. "optimizer[0].exp_avg of decoder.layers.0.mlp.fc1.weight".
-        kind: what it is offloaded with.
+        owner: holder of the tensor, for reports and errors, such as
+            "optimizer[0].exp_avg of decoder.layers.0.mlp.fc1.weight".
+        kind: kind of state with which it is offloaded.
         tensor: any view; its whole storage is moved.
-        action: "copy": the contents are restored; "drop": zeros are (gradients); "rebuild": nothing is, the owner
-            recomputes it when it is missing (caches).
+        action: "copy": the contents are restored. "drop": zeros are restored (gradients).
+            "rebuild": nothing is restored, because the owner recomputes it when it is missing
+            (caches).
         forget: makes the owner of a "rebuild" item drop it; None for other items.
+
+    Raises ValueError for an unknown kind or action, and if `forget` does not fit the action.
     """
 
     owner: str
@@ -110,48 +127,53 @@ class OffloadItem:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.action not in ACTIONS:
             raise ValueError(
-                f"{self.owner}: kind {self.kind!r}, action {self.action!r}; kinds are {', '.join(KINDS)}, "
-                f"actions {', '.join(ACTIONS)}"
+                f"{self.owner}: kind {self.kind!r}, action {self.action!r}; "
+                f"kinds are {', '.join(KINDS)}, actions {', '.join(ACTIONS)}"
             )
         if (self.action == "rebuild") != (self.forget is not None):
-            raise ValueError(f"{self.owner}: action {self.action!r} and forget={self.forget}; rebuild needs forget")
+            raise ValueError(
+                f"{self.owner}: action {self.action!r} and forget={self.forget}; "
+                "set `forget` for rebuild, and only for rebuild"
+            )
 
 
 class Guards:
-    """Whoever may take a trainer's state off the device; a call asks all of them, the last one added first.
+    """Callbacks that refuse the use of state that is off the device; the newest is called first.
 
-    A call with the kinds of state that are about to be used raises StateError where one of them has moved these, or
-    has another reason to refuse. Each guard is a bound method, held weakly: it refers to the model, and the hooks that
-    call it would keep both alive.
+    Calling the object with the kinds of state that are about to be used calls every guard. A guard
+    raises StateError if it has moved these kinds, or has another reason to refuse. Guards are bound
+    methods, held weakly: they refer to the model, and the hooks that call them would otherwise keep
+    both alive.
     """
 
     def __init__(self) -> None:
         self._guards: list[weakref.WeakMethod[Callable[[Collection[str]], None]]] = []
 
     def add(self, guard: Callable[[Collection[str]], None]) -> None:
-        """Ask `guard`, too, for as long as its object lives."""
-        living = [each for each in self._guards if each() is not None]
+        """Call `guard` as well, for as long as its object lives."""
+        living = [reference for reference in self._guards if reference() is not None]
         self._guards = [weakref.WeakMethod(guard), *living]
 
     def __call__(self, kinds: Iterable[str]) -> None:
-        wanted = frozenset(kinds)
+        used_kinds = frozenset(kinds)
         for reference in self._guards:
-            if (guard := reference()) is not None:
-                guard(wanted)
+            guard = reference()
+            if guard is not None:
+                guard(used_kinds)
 
 
 class Offloadable(Protocol):
-    """Owner of state that can leave the device: a trainer, or a model beside one."""
+    """Owner of state that can leave the device: a trainer, or a companion model."""
 
     guard: Guards
 
     def offload_items(self) -> Iterable[OffloadItem]:
-        """Everything that can leave the device, as it is now."""
+        """Return every tensor that can leave the device at this moment."""
 
 
 @dataclass(eq=False)
 class Items:
-    """State that no trainer owns, as a benchmark offloads it."""
+    """State without a trainer, such as the state that a benchmark offloads."""
 
     offload_items: Callable[[], Iterable[OffloadItem]]
     guard: Guards = field(default_factory=Guards)
@@ -167,24 +189,31 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.flat.dim() != 1 or not self.flat.is_contiguous():
-            shape, strides = tuple(self.flat.shape), self.flat.stride()
-            raise ValueError(f"a part needs a contiguous 1-D tensor, got shape {shape} with strides {strides}")
-        if not 0 <= self.start <= self.stop <= self.flat.numel():
-            raise ValueError(f"invalid part [{self.start}, {self.stop}) of a tensor of {self.flat.numel()} elements")
+            raise ValueError(
+                "a part needs a contiguous 1-D tensor, "
+                f"got shape {tuple(self.flat.shape)} with strides {self.flat.stride()}"
+            )
+        numel = self.flat.numel()
+        if not 0 <= self.start <= self.stop <= numel:
+            raise ValueError(
+                f"invalid part [{self.start}, {self.stop}) of a tensor of {numel} elements"
+            )
 
 
 class OffloadReport:
-    """Bytes that one call moved, summed up while it runs.
+    """Bytes that a call moved, summed up while it runs.
 
     Attributes:
-        nbytes: device bytes freed or taken again, by kind.
-        copied_nbytes: those of them that were copied, by kind.
+        nbytes: device bytes freed or allocated again, by kind.
+        copied_nbytes: the part of these bytes that was copied, by kind.
         seconds: duration of the call.
     """
 
     def __init__(self, kinds: Iterable[Kind]) -> None:
         self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
-        self.copied_nbytes, self.seconds, self._start = dict(self.nbytes), 0.0, time.perf_counter()
+        self.copied_nbytes = dict(self.nbytes)
+        self.seconds = 0.0
+        self._started = time.perf_counter()
 
     @property
     def total_nbytes(self) -> int:
@@ -192,28 +221,29 @@ class OffloadReport:
         return sum(self.nbytes.values())
 
     def ended(self) -> OffloadReport:
-        """Return it, with the time since it was created."""
-        self.seconds = time.perf_counter() - self._start
+        """Set `seconds` to the time since construction, and return the report."""
+        self.seconds = time.perf_counter() - self._started
         return self
 
 
 @dataclass(eq=False)
 class Storage:
-    """One storage of the inventory, and where its contents are while it is offloaded.
+    """A storage of the inventory, and the location of its contents while it is offloaded.
 
     Attributes:
-        key: identifies it: the address of its elastic buffer, or torch's handle.
-        owner, kind, action: of the first item that lists it, see `survey`.
-        buffer: the elastic buffer it lies in, if any.
-        arena_offset: where its contents go in the arena, in bytes.
-        in_arena: its contents are in the arena already, or on their way.
-        saved: byte ranges whose contents are in the arena, or on their way.
-        done: byte ranges that may be released: saved, or not to be kept.
-        released: byte ranges whose contents are not on the device; noted before their memory goes, and until their
-            contents are back.
+        key: identity: the address of its elastic buffer, or torch's handle.
+        owner, kind, action: of the first item that lists the storage, see `survey`.
+        buffer: the elastic buffer that contains it, if any.
+        arena_offset: start of its place in the arena, in bytes.
+        in_arena: the contents are in the arena, or on their way there.
+        saved: byte ranges whose contents are in the arena, or on their way there.
+        done: byte ranges that may be released, because they are saved or need not be kept.
+        released: byte ranges whose contents are not on the device. A range is added before its
+            memory is freed, and removed after its contents are back.
         is_coming: it has memory again, and the copies of its contents are under way.
-        copies: in the background, in either direction; whoever needs them done waits for them.
-        saves: byte ranges on their way to the arena, in the order of their copies, and what waits for each.
+        copies: copies in the background, in either direction, to be waited for before use.
+        saves: byte ranges on their way to the arena, in the order of their copies, each with a
+            function that waits for the copy.
     """
 
     key: int
@@ -234,13 +264,18 @@ class Storage:
 
     @property
     def is_away(self) -> bool:
-        """Whether nothing of it is on the device, or on its way there; nor memory that was taken for it in vain."""
-        return self.released.nbytes == self.nbytes and not (self.is_coming or self.copies or self.resident_nbytes())
+        """True if it has no contents and no memory on the device, and none on their way there."""
+        if self.released.nbytes != self.nbytes or self.is_coming or self.copies:
+            return False
+        # A failed onload may have left memory without contents.
+        return not self.resident_nbytes()
 
     @property
     def has_begun_to_leave(self) -> bool:
-        """Whether any of its contents are elsewhere, or may be."""
-        return bool(self.copies or self.in_arena or self.saved.nbytes or self.done.nbytes or self.released.nbytes)
+        """True if any of its contents are, or may be, off the device."""
+        if self.copies or self.in_arena:
+            return True
+        return any(spans.nbytes for spans in (self.saved, self.done, self.released))
 
     @property
     def device(self) -> torch.device:
@@ -251,11 +286,12 @@ class Storage:
         return self.arena_offset + self.nbytes
 
     def bytes_view(self) -> torch.Tensor:
-        """Return all of its bytes as a flat tensor."""
+        """Return a flat uint8 tensor over the storage."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
     def wait_saved(self, start: int, stop: int) -> None:
-        """Wait until nothing of this byte range is on its way to the arena."""
+        """Wait until no copy of this byte range to the arena is under way."""
+        # Copies end in order, so waiting for the last overlapping copy completes all before it.
         for index in reversed(range(len(self.saves))):
             first, last, wait = self.saves[index]
             if first < stop and start < last:
@@ -264,7 +300,7 @@ class Storage:
                 return
 
     def free(self) -> None:
-        """Release all memory; contents are lost."""
+        """Free all memory; contents are lost."""
         self.released.add(0, self.nbytes)
         if self.buffer is not None:
             self.buffer.release()
@@ -272,20 +308,27 @@ class Storage:
             self.storage.resize_(0)
 
     def release_inside(self, start: int, stop: int) -> int:
-        """Release the granules that lie wholly in this byte range of an elastic storage; return their bytes."""
-        assert self.buffer is not None, "parts are those of elastic storages"
-        granule, before = self.buffer.granularity, self.released.nbytes
-        first = -(-start // granule) * granule
+        """Release the granules wholly inside this byte range of an elastic storage.
+
+        Returns the bytes released.
+        """
+        assert self.buffer is not None, "only elastic storages are released in part"
+        granule = self.buffer.granularity
+        before = self.released.nbytes
+        first = round_up(start, granule)
+        # The end of the storage counts as the end of its last granule.
         last = stop if stop == self.nbytes else stop // granule * granule
-        for gap in self.released.missing(first, last):
-            self.released.add(*gap)
-            self.buffer.release(*gap)
+        for gap_start, gap_stop in self.released.missing(first, last):
+            # Noted first: after an interrupt the contents come from the arena.
+            self.released.add(gap_start, gap_stop)
+            self.buffer.release(gap_start, gap_stop)
         return self.released.nbytes - before
 
-    def take_back(self) -> Iterator[tuple[int, int]]:
-        """Take memory again where it was released; contents are undefined there, or zero if dropped.
+    def take_back(self) -> Iterator[Span]:
+        """Allocate the released memory again; it is zero if dropped, else undefined.
 
-        Yields byte ranges, each as soon as it has memory; whoever stops early has no more.
+        Yields each byte range as soon as it has memory. A caller that stops early leaves the
+        remaining ranges without memory.
         """
         dropped = self.action == "drop"
         if self.buffer is None:
@@ -296,22 +339,29 @@ class Storage:
             return
         for start, stop in self.released if dropped else pieces(self.released):
             if dropped:
-                self.buffer.release(start, stop)  # discards what was written meanwhile
+                # Discard anything written since the release.
+                self.buffer.release(start, stop)
             self.buffer.restore(start, stop)
-            if dropped and self.device.type != "cpu":  # on the CPU new pages are zero
+            if dropped and self.device.type != "cpu":
+                # On the CPU new pages are zero.
                 self.bytes_view()[start:stop].zero_()
             yield start, stop
         if dropped:
-            for start, stop in [gap for span in self.done for gap in self.released.missing(*span)]:
-                self.bytes_view()[start:stop].zero_()  # dropped bytes on pages that kept bytes share
+            # Dropped bytes that share a page with kept bytes were never released.
+            for done_start, done_stop in self.done:
+                for start, stop in self.released.missing(done_start, done_stop):
+                    self.bytes_view()[start:stop].zero_()
 
     def call_off(self) -> None:
-        """Begin no copy any more; what had memory again gives it back. Contents stay where they are.
+        """Cancel copies that have not begun, and free memory allocated for an onload.
 
-        Where they are is noted before the first copy is given up, since an interrupt may come after it.
+        The contents stay where they are. Their location is recorded before the first copy is
+        cancelled, because an interrupt may follow it.
         """
-        was_coming, self.is_coming = self.is_coming, False
-        if self.copies and not self.released.nbytes:  # they go to the arena
+        was_coming = self.is_coming
+        self.is_coming = False
+        if self.copies and not self.released.nbytes:
+            # These are copies to the arena, which will not be complete.
             self.in_arena = False
         while self.copies:
             self.copies[-1].cancel()
@@ -325,9 +375,10 @@ class Storage:
             self.buffer.release(start, stop)
 
     def complete(self) -> float:
-        """Wait for its copies; what was coming is on the device again. Returns the seconds they took in the background.
+        """Wait for the background copies; after an onload the storage is on the device again.
 
-        Raises what a copy raised: nothing is lost, and the next call makes it again.
+        Returns the seconds that the copies took in the background. Raises the error of a failed
+        copy: nothing is lost, and the next call repeats the copy.
         """
         seconds = 0.0
         while self.copies:
@@ -338,35 +389,43 @@ class Storage:
         return seconds
 
     def forget_departure(self) -> None:
-        """Note that everything is on the device again.
+        """Record that everything is on the device again.
 
-        An interrupt may come between any two lines. Until `released` is empty its contents count as elsewhere, and come
-        from the arena once more; what is not released needs none of the rest.
+        An interrupt may come between any two lines. Until `released` is empty the contents count as
+        absent and are copied from the arena once more; once it is empty the other fields do not
+        matter.
         """
-        self.is_coming = False  # first: what is coming gives its memory up when it is called off
+        # First: `call_off` frees the memory of a storage that is coming.
+        self.is_coming = False
         for spans in (self.released, self.saved, self.done):
             spans.clear()
         self.saves.clear()
         self.in_arena = False
 
     def resident_nbytes(self) -> int:
-        """Return the bytes of device memory behind it now."""
+        """Return the bytes of device memory behind the storage now."""
         return self.storage.nbytes() if self.buffer is None else self.buffer.resident_nbytes()
 
     def why_not_movable(self) -> str | None:
-        """Return why its memory cannot be freed and taken again under the same storage; None if it can."""
+        """Return why the storage cannot be freed and allocated again; None if it can."""
         if self.buffer is not None:
             return None
         if self.device.type == "cpu" and self.storage.is_shared():
-            return "it lies in torch shared memory, which cannot be resized; allocate it with allocate_elastic"
+            return (
+                "it lies in torch shared memory, which cannot be resized; "
+                "allocate it with allocate_elastic"
+            )
         if not self.storage.resizable():
-            return "it does not own its memory (made by from_numpy, frombuffer or a mapping); clone it, or leave it out"
+            return (
+                "it does not own its memory (made by from_numpy, frombuffer or a mapping); "
+                "clone it, or do not list it"
+            )
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """An inventory, each storage once, in order of kind and then of the inventory."""
+    """An inventory without duplicates, in order of kind and then of the owner's list."""
 
     storages: list[Storage]
     caches: list[OffloadItem]
@@ -374,39 +433,64 @@ class Survey:
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes of device memory by kind and owner."""
         resident: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-        sizes = [(storage.kind, storage.owner, storage.resident_nbytes()) for storage in self.storages]
-        sizes += [(item.kind, item.owner, item.tensor.untyped_storage().nbytes()) for item in self.caches]
-        for kind, owner, nbytes in sizes:
-            resident[kind][owner] = resident[kind].get(owner, 0) + nbytes
+
+        def count(kind: Kind, owner: str, nbytes: int) -> None:
+            by_owner = resident[kind]
+            by_owner[owner] = by_owner.get(owner, 0) + nbytes
+
+        for storage in self.storages:
+            count(storage.kind, storage.owner, storage.resident_nbytes())
+        for item in self.caches:
+            count(item.kind, item.owner, item.tensor.untyped_storage().nbytes())
         return resident
+
+    def forget_caches(self, kinds: Collection[Kind], moved: OffloadReport) -> None:
+        """Make the owners of these kinds' caches drop them, and count the bytes in `moved`."""
+        for item in self.caches:
+            if item.kind not in kinds:
+                continue
+            if item.kind in moved.nbytes:
+                moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
+            if item.forget is not None:
+                item.forget()
+        # The items may be the last references to the caches.
+        self.caches[:] = [item for item in self.caches if item.kind not in kinds]
 
 
 def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
     """Return the storages of these items on devices of this type.
 
-    A storage that several items view gets the first kind and owner that list it, in order of KINDS. It is dropped only
-    if items with action "drop" cover it and none has action "copy"; it is a cache only if all items say "rebuild".
+    A storage that several items view gets the first kind and owner that list it, in order of KINDS.
+    It is dropped only if items with action "drop" cover it and none has action "copy". It is a
+    cache only if all its items have action "rebuild".
     """
-    found: dict[int, Storage] = {}
+    storages: dict[int, Storage] = {}
     covered: set[int] = set()
     caches: dict[int, OffloadItem] = {}
     for item in sorted(items, key=lambda item: KINDS.index(item.kind)):
-        if item.tensor.device.type != device_type:
+        tensor = item.tensor
+        if tensor.device.type != device_type:
             continue
-        storage, key, buffer = storage_of(item.owner, item.tensor)
+        untyped, key, buffer = storage_of(item.owner, tensor)
         if item.action == "rebuild":
             caches.setdefault(key, item)
             continue
-        if key not in found:
-            found[key] = Storage(key, item.owner, item.kind, item.action, storage, storage.nbytes(), buffer)
+        nbytes = untyped.nbytes()
+        if key not in storages:
+            storages[key] = Storage(
+                key, item.owner, item.kind, item.action, untyped, nbytes, buffer
+            )
         if item.action == "copy":
-            found[key].action = "copy"
-        if _covers(item.tensor, storage):
+            storages[key].action = "copy"
+        # A stride of 0 repeats elements, so the count of elements proves nothing.
+        if 0 not in tensor.stride() and tensor.numel() * tensor.element_size() >= nbytes:
             covered.add(key)
-    for key, found_storage in found.items():
+    for key, storage in storages.items():
         if key not in covered:
-            found_storage.action = "copy"  # parts that no item covers must not be lost
-    return Survey(list(found.values()), [item for key, item in caches.items() if key not in found])
+            # Parts that no item lists must not be lost.
+            storage.action = "copy"
+    only_caches = [item for key, item in caches.items() if key not in storages]
+    return Survey(list(storages.values()), only_caches)
 
 
 def held_nbytes(items: Iterable[OffloadItem], device_type: str) -> int:
@@ -415,83 +499,97 @@ def held_nbytes(items: Iterable[OffloadItem], device_type: str) -> int:
 
 
 def checked(kind: Kind) -> Kind:
-    """Return a kind. Raises ValueError for anything else."""
+    """Return `kind`. Raises ValueError if it is not in KINDS."""
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
     return kind
 
 
-def elastic_ranges(storages: Iterable[Storage], parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
-    """Return the byte ranges of these parts in those of the storages that are elastic."""
+def elastic_ranges(
+    storages: Iterable[Storage], parts: Iterable[Part]
+) -> list[tuple[Storage, Spans]]:
+    """Return the byte ranges of these parts by storage, without storages that are not elastic."""
     elastic = {storage.key: storage for storage in storages if storage.buffer is not None}
     ranges: dict[int, Spans] = {}
     for part in parts:
         _, key, _ = storage_of("a part", part.flat)
         if key in elastic:
-            size, offset = part.flat.element_size(), int(part.flat.storage_offset())
-            ranges.setdefault(key, Spans()).add((offset + part.start) * size, (offset + part.stop) * size)
+            itemsize = part.flat.element_size()
+            offset = int(part.flat.storage_offset())
+            spans = ranges.setdefault(key, Spans())
+            spans.add((offset + part.start) * itemsize, (offset + part.stop) * itemsize)
     return [(elastic[key], spans) for key, spans in ranges.items()]
 
 
-def forget(caches: Iterable[OffloadItem], moved: OffloadReport) -> None:
-    """Make the owners of these caches drop them."""
-    for item in caches:
-        if item.kind in moved.nbytes:
-            moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
-        if item.forget is not None:
-            item.forget()
-
-
 def lay_out(placed: Collection[Storage], new: Iterable[Storage]) -> None:
-    """Assign every new copied storage its place in the arena: the one it had before, or one after all others."""
-    known = {(each.key, each.nbytes): each.arena_offset for each in placed if each.action == "copy"}
-    end = max((storage.arena_stop for storage in placed if storage.action == "copy"), default=0)
-    for storage in (each for each in new if each.action == "copy"):
-        offset = known.get((storage.key, storage.nbytes))
-        storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT if offset is None else offset
-        end = max(end, storage.arena_stop)
+    """Assign every new copied storage a place in the arena.
+
+    A storage gets its previous place if `placed` has one of the same size, else a place after all
+    others.
+    """
+    copied = [storage for storage in placed if storage.action == "copy"]
+    offsets = {(storage.key, storage.nbytes): storage.arena_offset for storage in copied}
+    end = max((storage.arena_stop for storage in copied), default=0)
+    for storage in new:
+        if storage.action == "copy":
+            after_others = round_up(end, _ALIGNMENT)
+            storage.arena_offset = offsets.get((storage.key, storage.nbytes), after_others)
+            end = max(end, storage.arena_stop)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Contents of a storage in the arena: where they are, how many bytes, and their digest."""
+class SavedContents:
+    """Contents of a storage in the arena: offset and size in bytes, and their digest."""
 
     offset: int
     nbytes: int
     digest: int
 
     @classmethod
-    def of(cls, storage: Storage) -> Saved:
+    def of(cls, storage: Storage) -> SavedContents:
         """Describe a storage that is on the device and in the arena."""
         return cls(storage.arena_offset, storage.nbytes, box_digest(storage.bytes_view()))
 
 
-def reuse_places(storages: Iterable[Storage], saved: Mapping[int, Saved]) -> bool:
-    """Keep the places in the arena, if all of these storages have one; what is there as it is now counts as copied."""
+def reuse_places(storages: Iterable[Storage], saved: Mapping[int, SavedContents]) -> bool:
+    """Keep the places in the arena if all copied storages have one, and return whether they do.
+
+    A storage whose contents equal the saved ones counts as copied.
+    """
     copied = [storage for storage in storages if storage.action == "copy"]
-    # All or none: `lay_out` puts a storage without a place behind those of the last departure, which it does not know
-    # here, so one that is new, or of another size, might be laid over a place that was kept.
-    if not all(each.key in saved and saved[each.key].nbytes == each.nbytes for each in copied):
-        return False
+    # All or none: `lay_out` puts a storage without a place behind those of the last departure,
+    # which are not known here. A storage that is new, or of another size, might therefore be
+    # laid over a place that was kept.
     for storage in copied:
-        storage.arena_offset = saved[storage.key].offset
-        storage.in_arena = Saved.of(storage) == saved[storage.key]
+        contents = saved.get(storage.key)
+        if contents is None or contents.nbytes != storage.nbytes:
+            return False
+    for storage in copied:
+        contents = saved[storage.key]
+        storage.arena_offset = contents.offset
+        storage.in_arena = SavedContents.of(storage) == contents
     return True
 
 
 def names_of(storages: Iterable[Storage]) -> str:
-    """Owners and sizes, for messages."""
-    return ", ".join(f"{storage.owner} ({storage.nbytes} bytes)" for storage in storages) or "nothing"
+    """Return owners and sizes, for messages."""
+    names = [f"{storage.owner} ({storage.nbytes} bytes)" for storage in storages]
+    return ", ".join(names) or "nothing"
 
 
-def storage_of(owner: str, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:
-    """Return the tensor's storage, its key, and the elastic buffer it lies in, if any."""
+def storage_of(
+    owner: str, tensor: torch.Tensor
+) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:
+    """Return the tensor's storage, its key, and the elastic buffer that contains it, if any.
+
+    Raises OffloadError for a tensor that only wraps other tensors.
+    """
     if wrapped_tensors(tensor):
-        raise OffloadError(f"{owner}: a {type(tensor).__name__} only wraps other tensors; list those")
-    storage, buffer = tensor.untyped_storage(), exported_buffer_of(tensor)
-    return storage, (storage_id(storage) if buffer is None else buffer.address), buffer
-
-
-def _covers(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Return whether the tensor views every byte of the storage (False for one that repeats elements)."""
-    return 0 not in tensor.stride() and tensor.numel() * tensor.element_size() >= storage.nbytes()
+        raise OffloadError(
+            f"{owner}: a {type(tensor).__name__} only wraps other tensors; list those",
+            code="wraps-tensors",
+        )
+    storage = tensor.untyped_storage()
+    buffer = exported_buffer_of(tensor)
+    key = storage_id(storage) if buffer is None else buffer.address
+    return storage, key, buffer

@@ -1,30 +1,44 @@
-"""Rules and shapes that families share: embeddings, grouped-query attention, gated MLPs, the list of layers.
+"""Rules and shapes shared by families: embeddings, grouped-query attention, gated MLPs, layers.
 
-A family file puts these together and adds what is its own. Canonical names are patterns with `{layer}`; Megatron's
-names come in both layer specs, local and Transformer Engine, where the input norms are fused into the linear layers
-that follow them.
+A family's file combines these with its specific parts. Canonical names are patterns with `{layer}`.
+Megatron's names cover both layer specs: local, and Transformer Engine, which fuses the input norms
+into the linear layers after them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Replicated, Shape, Span, Split, Vocabulary
+from hybrid_engine.models.packing import (
+    GateUp,
+    InterleavedQKV,
+    Over,
+    Packing,
+    Replicated,
+    Shape,
+    Span,
+    Split,
+    Vocabulary,
+)
 from hybrid_engine.models.table import ModelDims, Rule, in_layer
 
 LAYER = "model.layers.{layer}."
-EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 Shapes = dict[str, Shape]
 
 
 def outer_rules(dims: ModelDims) -> tuple[Rule, ...]:
-    """Embedding, final norm, output head."""
+    """Return the rules of embedding, final norm and output head."""
+    head = EMBEDDING if dims.tied_embeddings else HEAD
+    final_norm_names = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
     return (
         Rule(("embedding.word_embeddings.weight",), Vocabulary(EMBEDDING, dims.vocab_size)),
-        Rule(("decoder.final_layernorm.weight", "decoder.final_norm.weight"), Replicated(FINAL_NORM)),
-        Rule(("output_layer.weight",), Vocabulary(EMBEDDING if dims.tied_embeddings else HEAD, dims.vocab_size)),
+        Rule(final_norm_names, Replicated(FINAL_NORM)),
+        Rule(("output_layer.weight",), Vocabulary(head, dims.vocab_size)),
     )
 
 
@@ -34,16 +48,25 @@ POST_NORM_NAMES = (
         "self_attention.linear_proj.post_layernorm.weight",
         "post_attention_layernorm.weight",
     ),
-    ("post_mlp_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"),
+    (
+        "post_mlp_layernorm.weight",
+        "mlp.linear_fc2.post_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+    ),
 )
-"""Names of the norms after attention and after the MLP. Megatron-core has none, so the names differ by who adds them:
-slime, mbridge's GLM-4 and this project; Megatron-Bridge; mbridge's Gemma-3."""
+"""Names of the norms after attention and after the MLP. Megatron-core does not have these norms,
+and the projects that add them use different names: slime, mbridge's GLM-4 and this project;
+Megatron-Bridge; mbridge's Gemma-3."""
 
 
-def norm_rules(pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """The norms before attention and before the MLP or experts, standalone or fused; and those after both.
+def norm_rules(
+    pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = ()
+) -> tuple[Rule, ...]:
+    """Return the rules of the norms around attention and the MLP or experts.
 
-    `pre_mlp`, `post`: what the checkpoint calls them.
+    Args:
+        pre_mlp: checkpoint's name of the norm before the MLP.
+        post: checkpoint's names of the norms after attention and after the MLP, if there are any.
     """
     return (
         Rule(
@@ -62,25 +85,55 @@ def norm_rules(pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = 
 
 
 def attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
-    """Grouped-query attention, with all biases and norms it can have."""
+    """Return the rules of grouped-query attention, with all optional biases and norms."""
     attention = LAYER + "self_attn."
-
-    def qkv(kind: str) -> InterleavedQKV:
-        query, key, value = (Span(f"{attention}{part}_proj.{kind}") for part in "qkv")
-        queries_per_group = dims.num_heads // dims.num_kv_heads
-        return InterleavedQKV(query, key, value, dims.num_kv_heads, queries_per_group, dims.head_dim)
-
+    projections = [Span(f"{attention}{part}_proj") for part in "qkv"]
     return (
-        Rule(in_layer("self_attention.linear_qkv.weight"), qkv("weight")),
-        Rule(in_layer("self_attention.linear_qkv.bias"), qkv("bias")),
-        Rule(in_layer("self_attention.q_layernorm.weight"), Replicated(attention + "q_norm.weight")),
-        Rule(in_layer("self_attention.k_layernorm.weight"), Replicated(attention + "k_norm.weight")),
+        *_qkv_rules(dims, projections),
+        Rule(
+            in_layer("self_attention.q_layernorm.weight"), Replicated(attention + "q_norm.weight")
+        ),
+        Rule(
+            in_layer("self_attention.k_layernorm.weight"), Replicated(attention + "k_norm.weight")
+        ),
         *output_rules(),
     )
 
 
+def fused_attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
+    """Return the rules of attention with one tensor for query, key and value on disk, in this order."""
+    projection = LAYER + "self_attn.qkv_proj"
+    query_rows = dims.num_heads * dims.head_dim
+    kv_rows = dims.num_kv_heads * dims.head_dim
+    starts = (0, query_rows, query_rows + kv_rows)
+    return _qkv_rules(dims, [Span(projection, start) for start in starts])
+
+
+def _qkv_rules(dims: ModelDims, projections: Sequence[Span]) -> tuple[Rule, ...]:
+    """Return the rules of Megatron's one projection to queries, keys and values.
+
+    `projections`: names, without weight or bias, and first rows of query, key and value.
+    """
+
+    def qkv(kind: str) -> InterleavedQKV:
+        query, key, value = (Span(f"{span.tensor}.{kind}", span.start) for span in projections)
+        return InterleavedQKV(
+            query=query,
+            key=key,
+            value=value,
+            num_groups=dims.num_kv_heads,
+            queries_per_group=dims.num_heads // dims.num_kv_heads,
+            head_dim=dims.head_dim,
+        )
+
+    return tuple(
+        Rule(in_layer(f"self_attention.linear_qkv.{kind}"), qkv(kind))
+        for kind in ("weight", "bias")
+    )
+
+
 def output_rules() -> tuple[Rule, ...]:
-    """The projection after attention, of any kind."""
+    """Return the rules of the output projection of any attention."""
     projection = LAYER + "self_attn.o_proj."
     return (
         Rule(in_layer("self_attention.linear_proj.weight"), Split(projection + "weight", dim=1)),
@@ -95,58 +148,72 @@ def mlp_rules(
     projections: Sequence[str] = PROJECTIONS,
     over: Over = Over.TENSOR,
 ) -> tuple[Rule, ...]:
-    """A gated MLP: the dense one, a shared expert, or one expert of many.
+    """Return the rules of a gated MLP: of a dense layer, a shared expert, or a routed expert.
 
     Args:
-        fc1, fc2: Megatron's names below a layer, `{kind}` for weight or bias.
-        canonical: prefix of the tensors; `projections`: names of gate, up and down below it.
-        over: the ranks that shard it.
+        fc1: Megatron's names of the first linear layer below a layer, `{kind}` for weight or bias.
+        fc2: Megatron's names of the second linear layer.
+        canonical: prefix of the canonical tensors.
+        projections: canonical names of gate, up and down.
+        over: group of ranks that shard it.
     """
     gate, up, down = (f"{canonical}{projection}." for projection in projections)
+    outputs: dict[str, Packing] = {
+        "weight": Split(down + "weight", dim=1, over=over),
+        # A row-parallel layer adds its bias after the reduction, so it is not sharded.
+        "bias": Replicated(down + "bias"),
+    }
     rules = []
-    for kind, output in (
-        ("weight", Split(down + "weight", dim=1, over=over)),
-        ("bias", Replicated(down + "bias")),
-    ):
-        first, second = ([name.replace("{kind}", kind) for name in names] for names in (fc1, fc2))
-        rules.append(Rule(in_layer(*first), GateUp(Span(gate + kind), Span(up + kind), over=over)))
-        rules.append(Rule(in_layer(*second), output))
+    for kind, output in outputs.items():
+        fc1_names = in_layer(*(name.replace("{kind}", kind) for name in fc1))
+        fc2_names = in_layer(*(name.replace("{kind}", kind) for name in fc2))
+        rules.append(Rule(fc1_names, GateUp(Span(gate + kind), Span(up + kind), over=over)))
+        rules.append(Rule(fc2_names, output))
     return tuple(rules)
 
 
 def fused_mlp_rules(dims: ModelDims) -> tuple[Rule, ...]:
-    """A gated MLP whose gate and up projection are one tensor on disk, gate first. Without biases."""
-    both = LAYER + "mlp.gate_up_proj.weight"
+    """Return the rules of a gated MLP with one tensor for gate and up on disk, without biases."""
+    fused = LAYER + "mlp.gate_up_proj.weight"
+    gate_up = GateUp(Span(fused), Span(fused, dims.ffn_hidden_size))
     return (
-        Rule(in_layer("mlp.linear_fc1.weight"), GateUp(Span(both), Span(both, dims.ffn_hidden_size))),
+        Rule(in_layer("mlp.linear_fc1.weight"), gate_up),
         Rule(in_layer("mlp.linear_fc2.weight"), Split(LAYER + "mlp.down_proj.weight", dim=1)),
     )
 
 
-def attention_shapes(dims: ModelDims, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> Shapes:
-    """Return the shapes of one layer's attention, by names without the layer's prefix."""
+def attention_shapes(
+    dims: ModelDims, *, qkv_bias: bool, output_bias: bool, qk_norm: bool
+) -> Shapes:
+    """Return the shapes of a layer's attention, by name without the layer's prefix."""
     hidden = dims.hidden_size
-    rows = {"q": dims.num_heads * dims.head_dim, "k": dims.num_kv_heads * dims.head_dim}
-    rows["v"] = rows["k"]
+    query_rows = dims.num_heads * dims.head_dim
+    kv_rows = dims.num_kv_heads * dims.head_dim
     shapes: Shapes = {}
-    for part, size in rows.items():
+    for part, size in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
         shapes[f"self_attn.{part}_proj.weight"] = (size, hidden)
         if qkv_bias:
             shapes[f"self_attn.{part}_proj.bias"] = (size,)
-    shapes["self_attn.o_proj.weight"] = (hidden, rows["q"])
+    shapes["self_attn.o_proj.weight"] = (hidden, query_rows)
     if output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (dims.head_dim,)
+        shapes["self_attn.q_norm.weight"] = (dims.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (dims.head_dim,)
     return shapes
 
 
 def mlp_shapes(
-    hidden: int, width: int, canonical: str = "mlp.", projections: Sequence[str] = PROJECTIONS, bias: bool = False
+    hidden: int,
+    width: int,
+    canonical: str = "mlp.",
+    projections: Sequence[str] = PROJECTIONS,
+    bias: bool = False,
 ) -> Shapes:
-    """Return the shapes of one gated MLP."""
+    """Return the shapes of a gated MLP with intermediate size `width`."""
+    weights = ((width, hidden), (width, hidden), (hidden, width))
     shapes: Shapes = {}
-    for projection, shape in zip(projections, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
+    for projection, shape in zip(projections, weights, strict=True):
         shapes[f"{canonical}{projection}.weight"] = shape
         if bias:
             shapes[f"{canonical}{projection}.bias"] = shape[:1]
@@ -154,18 +221,31 @@ def mlp_shapes(
 
 
 def fused_mlp_shapes(dims: ModelDims) -> Shapes:
-    """Return the shapes of what `fused_mlp_rules` packs."""
-    hidden, ffn = dims.hidden_size, dims.ffn_hidden_size
-    return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+    """Return the shapes of the tensors of `fused_mlp_rules`."""
+    hidden = dims.hidden_size
+    ffn = dims.ffn_hidden_size
+    return {
+        "mlp.gate_up_proj.weight": (2 * ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
 
 
-def norm_shapes(hidden: int, pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = ()) -> Shapes:
-    """The norms of one layer, see `norm_rules`."""
+def norm_shapes(
+    hidden: int,
+    pre_mlp: str = "post_attention_layernorm",
+    post: Sequence[str] = (),
+) -> Shapes:
+    """Return the shapes of the norms of a layer; arguments as in `norm_rules`."""
     return {f"{norm}.weight": (hidden,) for norm in ("input_layernorm", pre_mlp, *post)}
 
 
 def model_shapes(dims: ModelDims, layer_shapes: Callable[[int], Mapping[str, Shape]]) -> Shapes:
-    """Canonical tensors in checkpoint order, from those of each layer without its prefix."""
+    """Return the shapes of all canonical tensors in checkpoint order.
+
+    Args:
+        dims: sizes of the model.
+        layer_shapes: returns the shapes of a layer, by name without its prefix.
+    """
     shapes: Shapes = {EMBEDDING: (dims.vocab_size, dims.hidden_size)}
     for layer in range(dims.num_layers):
         prefix = LAYER.format(layer=layer)

@@ -1,19 +1,21 @@
-"""config.json as data from outside: the keys that name tables read, with their types, ranges, relations and defaults.
+"""Schemas of config.json: keys that name tables read, with types, ranges, relations and defaults.
 
-`read_config` reports everything that is wrong, by config.json's own keys, before a table is made. A key that is missing
-means what transformers' class says, and so what it means to vLLM; a test compares all of them. Sizes that every
-published file gives are required. Keys that no table reads are let through, unless vLLM reads them
-(backends/vllm/config_reads.py).
+`read_config` reports all faults under config.json's keys, before a table is built. A missing key
+has the default of transformers' class, which is its meaning in vLLM; a test compares all defaults.
+Sizes that every published file contains are required. Keys that no table reads are accepted, unless
+vLLM reads them (backends/vllm/config_reads.py).
 
-`transformers.AutoConfig` does not serve: with version 5.19 it accepts 36 of the 57 wrong files of the test's table (0
-heads, 3 key/value heads for 4, a vocabulary of 2**80, an infinite rotary base) and a file that says nothing at all,
-whose sizes it makes up; it raises the first of several faults alone, in four kinds of exceptions; it changes the
-dictionary that it is given; and it takes 3.4 s and torch to import, where all of `config/` takes 0.35 s.
+`transformers.AutoConfig` is not an alternative. Version 5.19 accepts 36 of the 57 wrong files of
+the test's table (0 heads, 3 key/value heads for 4, a vocabulary of 2**80, an infinite rotary base)
+and an empty file, for which it invents the sizes. It raises only the first of several faults, in
+four kinds of exceptions. It changes the dictionary that is passed in. It takes 3.4 s and torch to
+import, compared with 0.35 s for all of `config/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -21,7 +23,8 @@ from pydantic import AfterValidator, Field
 
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 
-# The bounds are far beyond any model, and small enough that nothing which is made of them takes long or overflows.
+# The bounds exceed any model. They keep numbers that are computed from the sizes from overflowing,
+# and work that is proportional to them from taking long.
 Layers = Annotated[int, Field(ge=1, le=1000)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
@@ -37,18 +40,24 @@ NonNegative = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(max_length=100)]
 Flag = bool | None
+# `attention` is an old name of `full_attention`.
 LayerTypes = Annotated[
-    list[Literal["full_attention", "sliding_attention", "attention"]], Field(max_length=1000)
-]  # `attention` is an old name of the first
+    list[Literal["full_attention", "sliding_attention", "attention"]],
+    Field(max_length=1000),
+]
 
 MOST_EXPERTS = 100_000
-"""Limit over all layers together: a table has three tensors for each expert."""
+"""Limit for all layers together. A table has three tensors per expert."""
 
 
 def _token_ids(value: Any) -> Any:
-    ids = value if isinstance(value, list) else [value]
-    if value is not None and not all(type(token) is int and -(2**31) <= token < 2**31 for token in ids):
-        raise ValueError("Input should be a token id, or a list of token ids")
+    """Validate a token id, a list of token ids, or None."""
+    if value is None:
+        return value
+    for token in value if isinstance(value, list) else [value]:
+        # `type`, because a bool is an int and not a token id.
+        if type(token) is not int or not -(2**31) <= token < 2**31:
+            raise ValueError("Input should be a token id, or a list of token ids")
     return value
 
 
@@ -56,14 +65,16 @@ Tokens = Annotated[Any, AfterValidator(_token_ids)]
 
 
 class Schema(pydantic.BaseModel):
-    """The keys of a family that are read."""
+    """Base of schemas: the keys of a family that name tables read."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    model_config = pydantic.ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, frozen=True
+    )
     implied: ClassVar[Mapping[str, Any]] = {}
-    """Keys with the only value that both engines compute; vLLM is given it where it is absent."""
+    """Keys with the only value that both engines compute; vLLM gets it if the file lacks it."""
 
     def relations(self) -> Iterator[Violation]:
-        """Find faults between keys that are valid by themselves."""
+        """Yield the violations between keys that are valid individually."""
         return iter(())
 
 
@@ -71,39 +82,71 @@ Read = TypeVar("Read", bound=Schema)
 
 
 def read_config(config: Mapping[str, Any], schema: type[Read], source: str) -> Read:
-    """Return what `config`, the contents of the file `source`, says.
+    """Validate the contents of a config.json.
 
-    Raises ConfigError with every wrong value or, where there is none, with every wrong relation.
+    Args:
+        config: the contents.
+        schema: schema of the model's family.
+        source: name of the file in error messages.
+
+    Raises:
+        ConfigError: lists every wrong value or, if there are none, every wrong relation.
     """
     try:
         read = schema.model_validate(config)
-        found = [*_contradictions(config, schema), *read.relations()]
+        invalid = [*_contradictions(config, schema), *read.relations()]
     except pydantic.ValidationError as error:
-        found = [_violation_of(item) for item in error.errors(include_url=False, include_context=False)]
-    if found:
-        raise ConfigError([Violation(one.key, f"{one.problem}, in {source}", one.remedy) for one in found])
+        items = error.errors(include_url=False, include_context=False)
+        invalid = [_violation_of(item) for item in items]
+    if invalid:
+        raise ConfigError(
+            [
+                replace(violation, problem=f"{violation.problem}, in {source}")
+                for violation in invalid
+            ]
+        )
     return read
 
 
 def _contradictions(config: Mapping[str, Any], schema: type[Schema]) -> Iterator[Violation]:
     for key, implied in schema.implied.items():
         if config.get(key) not in (None, implied):
-            problem = f"is {shortened(config[key])}, but trainer and vLLM compute this family with {implied!r} alone"
-            yield Violation(key, problem, f"Write {implied!r} if that is what it means, or name another model")
+            yield Violation(
+                key,
+                f"is {shortened(config[key])}, but trainer and vLLM compute this family only with {implied!r}",
+                f"Write {implied!r} if the model is trained with it, or name another model",
+                code="unsupported-value",
+            )
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
+    """Convert an error of pydantic."""
     key = clipped(".".join(map(str, item["loc"])))
     if item["type"] == "missing":
-        return Violation(key, "is missing", "Name a model with a complete config.json")
-    is_section = item["type"] == "model_type"  # pydantic names the class
-    message = "Input should be keys and values" if is_section else item["msg"].removeprefix("Value error, ")
-    problem = f"{message}, found {shortened(item.get('input'))}"
-    return Violation(key, problem, "Correct the value, or name another model")
+        return Violation(
+            key,
+            "is missing",
+            "Name a model with a complete config.json",
+            code="missing-key",
+        )
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "model_type":
+        # pydantic's message names the class.
+        message = "Input should be keys and values"
+    return Violation(
+        key,
+        f"{message}, found {shortened(item.get('input'))}",
+        "Correct the value, or name another model",
+        code="invalid-value",
+    )
+
+
+def _missing(key: str, problem: str = "is missing") -> Violation:
+    return Violation(key, problem, "Add it", code="missing-key")
 
 
 class Rope(Schema):
-    """`rope_scaling` as transformers 4 writes it, or `rope_parameters` as transformers 5 does."""
+    """Rotary settings: `rope_scaling` of transformers 4 or `rope_parameters` of transformers 5."""
 
     rope_type: Name | None = None
     type: Name | None = None
@@ -124,22 +167,31 @@ class Rope(Schema):
 
     @property
     def kind(self) -> str:
-        """Type of scaling."""
+        """Type of the scaling."""
         return self.rope_type or self.type or "default"
 
     def relations(self) -> Iterator[Violation]:
-        needed = ["factor"] if self.kind in ("linear", "yarn", "llama3") else []
-        needed += ["low_freq_factor", "high_freq_factor"] if self.kind == "llama3" else []
-        for key in needed:
+        required = []
+        if self.kind in ("linear", "yarn", "llama3"):
+            required.append("factor")
+        if self.kind == "llama3":
+            required += ["low_freq_factor", "high_freq_factor"]
+        for key in required:
             if getattr(self, key) is None:
-                yield Violation(key, f"is missing, which scaling of type {self.kind!r} needs", "Add it")
-        low, high = self.low_freq_factor, self.high_freq_factor
+                yield _missing(key, f"is missing, which scaling of type {self.kind!r} needs")
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         if self.kind == "llama3" and low is not None and high is not None and low >= high:
-            yield Violation("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}", "Use a larger one")
+            yield Violation(
+                "high_freq_factor",
+                f"{high:g} is not above low_freq_factor {low:g}",
+                "Use a larger one",
+                code="out-of-range",
+            )
 
 
 class Decoder(Schema):
-    """All families but GPT-2."""
+    """Common keys of all families except GPT-2."""
 
     num_hidden_layers: Layers
     hidden_size: Size
@@ -162,14 +214,18 @@ class Decoder(Schema):
 
     @property
     def rope(self) -> Rope:
-        """Rotary settings, whichever transformers wrote them."""
-        sections = (self.rope_parameters, self.rope_scaling)
-        given = next((one for one in sections if one is not None and one.model_fields_set), Rope())
-        return given.model_copy(update={"rope_theta": given.rope_theta or self.rope_theta or 10000.0})
+        """Rotary settings, of either version of transformers."""
+        rope = Rope()
+        for section in (self.rope_scaling, self.rope_parameters):
+            # `rope_parameters` comes last and wins. An empty section counts as absent.
+            if section is not None and section.model_fields_set:
+                rope = section
+        base = rope.rope_theta or self.rope_theta or 10000.0
+        return rope.model_copy(update={"rope_theta": base})
 
     @property
     def activation(self) -> str:
-        """transformers' name."""
+        """Name of the activation in transformers."""
         return self.hidden_act or "silu"
 
     def relations(self) -> Iterator[Violation]:
@@ -180,44 +236,69 @@ class Decoder(Schema):
                 yield from self._rope_by_layers(key, rope)
 
     def _rope_relations(self, key: str, rope: Rope) -> Iterator[Violation]:
-        for found in rope.relations():
-            yield Violation(f"{key}.{found.key}", found.problem, found.remedy)
-        if rope.kind == "llama3" and not (rope.original_max_position_embeddings or self.max_position_embeddings):
-            yield Violation(f"{key}.original_max_position_embeddings", "is missing", "Add it")
+        for violation in rope.relations():
+            yield replace(violation, key=f"{key}.{violation.key}")
+        original = rope.original_max_position_embeddings or self.max_position_embeddings
+        if rope.kind == "llama3" and not original:
+            yield _missing(f"{key}.original_max_position_embeddings")
 
     def _rope_by_layers(self, key: str, rope: Rope) -> Iterator[Violation]:
         if rope.full_attention or rope.sliding_attention:
-            yield Violation(key, "gives parameters by kind of layer, which only Gemma-3 has", "Give one set of them")
+            yield Violation(
+                key,
+                "gives parameters by kind of layer, which only Gemma-3 has",
+                "Give one set of them",
+                code="unsupported-value",
+            )
 
 
 class GroupedQuery(Decoder):
-    """Attention with query, key and value heads of one size. Llama."""
+    """Attention with query, key and value heads of one size, as in Llama."""
 
     rotates_part: ClassVar[bool] = False
-    """Whether transformers' class has partial_rotary_factor."""
+    """True if transformers' class has partial_rotary_factor."""
     head_dim: HeadSize | None = None
     partial_rotary_factor: Share | None = None
 
     @property
     def rotary_share(self) -> float | None:
-        """Part of each head that is rotated, where the file says so."""
+        """Rotated share of each head; None if the file does not contain it."""
         return self.rope.partial_rotary_factor or self.partial_rotary_factor
 
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if kv_heads is not None and heads % kv_heads:
-            problem = f"{kv_heads} key/value heads do not divide {heads} attention heads"
-            yield Violation("num_key_value_heads", problem, "Use a divisor of num_attention_heads")
+            yield Violation(
+                "num_key_value_heads",
+                f"{kv_heads} key/value heads do not divide {heads} attention heads",
+                "Use a divisor of num_attention_heads",
+                code="not-divisible",
+            )
         if self.head_dim is None and self.hidden_size % heads:
-            problem = f"{heads} heads do not divide hidden_size {self.hidden_size}, and there is no head_dim"
-            yield Violation("num_attention_heads", problem, "Use a divisor, or add head_dim")
-        elif (size := self.head_dim or self.hidden_size // heads) % 2:
-            key = "hidden_size" if self.head_dim is None else "head_dim"
-            yield Violation(key, f"heads have {size} elements, which are rotated in pairs", "Use an even number")
+            yield Violation(
+                "num_attention_heads",
+                f"{heads} heads do not divide hidden_size {self.hidden_size}, and there is no head_dim",
+                "Use a divisor, or add head_dim",
+                code="not-divisible",
+            )
+        else:
+            size = self.head_dim or self.hidden_size // heads
+            if size % 2:
+                yield Violation(
+                    "hidden_size" if self.head_dim is None else "head_dim",
+                    f"heads have {size} elements, which are rotated in pairs",
+                    "Use an even number",
+                    code="not-even",
+                )
         if not self.rotates_part and self.rotary_share not in (None, 1.0):
-            problem = f"is {self.rotary_share}, which vLLM computes and transformers' class of this family does not"
-            yield Violation("partial_rotary_factor", problem, "Remove it, or use a family that has it")
+            yield Violation(
+                "partial_rotary_factor",
+                f"is {self.rotary_share}, which vLLM computes and transformers' class of this family does not",
+                "Remove it, or use a family that has it",
+                code="unsupported-value",
+            )
 
 
 class Glm(GroupedQuery):
@@ -229,7 +310,7 @@ class Glm(GroupedQuery):
 
 
 class Windowed(GroupedQuery):
-    """Some layers may see a sliding window."""
+    """Attention with a sliding window in some layers."""
 
     sliding_window: Window | None = None
     layer_types: LayerTypes | None = None
@@ -237,8 +318,12 @@ class Windowed(GroupedQuery):
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            problem = f"has {len(self.layer_types)} entries, but num_hidden_layers is {self.num_hidden_layers}"
-            yield Violation("layer_types", problem, "Name the kind of every layer, or leave it out")
+            yield Violation(
+                "layer_types",
+                f"has {len(self.layer_types)} entries, but num_hidden_layers is {self.num_hidden_layers}",
+                "Name the kind of every layer, or leave it out",
+                code="different-number-of-layers",
+            )
 
 
 class Qwen(Windowed):
@@ -268,8 +353,12 @@ class Gemma2(Windowed):
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
         if self.use_bidirectional_attention:
-            problem = "is true, but vLLM's tokens attend to earlier ones alone"
-            yield Violation("use_bidirectional_attention", problem, "Set it to false, or name another model")
+            yield Violation(
+                "use_bidirectional_attention",
+                "is true, but vLLM computes causal attention only",
+                "Set it to false, or name another model",
+                code="unsupported-value",
+            )
 
     @property
     def activation(self) -> str:
@@ -290,34 +379,43 @@ class Gemma3(Gemma2):
 
     @property
     def rope(self) -> Rope:
-        """Rotary settings of the layers that see everything."""
-        if self.rope_parameters is None:  # as transformers 4 writes it
+        """Rotary settings of the layers without a window."""
+        # transformers 4 writes one set, transformers 5 one per kind of layer.
+        if self.rope_parameters is None:
             return super().rope
         whole = self.rope_parameters.full_attention or Rope()
         return whole.model_copy(update={"rope_theta": whole.rope_theta or 1e6})
 
     @property
     def window_rotary_base(self) -> float:
-        """Rotary base of the layers that have a window."""
+        """Rotary base of the layers with a window."""
         if self.rope_parameters is None:
             return self.rope_local_base_freq
         windowed = self.rope_parameters.sliding_attention
         return (windowed.rope_theta if windowed else None) or 10000.0
 
     def _rope_by_layers(self, key: str, rope: Rope) -> Iterator[Violation]:
-        kinds = {"full_attention": rope.full_attention, "sliding_attention": rope.sliding_attention}
+        kinds = {
+            "full_attention": rope.full_attention,
+            "sliding_attention": rope.sliding_attention,
+        }
         if key == "rope_parameters" and not any(kinds.values()) and rope.model_fields_set:
-            problem = f"gives no parameters of {' or '.join(kinds)} layers"
-            yield Violation(key, problem, "Give them by kind of layer, as transformers 5 does")
-        for kind, one in kinds.items():
-            if one is not None:
-                yield from self._rope_relations(f"{key}.{kind}", one)
+            yield Violation(
+                key,
+                f"gives no parameters of {' or '.join(kinds)} layers",
+                "Give them by kind of layer, as transformers 5 does",
+                code="missing-key",
+            )
+        for kind, parameters in kinds.items():
+            if parameters is not None:
+                yield from self._rope_relations(f"{key}.{kind}", parameters)
 
 
-class Experts(Schema):
-    """Routed experts; their number by the names that transformers 4 and 5 write."""
+class ExpertKeys(Schema):
+    """Routed experts, with the keys of transformers 4 and 5 for their number."""
 
-    implied: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}  # vLLM computes experts with no other
+    # The only activation of experts in vLLM.
+    implied: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     num_hidden_layers: Layers
     num_experts: ExpertCount | None = None
     num_local_experts: ExpertCount | None = None
@@ -327,24 +425,36 @@ class Experts(Schema):
 
     @property
     def expert_count(self) -> int:
-        """Routed experts of a layer; 0 where the file has none of the three keys."""
+        """Routed experts per layer; 0 if the file has none of the three keys."""
         return self.num_experts or self.num_local_experts or self.n_routed_experts or 0
 
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
-        if (count := self.expert_count) == 0:
-            yield Violation("num_experts", "is missing, and so are num_local_experts and n_routed_experts", "Add it")
+        count = self.expert_count
+        if count == 0:
+            yield _missing(
+                "num_experts",
+                "is missing, and so are num_local_experts and n_routed_experts",
+            )
             return
         if self.num_experts_per_tok > count:
-            problem = f"{self.num_experts_per_tok} of {count} experts for each token"
-            yield Violation("num_experts_per_tok", problem, f"Use at most {count}")
+            yield Violation(
+                "num_experts_per_tok",
+                f"{self.num_experts_per_tok} of {count} experts for each token",
+                f"Use at most {count}",
+                code="more-than-experts",
+            )
         if count * self.num_hidden_layers > MOST_EXPERTS:
-            problem = f"{count} experts in each of {self.num_hidden_layers} layers are more than {MOST_EXPERTS:,}"
-            yield Violation("num_experts", problem, "Use fewer")
+            yield Violation(
+                "num_experts",
+                f"{count} experts in each of {self.num_hidden_layers} layers are more than {MOST_EXPERTS:,}",
+                "Use fewer",
+                code="too-many-experts",
+            )
 
 
-class Mixtral(Experts, GroupedQuery):
-    """Experts in every layer, each as wide as `intermediate_size`."""
+class Mixtral(ExpertKeys, GroupedQuery):
+    """Experts in every layer, each of width `intermediate_size`."""
 
     num_local_experts: ExpertCount
     num_key_value_heads: Heads | None = 8
@@ -353,7 +463,7 @@ class Mixtral(Experts, GroupedQuery):
     sliding_window: Window | None = None
 
 
-class Qwen3Moe(Experts, Qwen):
+class Qwen3Moe(ExpertKeys, Qwen):
     """Qwen3 with experts."""
 
     num_key_value_heads: Heads | None = 4
@@ -363,9 +473,15 @@ class Qwen3Moe(Experts, Qwen):
 
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
-        if outside := [layer for layer in self.mlp_only_layers or () if layer >= self.num_hidden_layers]:
-            problem = f"names layers {shortened(outside)}, but num_hidden_layers is {self.num_hidden_layers}"
-            yield Violation("mlp_only_layers", problem, "Count layers from 0")
+        layers = self.mlp_only_layers or ()
+        outside = [layer for layer in layers if layer >= self.num_hidden_layers]
+        if outside:
+            yield Violation(
+                "mlp_only_layers",
+                f"names layers {shortened(outside)}, but num_hidden_layers is {self.num_hidden_layers}",
+                "Count layers from 0",
+                code="out-of-range",
+            )
 
 
 class Qwen2Moe(Qwen3Moe):
@@ -376,14 +492,16 @@ class Qwen2Moe(Qwen3Moe):
     qkv_bias: Flag = True
 
 
-class DeepseekV3(Experts, Decoder):
+class DeepseekV3(ExpertKeys, Decoder):
     """DeepSeek-V3 and R1: latent attention, shared experts, groups of experts."""
 
     implied: ClassVar[Mapping[str, Any]] = {
-        **Experts.implied,
-        "rope_interleave": True,  # vLLM does not read it
-        # transformers does not read them; without, vLLM takes softmax and has no bias for the router
-        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        **ExpertKeys.implied,
+        # vLLM does not read it.
+        "rope_interleave": True,
+        # transformers does not read these. Without them, vLLM uses softmax and no router bias.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     }
     q_lora_rank: Size | None = 1536
     kv_lora_rank: Size
@@ -402,38 +520,66 @@ class DeepseekV3(Experts, Decoder):
 
     @property
     def num_groups(self) -> int:
-        """Groups of experts of which a token may use some."""
+        """Number of groups of experts; a token uses experts of some of them."""
         return self.n_group or 1
 
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
         if self.qk_rope_head_dim % 2:
-            problem = f"{self.qk_rope_head_dim} elements, which are rotated in pairs"
-            yield Violation("qk_rope_head_dim", problem, "Use an even number")
+            yield Violation(
+                "qk_rope_head_dim",
+                f"{self.qk_rope_head_dim} elements, which are rotated in pairs",
+                "Use an even number",
+                code="not-even",
+            )
         for key in ("rope_scaling", "rope_parameters"):
             rope: Rope | None = getattr(self, key)
-            if rope is not None and rope.kind == "yarn" and rope.original_max_position_embeddings is None:
-                yield Violation(f"{key}.original_max_position_embeddings", "is missing", "Add it")
+            if rope is None or rope.kind != "yarn":
+                continue
+            if rope.original_max_position_embeddings is None:
+                yield _missing(f"{key}.original_max_position_embeddings")
         if self.num_groups > 1 and self.expert_count:
             yield from self._group_relations()
 
     def _group_relations(self) -> Iterator[Violation]:
-        groups, chosen, count = self.num_groups, self.topk_group, self.expert_count
+        groups = self.num_groups
+        count = self.expert_count
+        chosen = self.topk_group
         if count % groups:
-            yield Violation("n_group", f"{groups} groups do not divide {count} experts", "Use a divisor")
-        if chosen is None or chosen > groups:
-            problem = f"is missing, with {groups} groups" if chosen is None else f"{chosen} of {groups} groups"
-            yield Violation("topk_group", problem, f"Use a number from 1 to {groups}")
-        elif self.num_experts_per_tok > (there := chosen * (count // groups)):
-            problem = f"{self.num_experts_per_tok} experts for each token, but {chosen} of {groups} groups have {there}"
-            yield Violation("num_experts_per_tok", problem, "Use fewer, or raise topk_group")
+            yield Violation(
+                "n_group",
+                f"{groups} groups do not divide {count} experts",
+                "Use a divisor",
+                code="not-divisible",
+            )
+        remedy = f"Use a number from 1 to {groups}"
+        if chosen is None:
+            problem = f"is missing, with {groups} groups"
+            yield Violation("topk_group", problem, remedy, code="missing-key")
+            return
+        if chosen > groups:
+            problem = f"{chosen} of {groups} groups"
+            yield Violation("topk_group", problem, remedy, code="out-of-range")
+            return
+        available = chosen * (count // groups)
+        if self.num_experts_per_tok > available:
+            yield Violation(
+                "num_experts_per_tok",
+                f"{self.num_experts_per_tok} experts for each token, but {chosen} of {groups} groups have {available}",
+                "Use fewer, or raise topk_group",
+                code="more-than-experts",
+            )
 
 
 class DeepseekV2(DeepseekV3):
-    """DeepSeek-V2 and V2-Lite, which have groups with one of the methods only."""
+    """DeepSeek-V2 and V2-Lite, which have groups only with topk_method group_limited_greedy."""
 
-    # transformers reads neither
-    implied: ClassVar[Mapping[str, Any]] = {**Experts.implied, "scoring_func": "softmax", "norm_topk_prob": False}
+    # transformers reads neither key.
+    implied: ClassVar[Mapping[str, Any]] = {
+        **ExpertKeys.implied,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    }
     n_shared_experts: Annotated[int, Field(ge=0, le=256)] | None = 2
     first_k_dense_replace: Index = 0
     n_group: ExpertCount | None = None
@@ -448,15 +594,24 @@ class DeepseekV2(DeepseekV3):
     def relations(self) -> Iterator[Violation]:
         yield from super().relations()
         if self.topk_method == "group_limited_greedy" and self.n_group is None:
-            yield Violation("n_group", "is missing, which topk_method 'group_limited_greedy' needs", "Add it")
+            yield _missing(
+                "n_group",
+                "is missing, which topk_method 'group_limited_greedy' needs",
+            )
+        if self.topk_method != "greedy":
+            return
         for key, number in {"n_group": self.n_group, "topk_group": self.topk_group}.items():
-            if self.topk_method == "greedy" and number is not None and number > 1:
-                problem = f"is {number} with topk_method 'greedy', for which vLLM has groups and the trainer has none"
-                yield Violation(key, problem, "Set it to 1, or topk_method to group_limited_greedy")
+            if number is not None and number > 1:
+                yield Violation(
+                    key,
+                    f"is {number} with topk_method 'greedy', for which vLLM has groups and the trainer has none",
+                    "Set it to 1, or topk_method to group_limited_greedy",
+                    code="unsupported-value",
+                )
 
 
 class Gpt2(Schema):
-    """GPT-2 and models of its kind."""
+    """GPT-2 and derived models."""
 
     n_layer: Layers
     n_embd: Size
@@ -476,4 +631,9 @@ class Gpt2(Schema):
 
     def relations(self) -> Iterator[Violation]:
         if self.n_embd % self.n_head:
-            yield Violation("n_head", f"{self.n_head} heads do not divide n_embd {self.n_embd}", "Use a divisor")
+            yield Violation(
+                "n_head",
+                f"{self.n_head} heads do not divide n_embd {self.n_embd}",
+                "Use a divisor",
+                code="not-divisible",
+            )

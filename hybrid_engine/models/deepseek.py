@@ -1,12 +1,13 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention (MLA), shared and routed experts, multi-token prediction.
 
-Queries come straight from the hidden state or through a small latent vector (`q_lora_rank`); keys and values always
-through one, with the rotary part of the key beside it. Megatron rotates the pairs (0, 1), (2, 3), ... of a rotary head
-as the checkpoint means them, so no rows are permuted. Its local layer spec shards the projections to the latent vectors
-by rows, Transformer Engine's replicates them.
+Queries are projected from the hidden state directly or through a small latent vector
+(`q_lora_rank`), keys and values always through one, together with the rotary part of the key.
+Megatron rotates the pairs (0, 1), (2, 3), ... of a rotary head like the checkpoint, so no rows are
+permuted. Its local layer spec shards the projections to the latent vectors by rows, Transformer
+Engine's replicates them.
 
-A checkpoint numbers the multi-token prediction (MTP) layers after the decoder's and repeats embedding and head in them;
-vLLM's model does not read them.
+A checkpoint numbers the multi-token prediction (MTP) layers after the decoder's and repeats
+embedding and head in them. vLLM's model does not read them.
 
 Sources: `transformers` models deepseek_v2 and deepseek_v3; Megatron-LM `transformer/multi_latent_attention.py`,
 `transformer/multi_token_prediction.py`; arXiv:2405.04434 and 2412.19437.
@@ -33,22 +34,38 @@ from hybrid_engine.models.blocks import (
 from hybrid_engine.models.config_json import DeepseekV2, DeepseekV3
 from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes
 from hybrid_engine.models.packing import Replicated, Split
-from hybrid_engine.models.table import MTP_LAYER, Extras, ModelDims, ModelTable, Rule, Serving, in_layer
+from hybrid_engine.models.table import (
+    MTP_LAYER,
+    Extras,
+    ModelDims,
+    ModelTable,
+    Rule,
+    Serving,
+    in_layer,
+)
 
 
 def deepseek_v2(config: DeepseekV2) -> ModelTable:
-    """DeepSeek-V2 and V2-Lite: softmax over all experts, groups ranked by their best expert."""
+    """Return the table of DeepSeek-V2 or V2-Lite.
+
+    Scores are a softmax over all experts, and groups are ranked by their best expert.
+    """
     routing = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
     known = ("greedy", "group_limited_greedy")
     not_built = [] if config.topk_method in known else [f"topk_method {config.topk_method!r}"]
-    return _table(config, _experts(config), routing, 1, not_built)
+    return _table(config, _experts(config), routing, not_built, experts_per_group_score=1)
 
 
 def deepseek_v3(config: DeepseekV3) -> ModelTable:
-    """DeepSeek-V3 and R1: sigmoid scores, a bias for choosing experts only, groups ranked by their top-2 experts."""
+    """Return the table of DeepSeek-V3 or R1.
+
+    Scores are sigmoids, a bias affects only the choice of experts, and groups are ranked by their
+    top-2 experts.
+    """
     routing = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     not_built = [] if config.norm_topk_prob else ["norm_topk_prob false with sigmoid scores"]
-    return _table(config, _experts(config, bias="gate.e_score_correction_bias"), routing, 2, not_built)
+    experts = _experts(config, bias="gate.e_score_correction_bias")
+    return _table(config, experts, routing, not_built, experts_per_group_score=2)
 
 
 def _experts(config: DeepseekV3, bias: str | None = None) -> Experts:
@@ -65,22 +82,31 @@ def _table(
     config: DeepseekV3,
     experts: Experts,
     routing: Mapping[str, Any],
-    experts_per_group_score: int,
     not_built: list[str],
+    experts_per_group_score: int,
 ) -> ModelTable:
-    sparse = _sparse_layers(config)
+    first = config.first_k_dense_replace
+    step = config.moe_layer_freq
+    sparse = [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
     dims = _dims(config, experts, sparse)
     mtp_layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
-    num_groups = config.num_groups
-    if num_groups > 1:
-        routing = {**routing, "moe_router_num_groups": num_groups, "moe_router_group_topk": config.topk_group}
-    scores = experts_per_group_score if num_groups > 1 else None
+    copies: dict[str, str] = {}
+    for layer in mtp_layers:
+        copies.update(_mtp_copies(layer, dims))
+    extras = Extras()
+    if config.num_groups > 1:
+        routing = {
+            **routing,
+            "moe_router_num_groups": config.num_groups,
+            "moe_router_group_topk": config.topk_group,
+        }
+        extras = Extras(experts_per_group_score=experts_per_group_score)
     return ModelTable(
         dims=dims,
         rules=(
             *outer_rules(dims),
             *norm_rules(),
-            *_attention_rules(),
+            *latent_attention_rules(),
             *mlp_rules(),
             *expert_rules(experts),
             *_mtp_rules(),
@@ -93,8 +119,8 @@ def _table(
             "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         },
         gpt={"position_embedding_type": "rope"},
-        extras=Extras(experts_per_group_score=scores),
-        copies={name: tensor for layer in mtp_layers for name, tensor in _mtp_copies(layer, dims).items()},
+        extras=extras,
+        copies=copies,
         unserved=tuple(LAYER.format(layer=layer) for layer in mtp_layers),
         serving=Serving(whole_shared_experts=True),
         dtypes=_bias_dtypes(experts, sparse, mtp_layers),
@@ -102,13 +128,12 @@ def _table(
     )
 
 
-def _sparse_layers(config: DeepseekV3) -> list[bool]:
-    first, step = config.first_k_dense_replace, config.moe_layer_freq
-    return [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
-
-
 def _dims(config: DeepseekV3, experts: Experts, sparse: list[bool]) -> ModelDims:
-    """Every head has its own keys and values, made from the latent vector; `head_dim` is a query's."""
+    """Return the sizes of a model.
+
+    Every head has separate keys and values, computed from the latent vector. `head_dim` is the size
+    of a query.
+    """
     return ModelDims(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -124,7 +149,8 @@ def _dims(config: DeepseekV3, experts: Experts, sparse: list[bool]) -> ModelDims
     )
 
 
-def _attention_rules() -> tuple[Rule, ...]:
+def latent_attention_rules() -> tuple[Rule, ...]:
+    """Return the rules of attention whose keys and values come from a latent vector."""
     attention = LAYER + "self_attn."
 
     def split(parameter: str, tensor: str, may_be_whole: bool = False) -> Rule:
@@ -148,7 +174,7 @@ def _attention_rules() -> tuple[Rule, ...]:
 
 
 def _mtp_rules() -> tuple[Rule, ...]:
-    """Rules of a multi-token prediction layer, without those of its transformer layer."""
+    """Return the rules of a multi-token prediction layer outside of its transformer layer."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     return (
         *(
@@ -160,7 +186,7 @@ def _mtp_rules() -> tuple[Rule, ...]:
 
 
 def _mtp_copies(layer: int, dims: ModelDims) -> dict[str, str]:
-    """The embedding and the head, which a checkpoint repeats in every layer for multi-token prediction."""
+    """Return the embedding and the head that a checkpoint repeats in an MTP layer."""
     prefix = LAYER.format(layer=layer)
     return {
         prefix + "embed_tokens.weight": EMBEDDING,
@@ -171,22 +197,36 @@ def _mtp_copies(layer: int, dims: ModelDims) -> dict[str, str]:
 def _shapes(config: DeepseekV3, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:
     hidden = dims.hidden_size
     common = {**_attention_shapes(config, dims), **norm_shapes(hidden)}
-    dense_mlp, sparse_mlp = mlp_shapes(hidden, config.intermediate_size), expert_shapes(experts, hidden)
-    shapes = model_shapes(dims, lambda layer: {**common, **(sparse_mlp if sparse[layer] else dense_mlp)})
-    around = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
-    mtp_layer = {**common, **sparse_mlp, **around, "shared_head.norm.weight": (hidden,)}
+    dense_layer = {**common, **mlp_shapes(hidden, config.intermediate_size)}
+    sparse_layer = {**common, **expert_shapes(experts, hidden)}
+    shapes = model_shapes(dims, lambda layer: sparse_layer if sparse[layer] else dense_layer)
+    mtp_layer = {
+        **sparse_layer,
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+    }
     for layer in range(dims.num_layers, dims.num_layers + dims.num_mtp_layers):
-        shapes |= {LAYER.format(layer=layer) + name: shape for name, shape in mtp_layer.items()}
+        prefix = LAYER.format(layer=layer)
+        shapes |= {prefix + name: shape for name, shape in mtp_layer.items()}
     return shapes
 
 
 def _attention_shapes(config: DeepseekV3, dims: ModelDims) -> Shapes:
-    hidden, heads, query_rows = dims.hidden_size, dims.num_heads, dims.num_heads * dims.head_dim
-    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
-    query: Shapes = {"q_proj.weight": (query_rows, hidden)}
-    if q_rank is not None:
-        query = {"q_a_proj.weight": (q_rank, hidden), "q_a_layernorm.weight": (q_rank,)}
-        query["q_b_proj.weight"] = (query_rows, q_rank)
+    hidden = dims.hidden_size
+    heads = dims.num_heads
+    query_rows = heads * dims.head_dim
+    q_rank = config.q_lora_rank
+    kv_rank = config.kv_lora_rank
+    if q_rank is None:
+        query: Shapes = {"q_proj.weight": (query_rows, hidden)}
+    else:
+        query = {
+            "q_a_proj.weight": (q_rank, hidden),
+            "q_a_layernorm.weight": (q_rank,),
+            "q_b_proj.weight": (query_rows, q_rank),
+        }
     shapes = {
         **query,
         "kv_a_proj_with_mqa.weight": (kv_rank + config.qk_rope_head_dim, hidden),
@@ -198,17 +238,21 @@ def _attention_shapes(config: DeepseekV3, dims: ModelDims) -> Shapes:
 
 
 def _bias_dtypes(experts: Experts, sparse: list[bool], mtp_layers: range) -> dict[str, str]:
-    """The routers' biases are float32 whatever the weights are."""
+    """Return the dtypes of the routers' biases, which are float32 regardless of the weights."""
     if not experts.bias:
         return {}
-    layers = [layer for layer, has_experts in enumerate(sparse) if has_experts] + list(mtp_layers)
-    return {LAYER.format(layer=layer) + experts.block + experts.bias: "float32" for layer in layers}
+    layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
+    # The transformer layer of every MTP layer has experts.
+    layers += mtp_layers
+    pattern = LAYER + experts.block + experts.bias
+    return {pattern.format(layer=layer): "float32" for layer in layers}
 
 
 def _transformer(config: DeepseekV3, dims: ModelDims) -> dict[str, Any]:
-    """Settings of MLATransformerConfig that the architecture determines (see `ModelTable.transformer`).
+    """Return the settings of MLATransformerConfig (see `ModelTable.transformer`).
 
-    All norms get the config's epsilon, as in vLLM; transformers' norms of latent vectors always have 1e-6.
+    All norms use the config's epsilon, as in vLLM. In transformers, norms of latent vectors always
+    use 1e-6.
     """
     return {
         "multi_latent_attention": True,
@@ -233,7 +277,7 @@ def _transformer(config: DeepseekV3, dims: ModelDims) -> dict[str, Any]:
 
 
 def _rotary(config: DeepseekV3) -> dict[str, Any]:
-    """Rotary settings; DeepSeek stretches long contexts by YaRN (arXiv:2309.00071)."""
+    """Return the rotary settings. DeepSeek scales long contexts by YaRN (arXiv:2309.00071)."""
     rope = config.rope
     if rope.kind != "yarn":
         return {"rope_type": "rope", "rotary_base": rope.rope_theta}

@@ -1,4 +1,7 @@
-"""Which table an architecture has: `TABLES`, to which a new family is added."""
+"""Name tables by architecture: written ones, which Megatron needs, and derived ones for the rest.
+
+A family that Megatron is to train is added to `TABLES`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from typing import Any, NamedTuple
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.models import config_json, deepseek, gpt2, llama, moe
+from hybrid_engine.models.derived import derived_table
 from hybrid_engine.models.table import ModelTable
 
 
 class Architecture(NamedTuple):
-    """A function that makes a table, and the schema of config.json that it takes."""
+    """A function that returns a table, and the schema of config.json that it takes."""
 
     table: Callable[[Any], ModelTable]
     schema: type[config_json.Schema]
@@ -35,42 +39,93 @@ TABLES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(llama.qwen3, config_json.Qwen3),
     "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, config_json.Qwen3Moe),
 }
-"""By an entry of config.json's `architectures`."""
+"""Name tables by an entry of config.json's `architectures`."""
 
 
 def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> ModelTable:
     """Return the table for a Hugging Face config.
 
     Args:
-        config: the contents of config.json.
-        source: what errors call it.
+        config: contents of config.json.
+        source: name of the file in error messages.
 
     Raises:
-        UnknownModelError: when none of its `architectures` has a table.
-        ConfigError: with everything that is wrong in it; keys of the findings are its own.
+        UnknownModelError: none of the `architectures` has a table, and none can be derived.
+        ConfigError: lists every fault of the config, under the keys of config.json.
     """
     source = clipped(str(source))
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        problem = f"Input should be a list of names, found {shortened(names)}, in {source}"
-        raise ConfigError([Violation("architectures", problem, "Name one of transformers' model classes")])
-    known_name = next((name for name in names if name in TABLES), None)
-    if known_name is None:
-        known = ", ".join(TABLES)
-        raise UnknownModelError(
-            f"no name table for architectures {shortened(names, 1000)} in {source}; known: {known}. "
-            "A table is one file under hybrid_engine/models"
-        )
-    architecture = TABLES[known_name]
+    name = architecture_of(config.get("architectures"), source)
+    if name not in TABLES:
+        return derived_table(config, name)
+    architecture = TABLES[name]
     table = architecture.table(config_json.read_config(config, architecture.schema, source))
-    return replace(table, architecture=known_name)
+    return replace(table, architecture=name)
+
+
+def architecture_of(names: object, source: str = "config.json") -> str:
+    """Return the entry of `architectures` that counts: the first with a written table, else the first.
+
+    Args:
+        names: value of the key, from a file.
+        source: name of the file in error messages.
+
+    Raises:
+        UnknownModelError: there are no names.
+        ConfigError: the value is not a list of names.
+    """
+    names = names or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        violation = Violation(
+            "architectures",
+            f"Input should be a list of names, found {shortened(names)}, in {source}",
+            "Name one of transformers' model classes",
+            code="invalid-value",
+        )
+        raise ConfigError([violation])
+    if not names:
+        raise UnknownModelError(
+            f"{source} names no architectures, so neither a name table nor a class of transformers "
+            "follows from it",
+            code="unknown-architecture",
+        )
+    return next((name for name in names if name in TABLES), names[0])
 
 
 def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[str, Any]]:
-    """Return the table and the contents of config.json. Raises ConfigError under `key` without config.json or table."""
+    """Return the table and the contents of config.json of a model directory.
+
+    Raises:
+        ConfigError: there is no valid config.json, or no table for it (under `key`).
+    """
     path = directory / "config.json"
     config = read_json(path, key, "Name a Hugging Face model directory")
     try:
         return table_for(config, path), config
     except UnknownModelError as error:
-        raise ConfigError([Violation(key, str(error), "Choose a supported model or add a table")]) from None
+        violation = Violation(
+            key,
+            str(error),
+            "Choose a model that transformers has a class for",
+            code="unknown-architecture",
+        )
+        raise ConfigError([violation]) from None
+
+
+def require_rules(table: ModelTable, key: str = "model") -> None:
+    """Raise ConfigError, under `key`, for a table without rules of Megatron's parameters."""
+    if not table.rules:
+        remedy = "Train it with FSDP2 (actor_config.fsdp), or add a name table"
+        raise ConfigError([_without_name_table(table, key, remedy)])
+
+
+def require_written(table: ModelTable, key: str = "model") -> None:
+    """Raise ConfigError, under `key`, for a derived table, from which nothing is planned."""
+    if table.is_derived:
+        remedy = "Name a model with a name table, or measure this one in a job"
+        raise ConfigError([_without_name_table(table, key, remedy)])
+
+
+def _without_name_table(table: ModelTable, key: str, remedy: str) -> Violation:
+    known = ", ".join(TABLES)
+    problem = f"{table.architecture} has no name table with Megatron's parameters; known: {known}"
+    return Violation(key, problem, remedy, code="unknown-architecture")

@@ -1,8 +1,8 @@
 """GPT-2: LayerNorm, learned positions, biases everywhere, an MLP without gate, a tied head.
 
-Canonical names: `transformers` checkpoints of GPT2LMHeadModel, as `save_pretrained` writes them; vLLM reads them with
-and without the prefix `transformer.`. Its linear layers are Conv1D: weights are [in, out], Megatron's [out, in]. Query,
-key and value are one tensor, one after the other.
+Canonical names are the names that `save_pretrained` writes for GPT2LMHeadModel; vLLM reads them
+with and without the prefix `transformer.`. The linear layers are Conv1D with weights [in, out],
+compared with [out, in] in Megatron. Query, key and value are one tensor, in this order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from hybrid_engine.models.packing import InterleavedQKV, Replicated, Span, Split
 from hybrid_engine.models.table import ModelDims, ModelTable, Rule, Serving, in_layer
 
 LAYER = "transformer.h.{layer}."
-EMBEDDING, POSITIONS, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
+EMBEDDING = "transformer.wte.weight"
+POSITIONS = "transformer.wpe.weight"
+HEAD = "lm_head.weight"
 
 
 def gpt2(config: Gpt2) -> ModelTable:
-    """GPT-2 and models of its kind."""
-    hidden, num_heads = config.n_embd, config.n_head
+    """Return the table of GPT-2 or a derived model."""
+    hidden = config.n_embd
+    num_heads = config.n_head
     dims = ModelDims(
         num_layers=config.n_layer,
         hidden_size=hidden,
+        # The default of transformers' GPT2Config.
         ffn_hidden_size=config.n_inner or 4 * hidden,
         vocab_size=config.vocab_size,
         num_heads=num_heads,
@@ -38,7 +42,10 @@ def gpt2(config: Gpt2) -> ModelTable:
         rules=_rules(dims),
         shapes=_shapes(dims, config.n_positions),
         transformer=_transformer(config, dims),
-        gpt={"position_embedding_type": "learned_absolute", "max_sequence_length": config.n_positions},
+        gpt={
+            "position_embedding_type": "learned_absolute",
+            "max_sequence_length": config.n_positions,
+        },
         serving=Serving(ends_on_every_stage=True),
         not_built=tuple(_not_built(config)),
     )
@@ -46,58 +53,88 @@ def gpt2(config: Gpt2) -> ModelTable:
 
 def _not_built(config: Gpt2) -> Iterator[str]:
     yield from unknown_activation(config.activation_function)
-    yield from (key for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx") if getattr(config, key))
+    for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
+        if getattr(config, key):
+            yield key
 
 
 def _rules(dims: ModelDims) -> tuple[Rule, ...]:
     def qkv(kind: str) -> InterleavedQKV:
-        name, part = f"{LAYER}attn.c_attn.{kind}", dims.num_heads * dims.head_dim
-        query, key, value = (Span(name, start) for start in (0, part, 2 * part))
+        name = f"{LAYER}attn.c_attn.{kind}"
+        size = dims.num_heads * dims.head_dim
+        # Of Conv1D's [in, out] the second dim is packed. A bias has only that dim.
         is_weight = kind == "weight"
         return InterleavedQKV(
-            query, key, value, dims.num_kv_heads, 1, dims.head_dim, dim=int(is_weight), transposed=is_weight
+            query=Span(name, 0),
+            key=Span(name, size),
+            value=Span(name, 2 * size),
+            num_groups=dims.num_kv_heads,
+            queries_per_group=1,
+            head_dim=dims.head_dim,
+            dim=1 if is_weight else 0,
+            transposed=is_weight,
         )
 
-    fused_norms = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
-    norms = [
-        Rule(in_layer(f"{name}.{kind}", f"{fused_norms[name]}.layer_norm_{kind}"), Replicated(f"{LAYER}{norm}.{kind}"))
-        for name, norm in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2"))
-        for kind in ("weight", "bias")
-    ]
+    def column_parallel(module: str, name: str) -> tuple[Rule, Rule]:
+        weight = Split(f"{LAYER}{name}.weight", dim=1, transposed=True)
+        bias = Split(f"{LAYER}{name}.bias", dim=0)
+        return Rule(in_layer(f"{module}.weight"), weight), Rule(in_layer(f"{module}.bias"), bias)
+
+    def row_parallel(module: str, name: str) -> tuple[Rule, Rule]:
+        weight = Split(f"{LAYER}{name}.weight", dim=0, transposed=True)
+        bias = Replicated(f"{LAYER}{name}.bias")
+        return Rule(in_layer(f"{module}.weight"), weight), Rule(in_layer(f"{module}.bias"), bias)
+
+    norms = []
+    final_norms = []
+    for name, norm, fused_into in (
+        ("input_layernorm", "ln_1", "self_attention.linear_qkv"),
+        ("pre_mlp_layernorm", "ln_2", "mlp.linear_fc1"),
+    ):
+        for kind in ("weight", "bias"):
+            names = in_layer(f"{name}.{kind}", f"{fused_into}.layer_norm_{kind}")
+            norms.append(Rule(names, Replicated(f"{LAYER}{norm}.{kind}")))
+    for kind in ("weight", "bias"):
+        names = (f"decoder.final_layernorm.{kind}", f"decoder.final_norm.{kind}")
+        final_norms.append(Rule(names, Replicated(f"transformer.ln_f.{kind}")))
+    head = EMBEDDING if dims.tied_embeddings else HEAD
     return (
         Rule(("embedding.word_embeddings.weight",), Vocabulary(EMBEDDING, dims.vocab_size)),
         Rule(("embedding.position_embeddings.weight",), Replicated(POSITIONS)),
         *norms,
         Rule(in_layer("self_attention.linear_qkv.weight"), qkv("weight")),
         Rule(in_layer("self_attention.linear_qkv.bias"), qkv("bias")),
-        Rule(
-            in_layer("self_attention.linear_proj.weight"), Split(LAYER + "attn.c_proj.weight", dim=0, transposed=True)
-        ),
-        Rule(in_layer("self_attention.linear_proj.bias"), Replicated(LAYER + "attn.c_proj.bias")),
-        Rule(in_layer("mlp.linear_fc1.weight"), Split(LAYER + "mlp.c_fc.weight", dim=1, transposed=True)),
-        Rule(in_layer("mlp.linear_fc1.bias"), Split(LAYER + "mlp.c_fc.bias", dim=0)),
-        Rule(in_layer("mlp.linear_fc2.weight"), Split(LAYER + "mlp.c_proj.weight", dim=0, transposed=True)),
-        Rule(in_layer("mlp.linear_fc2.bias"), Replicated(LAYER + "mlp.c_proj.bias")),
-        Rule(("decoder.final_layernorm.weight", "decoder.final_norm.weight"), Replicated("transformer.ln_f.weight")),
-        Rule(("decoder.final_layernorm.bias", "decoder.final_norm.bias"), Replicated("transformer.ln_f.bias")),
-        Rule(("output_layer.weight",), Vocabulary(EMBEDDING if dims.tied_embeddings else HEAD, dims.vocab_size)),
+        *row_parallel("self_attention.linear_proj", "attn.c_proj"),
+        *column_parallel("mlp.linear_fc1", "mlp.c_fc"),
+        *row_parallel("mlp.linear_fc2", "mlp.c_proj"),
+        *final_norms,
+        Rule(("output_layer.weight",), Vocabulary(head, dims.vocab_size)),
     )
 
 
 def _shapes(dims: ModelDims, num_positions: int) -> Shapes:
-    hidden, ffn = dims.hidden_size, dims.ffn_hidden_size
-    linear = {
+    hidden = dims.hidden_size
+    ffn = dims.ffn_hidden_size
+    layer_shapes: Shapes = {
+        "ln_1": (hidden,),
         "attn.c_attn": (hidden, 3 * hidden),
         "attn.c_proj": (hidden, hidden),
         "mlp.c_fc": (hidden, ffn),
         "mlp.c_proj": (ffn, hidden),
+        "ln_2": (hidden,),
     }
-    shapes: Shapes = {EMBEDDING: (dims.vocab_size, hidden), POSITIONS: (num_positions, hidden)}
+    shapes: Shapes = {
+        EMBEDDING: (dims.vocab_size, hidden),
+        POSITIONS: (num_positions, hidden),
+    }
     for layer in range(dims.num_layers):
         prefix = LAYER.format(layer=layer)
-        for name, shape in {"ln_1": (hidden,), **linear, "ln_2": (hidden,)}.items():
-            shapes[f"{prefix}{name}.weight"], shapes[f"{prefix}{name}.bias"] = shape, shape[-1:]
-    shapes["transformer.ln_f.weight"] = shapes["transformer.ln_f.bias"] = (hidden,)
+        for name, shape in layer_shapes.items():
+            # The last dim is the output of a Conv1D, and the only dim of a norm.
+            shapes[f"{prefix}{name}.weight"] = shape
+            shapes[f"{prefix}{name}.bias"] = shape[-1:]
+    shapes["transformer.ln_f.weight"] = (hidden,)
+    shapes["transformer.ln_f.bias"] = (hidden,)
     if not dims.tied_embeddings:
         shapes[HEAD] = (dims.vocab_size, hidden)
     return shapes

@@ -1,8 +1,8 @@
 """Dense decoders of Llama's blocks: RMSNorm, rotary positions, grouped queries, gated MLP.
 
-Llama 2 and 3, Qwen2, Qwen2.5 and Qwen3; GLM-4 of 2024 and GLM-4-0414; Gemma-2 and Gemma-3 (text). `Traits` says where
-they differ. Canonical names: `transformers` checkpoints of their classes. Megatron names: `GPTModel` with
-megatron-core's local layer spec and with its Transformer Engine layer spec.
+Llama 2 and 3, Qwen2, Qwen2.5 and Qwen3; GLM-4 of 2024 and GLM-4-0414; Gemma-2 and Gemma-3 (text).
+`Traits` describes their differences. Canonical names come from `transformers` checkpoints, Megatron
+names from `GPTModel` with megatron-core's local layer spec and its Transformer Engine layer spec.
 """
 
 from __future__ import annotations
@@ -25,23 +25,39 @@ from hybrid_engine.models.blocks import (
     norm_shapes,
     outer_rules,
 )
-from hybrid_engine.models.config_json import Decoder, Gemma2, Gemma3, Glm, GroupedQuery, Qwen, Windowed
+from hybrid_engine.models.config_json import (
+    Decoder,
+    Gemma2,
+    Gemma3,
+    Glm,
+    GroupedQuery,
+    Qwen,
+    Windowed,
+)
 from hybrid_engine.models.table import Extras, ModelDims, ModelTable, RotaryScaling, Serving
 
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-"""transformers' names -> those of `trainer/megatron/build.py`."""
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Names in transformers -> names in `trainer/megatron/build.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Where the members of the family differ.
+    """Differences between the members of the family.
 
     Attributes:
-        qkv_bias, output_bias, mlp_bias: biases of query, key and value; of the attention's output; of the MLP.
-        qk_norm: norms on query and key heads.
-        fused_gate_up: gate and up projection are one tensor on disk, gate first.
-        pre_mlp_norm: what the checkpoint calls the norm before the MLP.
-        post_norms: what it calls the norms after attention and after the MLP, in families that have them.
+        qkv_bias: True if query, key and value have biases.
+        output_bias: True if the output projection of attention has a bias.
+        mlp_bias: True if the MLP has biases.
+        qk_norm: True if there are norms on query and key heads.
+        fused_gate_up: True if gate and up projection are one tensor on disk, gate first.
+        pre_mlp_norm: checkpoint's name of the norm before the MLP.
+        post_norms: checkpoint's names of the norms after attention and after the MLP, if there are
+            any.
     """
 
     qkv_bias: bool = False
@@ -54,52 +70,68 @@ class Traits:
 
 
 def llama(config: GroupedQuery) -> ModelTable:
-    """Llama 2 and 3."""
+    """Return the table of Llama 2 or 3."""
     bias = bool(config.attention_bias)
-    return family_table(config, Traits(qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias)))
+    traits = Traits(qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias))
+    return family_table(config, traits)
 
 
 def qwen2(config: Qwen) -> ModelTable:
-    """Qwen2 and Qwen2.5: biases on query, key and value."""
+    """Return the table of Qwen2 or Qwen2.5, with biases on query, key and value."""
     return family_table(config, Traits(qkv_bias=True), Extras(windows=qwen_windows(config)))
 
 
 def qwen3(config: Qwen) -> ModelTable:
-    """Qwen3 (dense): norms on query and key heads."""
+    """Return the table of dense Qwen3, with norms on query and key heads."""
     return family_table(config, qwen3_traits(config), Extras(windows=qwen_windows(config)))
 
 
 def qwen3_traits(config: Qwen) -> Traits:
-    """Traits of Qwen3's attention, with experts or without."""
-    return Traits(qkv_bias=bool(config.attention_bias), output_bias=bool(config.attention_bias), qk_norm=True)
+    """Return the traits of Qwen3's attention, which models with experts share."""
+    bias = bool(config.attention_bias)
+    return Traits(qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
 def qwen_windows(config: Qwen) -> tuple[int | None, ...]:
-    """Sliding windows, where they are switched on, are in the layers from `max_window_layers` on."""
+    """Return the windows of Qwen, which start at layer `max_window_layers` if they are enabled."""
     if not config.use_sliding_window:
         return ()
+    # 28 is the default of transformers' Qwen2Config.
     first = 28 if config.max_window_layers is None else config.max_window_layers
-    kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(config.num_hidden_layers)]
+    kinds = [
+        "full_attention" if layer < first else "sliding_attention"
+        for layer in range(config.num_hidden_layers)
+    ]
     return windows_by_kind(config, kinds)
 
 
 def windows_by_kind(config: Windowed, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """`Extras.windows` by the kind of every layer, which is `kinds` where the file names none."""
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types or kinds]
-    return tuple(windows) if any(windows) else ()
+    """Return `Extras.windows`.
+
+    Args:
+        config: contents of config.json. Its `layer_types` take precedence over `kinds`.
+        kinds: default kind of every layer.
+    """
+    windows = tuple(
+        config.sliding_window if kind == "sliding_attention" else None
+        for kind in config.layer_types or kinds
+    )
+    return windows if any(windows) else ()
 
 
 def glm(config: Glm) -> ModelTable:
-    """GLM-4 of 2024: pairs of neighbours are rotated, in a part of each head; gate and up projection are one tensor.
+    """Return the table of GLM-4 of 2024.
 
-    vLLM serves it through transformers' model, which gathers what the fused projection gives.
+    Adjacent elements are rotated in pairs, in a part of each head, and gate and up projection are
+    one tensor. vLLM serves it with transformers' model, which gathers the output of the fused
+    projection.
     """
     table = _glm_table(config, Traits(qkv_bias=bool(config.attention_bias), fused_gate_up=True))
     return replace(table, serving=Serving(cuts_fused_as_one=True))
 
 
 def glm4(config: Glm) -> ModelTable:
-    """GLM-4-0414, which has norms after attention and MLP too."""
+    """Return the table of GLM-4-0414, which also has norms after attention and MLP."""
     traits = Traits(
         qkv_bias=bool(config.attention_bias),
         fused_gate_up=True,
@@ -118,7 +150,11 @@ def _glm_table(config: Glm, traits: Traits) -> ModelTable:
 
 
 def gemma2(config: Gemma2) -> ModelTable:
-    """Gemma-2: every second layer, from the first on, sees a window; soft caps of attention scores and logits."""
+    """Return the table of Gemma-2.
+
+    Every second layer, starting with the first, has a window. Attention scores and logits have soft
+    caps.
+    """
     extras = Extras(
         windows=windows_by_kind(config, _every(2, config)),
         attention_softcap=config.attn_logit_softcapping,
@@ -128,7 +164,12 @@ def gemma2(config: Gemma2) -> ModelTable:
 
 
 def gemma3(config: Gemma3) -> ModelTable:
-    """Gemma-3: all but every sixth layer see a window, and have a rotary base of their own; norms on query and key."""
+    """Return the table of Gemma-3.
+
+    All layers except every sixth have a window and a separate rotary base. Query and key heads have
+    norms.
+    """
+    # Some versions of transformers write the key with an underscore. The default is 6.
     period = config.sliding_window_pattern or config.underscored_pattern or 6
     extras = Extras(
         windows=windows_by_kind(config, _every(period, config)),
@@ -139,13 +180,17 @@ def gemma3(config: Gemma3) -> ModelTable:
 
 
 def _every(period: int, config: Gemma2) -> list[str]:
-    """transformers' names of the kinds of layers; the last of each `period` layers sees everything."""
+    """Return the kind of every layer: the last of each `period` layers has no window."""
     layers = range(1, config.num_hidden_layers + 1)
     return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
 
 
 def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable:
-    """Norms on both sides of attention and MLP, norm weights that are added to 1, scaled embeddings."""
+    """Return the table of a Gemma.
+
+    It has norms before and after attention and MLP, norm weights as offsets from 1, and scaled
+    embeddings.
+    """
     traits = Traits(
         qkv_bias=bool(config.attention_bias),
         output_bias=bool(config.attention_bias),
@@ -157,7 +202,10 @@ def _gemma_table(config: Gemma2, extras: Extras, *, qk_norm: bool) -> ModelTable
         config,
         traits,
         replace(extras, embedding_scale=math.sqrt(config.hidden_size)),
-        transformer={"layernorm_zero_centered_gamma": True, "softmax_scale": config.query_pre_attn_scalar**-0.5},
+        transformer={
+            "layernorm_zero_centered_gamma": True,
+            "softmax_scale": config.query_pre_attn_scalar**-0.5,
+        },
     )
     return replace(table, serving=Serving(ends_on_every_stage=True))
 
@@ -169,15 +217,29 @@ def family_table(
     transformer: Mapping[str, Any] | None = None,
     gpt: Mapping[str, Any] | None = None,
 ) -> ModelTable:
-    """A dense member of the family; families with experts start from it (`moe.with_experts`).
+    """Return the table of a dense member of the family.
 
-    `transformer` and `gpt` change or add settings. Of `extras`, the rotary scaling comes from the config and the post
-    norms from the traits.
+    Families with experts start from it (`moe.with_experts`).
+
+    Args:
+        config: contents of config.json.
+        traits: differences from Llama.
+        extras: features without a setting in Megatron. Rotary scaling and post norms are overridden
+            by the config and the traits.
+        transformer: additional or changed settings of TransformerConfig.
+        gpt: additional or changed settings of GPTModel.
     """
     dims = _dims(config)
-    gpt = {"position_embedding_type": "rope", "rotary_base": config.rope.rope_theta, **(gpt or {})}
-    scaling = _rotary_scaling(config)
-    extras = replace(extras or Extras(), rotary_scaling=scaling, post_norms=bool(traits.post_norms))
+    gpt_settings = {
+        "position_embedding_type": "rope",
+        "rotary_base": config.rope.rope_theta,
+        **(gpt or {}),
+    }
+    extras = replace(
+        extras or Extras(),
+        rotary_scaling=_rotary_scaling(config),
+        post_norms=bool(traits.post_norms),
+    )
     return ModelTable(
         dims=dims,
         rules=(
@@ -188,7 +250,7 @@ def family_table(
         ),
         shapes=model_shapes(dims, lambda layer: layer_shapes(dims, traits)),
         transformer={**_transformer(config, dims, traits), **(transformer or {})},
-        gpt=gpt,
+        gpt=gpt_settings,
         extras=extras,
         not_built=tuple(_not_built(config, traits)),
     )
@@ -201,6 +263,7 @@ def _dims(config: GroupedQuery) -> ModelDims:
         ffn_hidden_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         num_heads=config.num_attention_heads,
+        # Without the key, every head has separate keys and values.
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
         tied_embeddings=bool(config.tie_word_embeddings),
@@ -208,10 +271,11 @@ def _dims(config: GroupedQuery) -> ModelDims:
 
 
 def _rotary_scaling(config: Decoder) -> RotaryScaling | None:
-    """The scaling that the file asks for; None without, and for a type that is not built."""
-    rope = config.rope  # whose keys `Rope.relations` has found complete
+    """Return the configured scaling; None if there is none, or its type is not built."""
+    rope = config.rope
     if rope.kind not in ("linear", "llama3"):
         return None
+    # `Rope.relations` has checked that the keys of each type are present.
     assert rope.factor is not None
     if rope.kind == "linear":
         return RotaryScaling("linear", rope.factor)
@@ -219,11 +283,18 @@ def _rotary_scaling(config: Decoder) -> RotaryScaling | None:
     assert rope.low_freq_factor is not None
     assert rope.high_freq_factor is not None
     assert original is not None
-    return RotaryScaling("llama3", rope.factor, rope.low_freq_factor, rope.high_freq_factor, original)
+    return RotaryScaling(
+        "llama3",
+        rope.factor,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        original,
+    )
 
 
 def _not_built(config: GroupedQuery, traits: Traits) -> Iterator[str]:
-    if (kind := config.rope.kind) not in ("default", "linear", "llama3"):
+    kind = config.rope.kind
+    if kind not in ("default", "linear", "llama3"):
         yield f"rotary scaling of type {kind!r} (supported: linear, llama3)"
     yield from unknown_activation(config.activation)
     if traits.output_bias != traits.mlp_bias:
@@ -231,23 +302,34 @@ def _not_built(config: GroupedQuery, traits: Traits) -> Iterator[str]:
 
 
 def unknown_activation(name: str) -> Iterator[str]:
-    """A sentence for `ModelTable.not_built` unless `ACTIVATIONS` has the activation."""
+    """Yield a sentence for `ModelTable.not_built` if `ACTIVATIONS` lacks the activation."""
     if name not in ACTIVATIONS:
         yield f"activation {name!r}"
 
 
 def layer_shapes(dims: ModelDims, traits: Traits, experts: Shapes | None = None) -> Shapes:
-    """Return the shapes of one layer, by names without its prefix; `experts` replace the MLP, where there are any."""
-    separate = mlp_shapes(dims.hidden_size, dims.ffn_hidden_size, bias=traits.mlp_bias)
-    return {
-        **attention_shapes(dims, qkv_bias=traits.qkv_bias, output_bias=traits.output_bias, qk_norm=traits.qk_norm),
-        **norm_shapes(dims.hidden_size, traits.pre_mlp_norm, traits.post_norms),
-        **(experts or (fused_mlp_shapes(dims) if traits.fused_gate_up else separate)),
-    }
+    """Return the shapes of a layer, by name without its prefix.
+
+    Shapes of `experts` replace the MLP.
+    """
+    if experts:
+        mlp = experts
+    elif traits.fused_gate_up:
+        mlp = fused_mlp_shapes(dims)
+    else:
+        mlp = mlp_shapes(dims.hidden_size, dims.ffn_hidden_size, bias=traits.mlp_bias)
+    attention = attention_shapes(
+        dims,
+        qkv_bias=traits.qkv_bias,
+        output_bias=traits.output_bias,
+        qk_norm=traits.qk_norm,
+    )
+    norms = norm_shapes(dims.hidden_size, traits.pre_mlp_norm, traits.post_norms)
+    return {**attention, **norms, **mlp}
 
 
 def _transformer(config: GroupedQuery, dims: ModelDims, traits: Traits) -> dict[str, Any]:
-    """Settings of TransformerConfig that the architecture determines (see `ModelTable.transformer`)."""
+    """Return the settings of TransformerConfig (see `ModelTable.transformer`)."""
     return {
         "num_layers": dims.num_layers,
         "hidden_size": dims.hidden_size,
@@ -258,7 +340,9 @@ def _transformer(config: GroupedQuery, dims: ModelDims, traits: Traits) -> dict[
         "layernorm_epsilon": config.rms_norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
+        # None for an activation that `_not_built` reports.
         "activation_func": ACTIVATIONS.get(config.activation),
+        # One switch for the biases of output projection and MLP.
         "add_bias_linear": traits.output_bias or traits.mlp_bias,
         "add_qkv_bias": traits.qkv_bias,
         "qk_layernorm": traits.qk_norm,

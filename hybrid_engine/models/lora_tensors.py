@@ -1,8 +1,8 @@
-"""LoRA adapters as canonical tensors: PEFT's names, and their packing, derived from the rule of the adapted weight.
+"""LoRA adapters as canonical tensors with PEFT's names, packed by the rule of the adapted weight.
 
 W [out, in] of rule P        A [rank, in]                        B [out, rank]
-column-parallel (dim 0)      replicated, the same for every      packed and sharded like the rows of W
-                             tensor that P packs
+column-parallel (dim 0)      replicated, the same for every      packed and sharded like the rows
+                             tensor that P packs                 of W
 row-parallel (dim 1)         sharded along its columns           replicated
 """
 
@@ -16,7 +16,7 @@ from hybrid_engine.models.packing import Packing, Replicated, Shape, Span, Split
 from hybrid_engine.models.table import ModelTable
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM 0.32 accepts for `max_lora_rank`; an adapter's own rank may be smaller."""
+"""Values that vLLM 0.32 accepts for `max_lora_rank`. The rank of an adapter may be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,11 @@ class LoraSettings:
     """Scale and targets of a LoRA: W + alpha / rank * B A.
 
     Attributes:
-        rank, alpha: as in the formula.
-        target_modules: last parts of the changed modules' Hugging Face names, e.g. "q_proj".
-        ranks, alphas: Hugging Face name of a module -> its own, where they are not the above.
+        rank: rank in the formula.
+        alpha: alpha in the formula.
+        target_modules: last parts of the adapted modules' Hugging Face names, e.g. "q_proj".
+        ranks: exceptions to `rank`, by Hugging Face name of the module.
+        alphas: exceptions to `alpha`, by Hugging Face name of the module.
     """
 
     rank: int
@@ -43,12 +45,12 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class ActorLora:
-    """The LoRA that is trained, where it is delivered by itself.
+    """The trained LoRA, if it is delivered separately from the base weights.
 
     Attributes:
-        settings: what its tensors mean.
-        shapes: its canonical tensors.
-        name: to generate with.
+        settings: scale and targets.
+        shapes: canonical tensors of the adapter.
+        name: name of the adapter in generation requests.
     """
 
     settings: LoraSettings
@@ -57,64 +59,80 @@ class ActorLora:
 
 
 def a_name(weight: str) -> str:
-    """PEFT's name of the matrix A on a canonical weight."""
+    """Return PEFT's name of the matrix A on a canonical weight."""
     return f"base_model.model.{weight.removesuffix('.weight')}.lora_A.weight"
 
 
 def b_name(weight: str) -> str:
-    """PEFT's name of the matrix B on a canonical weight."""
+    """Return PEFT's name of the matrix B on a canonical weight."""
     return f"base_model.model.{weight.removesuffix('.weight')}.lora_B.weight"
 
 
 def module_of(tensor: str) -> str:
-    """Hugging Face name of the module that a matrix A or B, by its canonical name, is on."""
+    """Return the Hugging Face name of the module adapted by a matrix A or B."""
     return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
 
 
 def adapter_packings(packing: Packing) -> tuple[tuple[Packing, ...], Packing]:
-    """Return the rules of an adapter on a weight with this one: of A for each canonical tensor that A belongs to, and
-    of B. Raises ValueError for weights stored transposed."""
+    """Return the packings of an adapter on a weight with `packing`.
+
+    Returns:
+        One packing of A for each canonical tensor that A belongs to, and the packing of B.
+
+    Raises:
+        ValueError: the weight is stored transposed.
+    """
     if packing.transposed:
-        raise ValueError(
-            f"{', '.join(packing.tensors())}: adapters on transposed weights cannot be delivered; merge them"
-        )
+        names = ", ".join(packing.tensors())
+        raise ValueError(f"{names}: adapters on transposed weights cannot be delivered; merge them")
     if packing.dim == 0:
-        return tuple(Replicated(a_name(weight)) for weight in packing.tensors()), _renamed(packing)
+        packings_of_a = tuple(Replicated(a_name(weight)) for weight in packing.tensors())
+        return packings_of_a, _renamed(packing)
     (weight,) = packing.tensors()
     return (Split(a_name(weight), dim=1),), Replicated(b_name(weight))
 
 
 def _renamed(packing: Packing) -> Packing:
-    """The same rule for the matrices B of its tensors."""
-    changes: dict[str, Any] = {}  # of fields that each kind of packing has of its own
-    for each in fields(packing):
-        value = getattr(packing, each.name)
+    """Return the packing of the matrices B of a packing's tensors."""
+    # Each kind of packing has different fields for its tensors: a name, or spans.
+    changes: dict[str, Any] = {}
+    for field_ in fields(packing):
+        value = getattr(packing, field_.name)
         if isinstance(value, Span):
-            changes[each.name] = Span(b_name(value.tensor), value.start)
-        elif each.name == "name":
-            changes[each.name] = b_name(value)
+            changes[field_.name] = Span(b_name(value.tensor), value.start)
+        elif field_.name == "name":
+            changes[field_.name] = b_name(value)
     return replace(packing, **changes)
 
 
-def adapter_shapes(table: ModelTable, target_modules: Collection[str], rank: int) -> dict[str, Shape]:
-    """Canonical tensors of adapters on every layer's `target_modules` (Megatron's names): name -> shape."""
+def adapter_shapes(
+    table: ModelTable, target_modules: Collection[str], rank: int
+) -> dict[str, Shape]:
+    """Return the canonical tensors of adapters on the `target_modules` of every layer.
+
+    Args:
+        table: name table of the model.
+        target_modules: last parts of Megatron's names of the modules.
+        rank: rank of the adapters.
+    """
+    patterns: set[str] = set()
+    for rule in table.rules:
+        for name in rule.names:
+            module, _, kind = name.rpartition(".")
+            if kind == "weight" and module.rpartition(".")[2] in target_modules:
+                patterns.update(rule.packing.tensors())
     shapes: dict[str, Shape] = {}
-    patterns = {
-        pattern
-        for rule in table.rules
-        for name in rule.names
-        if name.endswith(".weight") and name.removesuffix(".weight").rpartition(".")[2] in target_modules
-        for pattern in rule.packing.tensors()
-    }
     for layer in range(table.dims.num_layers + table.dims.num_mtp_layers):
         for pattern in sorted(patterns):
             weight = pattern.replace("{layer}", str(layer))
             if weight in table.shapes and table.is_served(weight):
                 out, inner = table.shapes[weight]
-                shapes[a_name(weight)], shapes[b_name(weight)] = (rank, inner), (out, rank)
+                shapes[a_name(weight)] = (rank, inner)
+                shapes[b_name(weight)] = (out, rank)
     return shapes
 
 
 def adapted_modules(shapes: Mapping[str, Shape]) -> tuple[str, ...]:
-    """Last parts of the Hugging Face names of the modules that have adapters, e.g. "q_proj"."""
-    return tuple(sorted({module_of(name).rpartition(".")[2] for name in shapes}))
+    """Return the sorted last parts of the adapted modules' Hugging Face names, e.g. "q_proj"."""
+    names = {module_of(name).rpartition(".")[2] for name in shapes}
+    return tuple(sorted(names))

@@ -1,8 +1,9 @@
-"""How Megatron packs canonical tensors into one parameter, and how a parallel group shards it.
+"""Packing of canonical tensors into Megatron's parameters, and sharding by a parallel group.
 
-Every rule makes the same statement: along one dim the whole parameter is a list of segments of canonical tensors, and
-rank r of n holds the r-th of n equal parts of that list. Interleaved QKV, gate/up, padded vocabulary, projections that
-are fused on disk and fewer KV heads than ranks differ only in that list.
+Every rule has the same form: along one dim the whole parameter is a list of segments of canonical
+tensors, and rank r of n holds the r-th of n equal parts of that list. Interleaved QKV, gate/up,
+padded vocabulary, projections that are fused on disk and fewer KV heads than ranks differ only in
+that list.
 
 Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads, key, value),
 `megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per rank),
@@ -33,7 +34,7 @@ class Over(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices of canonical tensor `tensor` from `start` on, along the packed dim.
+    """Indices from `start` of canonical tensor `tensor`, along the packed dim.
 
     Projections that are fused on disk are spans of one canonical tensor.
     """
@@ -44,7 +45,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`length` consecutive indices of canonical `tensor` from `start` on, along the packed dim; None is padding."""
+    """`length` consecutive indices from `start` of canonical tensor `tensor`, along the packed dim.
+
+    A tensor of None is padding.
+    """
 
     tensor: str | None
     start: int
@@ -53,13 +57,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing(ABC):
-    """One parameter's rule. Names are patterns with `{layer}` and `{expert}` for 0-based global numbers.
+    """Rule of one parameter. Names are patterns with `{layer}` and `{expert}`, global from 0.
 
     Attributes:
-        dim: the canonical dim that is packed and sharded.
-        over: the ranks that share the parameter.
-        transposed: Megatron stores the canonical tensor with its two dims swapped.
-        may_be_whole: some layer specs give every rank the whole parameter; its shape shows which.
+        dim: canonical dim that is packed and sharded.
+        over: group of ranks that shard the parameter.
+        transposed: True if Megatron stores the canonical tensor with its two dims swapped.
+        may_be_whole: True if some layer specs replicate the parameter. The local shape shows
+            whether it is replicated.
     """
 
     dim: int = 0
@@ -69,11 +74,16 @@ class Packing(ABC):
 
     @abstractmethod
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
-        """Return the whole parameter (of all `num_parts` ranks) along `dim`, `packed_size` long with its padding."""
+        """Return the segments of the whole parameter along `dim`.
+
+        Args:
+            num_parts: number of ranks that shard it.
+            packed_size: length of the whole parameter along `dim`, with padding.
+        """
 
     @abstractmethod
     def tensors(self) -> Sequence[str]:
-        """Return the names of the canonical tensors, each once."""
+        """Return the distinct names of the canonical tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +99,21 @@ class _OneTensor(Packing):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(_OneTensor):
-    """Whole on every rank (norms, routers, biases of row-parallel layers)."""
+    """A tensor that every rank holds whole: norms, routers, biases of row-parallel layers."""
 
     over: Over = field(default=Over.NONE, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Split(_OneTensor):
-    """Sharded along `dim`: 0 for column-parallel weights and their biases, 1 for row-parallel weights."""
+    """A tensor sharded along `dim`: 0 for column-parallel layers, 1 for row-parallel weights."""
 
     dim: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(_OneTensor):
-    """Rows by token, `size` of them, padded at the end to a multiple that Megatron chose."""
+    """`size` rows, one per token, padded at the end to a multiple that Megatron chooses."""
 
     size: int
 
@@ -116,7 +126,7 @@ class Vocabulary(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class InterleavedQKV(Packing):
-    """Per query group: the rows of its query heads, of its key head, of its value head. Weight or bias."""
+    """Rows by query group: query heads, key head, value head. Weight or bias."""
 
     query: Span
     key: Span
@@ -143,11 +153,11 @@ class InterleavedQKV(Packing):
 
 @dataclass(frozen=True, slots=True)
 class GateUp(Packing):
-    """Each rank holds its rows of the gate projection followed by its rows of the up projection.
+    """Gate and up projection; each rank holds its gate rows followed by its up rows.
 
     Attributes:
-        block: the two alternate in blocks of so many rows (Megatron's `moe_mlp_glu_interleave_size`); None: they do
-            not, each rank's rows are one block.
+        block: number of rows after which gate and up alternate on a rank (Megatron's
+            `moe_mlp_glu_interleave_size`); None: all of the rank's rows.
     """
 
     gate: Span
@@ -155,10 +165,13 @@ class GateUp(Packing):
     block: int | None = None
 
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
-        rows = packed_size // 2 // num_parts  # of each projection on one rank
+        # Rows of each projection on one rank.
+        rows = packed_size // 2 // num_parts
         block = self.block or max(rows, 1)
         if rows % block:
-            raise ValueError(f"{rows} rows of each projection on a rank are not whole blocks of {block}")
+            raise ValueError(
+                f"{rows} rows of each projection on a rank are not whole blocks of {block}"
+            )
         return [
             Segment(span.tensor, span.start + part * rows + first, block)
             for part in range(num_parts)
@@ -172,7 +185,7 @@ class GateUp(Packing):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Part of a rank's parameter: its indices from `start` on, along `local_dim`, hold `region`."""
+    """Part of a rank's parameter: its indices from `start`, along `local_dim`, hold `region`."""
 
     region: Region
     start: int
@@ -187,45 +200,56 @@ def held_regions(
     part: int,
     num_parts: int,
 ) -> list[Held]:
-    """Return what part `part` of `num_parts` of a parameter holds.
+    """Return the regions in one rank's part of a parameter.
 
     Args:
         packing: the rule.
         indices: values of `{layer}` and `{expert}` in its names.
         shapes: canonical name -> shape.
-        local_shape: of one rank's parameter, the same on all `num_parts` ranks.
-        part: which of the ranks, from 0.
-        num_parts: ranks of the group that shards the parameter.
+        local_shape: shape of a rank's part, the same on all `num_parts` ranks.
+        part: number of the rank in its group, from 0.
+        num_parts: number of ranks in the group that shards the parameter.
 
     Raises:
-        ValueError: with both numbers, unless the ranks together hold exactly the canonical tensors of the rule.
+        ValueError: the ranks together do not hold exactly the canonical tensors of the rule.
     """
-    # Transposed parameters have two dims, of which the packed one is then the other one in Megatron's order.
+    # Transposed parameters have two dims. In Megatron's order, the packed one is the other.
     local_dim = len(local_shape) - 1 - packing.dim if packing.transposed else packing.dim
     local_size = local_shape[local_dim]
     names = {pattern: pattern.format(**indices) for pattern in packing.tensors()}
-    if unknown := [name for name in names.values() if name not in shapes]:
+    unknown = [name for name in names.values() if name not in shapes]
+    if unknown:
         raise ValueError(f"the checkpoint of this model has no tensor {', '.join(unknown)}")
-    if packing.over is Over.NONE or (
-        packing.may_be_whole and local_size == sum(shapes[name][packing.dim] for name in names.values())
-    ):
-        part, num_parts = 0, 1  # every rank holds all of it
-    segments = packing.segments(num_parts, local_size * num_parts)
+    is_whole = packing.over is Over.NONE
+    if packing.may_be_whole and not is_whole:
+        is_whole = local_size == sum(shapes[name][packing.dim] for name in names.values())
+    if is_whole:
+        # Every rank holds the whole parameter.
+        part = 0
+        num_parts = 1
+    packed_size = local_size * num_parts
+    segments = packing.segments(num_parts, packed_size)
     total = sum(segment.length for segment in segments)
-    if total != local_size * num_parts:
-        raise ValueError(f"{local_size * num_parts} packed in Megatron, {total} by the model's configuration")
-    others = local_shape[::-1] if packing.transposed else local_shape
-    _check_shapes(packing, segments, names, shapes, others, num_parts)
-    # Walk along the whole parameter; `position` is where a segment begins in it, and this rank holds the window
-    # [low, low + local_size). A segment that reaches into the window gives one region.
-    held, position, low = [], 0, part * local_size
+    if total != packed_size:
+        raise ValueError(f"{packed_size} packed in Megatron, {total} by the model's configuration")
+    canonical_shape = local_shape[::-1] if packing.transposed else local_shape
+    _check_shapes(packing, segments, names, shapes, canonical_shape, num_parts)
+    # Walk along the whole parameter. `position` is the start of a segment in it, and this rank
+    # holds the window [low, high). A segment that overlaps the window contributes one region.
+    held = []
+    position = 0
+    low = part * local_size
+    high = low + local_size
     for segment in segments:
-        start, stop = max(position, low), min(position + segment.length, low + local_size)
+        start = max(position, low)
+        stop = min(position + segment.length, high)
         if segment.tensor is not None and start < stop:
-            offsets = [0] * len(others)
+            offsets = [0] * len(canonical_shape)
             offsets[packing.dim] = segment.start + start - position
-            lengths = (*others[: packing.dim], stop - start, *others[packing.dim + 1 :])
-            held.append(Held(Region(names[segment.tensor], tuple(offsets), lengths), start - low, local_dim))
+            lengths = list(canonical_shape)
+            lengths[packing.dim] = stop - start
+            region = Region(names[segment.tensor], tuple(offsets), tuple(lengths))
+            held.append(Held(region, start - low, local_dim))
         position += segment.length
     return held
 
@@ -238,15 +262,21 @@ def _check_shapes(
     local_shape: Shape,
     num_parts: int,
 ) -> None:
-    """Raise ValueError unless the segments hold each tensor once and whole; `local_shape` is in canonical order."""
-    found: Counter[str] = Counter()
+    """Check that the segments hold each tensor exactly once.
+
+    `local_shape` is in the order of canonical dims.
+
+    Raises:
+        ValueError: a tensor's segments do not have its shape.
+    """
+    lengths: Counter[str] = Counter()
     for segment in segments:
         if segment.tensor is not None:
-            found[names[segment.tensor]] += segment.length
-    for name, length in found.items():
+            lengths[names[segment.tensor]] += segment.length
+    for name, length in lengths.items():
         shape = (*local_shape[: packing.dim], length, *local_shape[packing.dim + 1 :])
         if shape != shapes[name]:
             raise ValueError(
-                f"local shape {local_shape} on {num_parts} {packing.over} parallel rank(s) holds {name} in shape "
-                f"{shape}, but its shape is {shapes[name]}"
+                f"local shape {local_shape} on {num_parts} {packing.over} parallel rank(s) "
+                f"holds {name} in shape {shape}, but its shape is {shapes[name]}"
             )

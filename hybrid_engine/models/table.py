@@ -1,4 +1,4 @@
-"""Name tables: for one architecture, every Megatron parameter name and how it is packed."""
+"""Name tables: every Megatron parameter name of an architecture, with its packing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ class ModelDims:
     """Sizes that constrain a layout, from the Hugging Face config.
 
     Attributes:
-        num_layers: decoder layers, without those for multi-token prediction.
-        hidden_size, vocab_size: as in the config; vocab_size without padding.
-        ffn_hidden_size: of dense layers; 0 when every layer has experts.
-        num_heads, num_kv_heads, head_dim: attention heads, key/value heads (query groups), elements per head.
-        tied_embeddings: the output head is the embedding.
-        num_experts: routed experts; 0 without.
-        num_mtp_layers: multi-token prediction (MTP) layers; the checkpoint numbers them after the decoder's.
-        latent_kv_size: elements that multi-head latent attention keeps of a token in place of keys and values; 0:
-            there is none.
+        num_layers: decoder layers, without layers for multi-token prediction.
+        hidden_size: as in the config.
+        ffn_hidden_size: intermediate size of dense layers; 0 if every layer has experts.
+        vocab_size: as in the config, without padding.
+        num_heads: attention heads.
+        num_kv_heads: key/value heads (query groups).
+        head_dim: elements per query head.
+        tied_embeddings: True if the output head is the embedding.
+        num_experts: routed experts per layer; 0 in dense models.
+        num_mtp_layers: multi-token prediction (MTP) layers. The checkpoint numbers them after the
+            decoder's.
+        latent_kv_size: elements per token that multi-head latent attention caches instead of keys
+            and values; 0 for other attention.
     """
 
     num_layers: int
@@ -44,11 +48,11 @@ class ModelDims:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`packing` for the parameters (or persistent buffers) called by any of `names`.
+    """Packing of the parameters (or persistent buffers) with any of `names`.
 
-    Names are Megatron's, from below the DDP and precision wrappers, with `{layer}` for the layer number and
-    `{expert}` for the expert's, both global. Several names are the same parameter under several layer specs (local,
-    Transformer Engine with fused norms and grouped experts).
+    Names are Megatron's, below the DDP and precision wrappers, with `{layer}` and `{expert}` for
+    global numbers. Several names are the same parameter in several layer specs (local, Transformer
+    Engine with fused norms and grouped experts).
     """
 
     names: tuple[str, ...]
@@ -57,7 +61,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A parameter's rule and the numbers that its name carries: `layer`, `expert`."""
+    """Packing of a parameter, with the numbers `layer` and `expert` of its name."""
 
     packing: Packing
     indices: Mapping[str, int]
@@ -65,13 +69,15 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Where vLLM's model of an architecture differs from what its packing rules would give.
+    """Differences of vLLM's model of an architecture from its packing rules.
 
     Attributes:
-        ends_on_every_stage: embedding, final norm and head are on every pipeline stage, not on the first and last.
-        whole_shared_experts: every rank has the shared expert whole where the replicas of one instance share the routed
-            experts (vLLM then splits the sequence over tensor parallel ranks).
-        cuts_fused_as_one: gate and up projection that are one tensor on disk are sharded like one projection.
+        ends_on_every_stage: embedding, final norm and head are on every pipeline stage instead of
+            the first and last.
+        whole_shared_experts: every rank has the whole shared expert if the replicas of an instance
+            share the routed experts (vLLM then splits the sequence over tensor parallel ranks).
+        cuts_fused_as_one: a gate and up projection that is one tensor on disk is sharded like a
+            single projection.
     """
 
     ends_on_every_stage: bool = False
@@ -81,10 +87,11 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched for contexts longer than `original_max_position_embeddings` tokens.
+    """Scaling of rotary frequencies for contexts beyond `original_max_position_embeddings` tokens.
 
-    `linear` divides all of them by `factor`. `llama3` divides those whose wavelength is longer than the original
-    context over `low_freq_factor`, leaves those shorter than it over `high_freq_factor`, and blends in between.
+    `linear` divides all frequencies by `factor`. `llama3` divides frequencies with a wavelength
+    above the original context / `low_freq_factor`, keeps frequencies with a wavelength below the
+    original context / `high_freq_factor`, and interpolates between them.
     """
 
     rope_type: str
@@ -96,20 +103,21 @@ class RotaryScaling:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Features of an architecture that megatron-core has no setting for; everything off by default.
+    """Features of an architecture without a setting in megatron-core; all are off by default.
 
-    `trainer/megatron/model_variants.py` adds it to Megatron's layers and models. It has no part in the layout, but for
-    the names that `post_norms` brings.
+    `trainer/megatron/model_variants.py` adds them to Megatron's layers and models. They do not
+    affect the layout, except for the names of `post_norms`.
 
     Attributes:
-        rotary_scaling: of the model's rotary frequencies.
-        windows: for each layer the number of tokens a query sees, its own included; None sees all. Empty: all see all.
-        window_rotary_base: rotary base of the layers that have a window, unscaled; None: the model's own.
-        attention_softcap: attention scores s become cap * tanh(s / cap).
-        logit_softcap: likewise the logits.
-        embedding_scale: word embeddings are multiplied by it, rounded to their dtype.
-        post_norms: the outputs of attention and MLP pass a norm before they are added to the residual.
-        experts_per_group_score: a group of experts is ranked by the sum of its top-k scores (k = this value).
+        rotary_scaling: scaling of the model's rotary frequencies.
+        windows: for each layer, the number of tokens that a query attends to, including its token;
+            None: all. An empty tuple: no layer has a window.
+        window_rotary_base: unscaled rotary base of layers with a window; None: the model's base.
+        attention_softcap: cap of attention scores s, which become cap * tanh(s / cap).
+        logit_softcap: cap of logits, applied in the same way.
+        embedding_scale: factor of word embeddings, rounded to their dtype.
+        post_norms: True if a norm follows attention and MLP, before the residual addition.
+        experts_per_group_score: a group of experts is ranked by the sum of this many top scores.
     """
 
     rotary_scaling: RotaryScaling | None = None
@@ -128,25 +136,29 @@ class ModelTable:
 
     Attributes:
         dims: sizes.
-        rules: Megatron side.
-        shapes: canonical name -> shape, in checkpoint order. Tied heads and other copies are not in it.
-        transformer: keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig) that the
-            architecture determines, for building a model. Functions and classes by name, see
-            `trainer/megatron/build.py`. `moe_layer_freq` is a list: 1 for each layer of the checkpoint that has
-            experts, else 0.
-        gpt: keyword arguments of megatron-core's GPTModel, likewise.
-        extras: what megatron-core has no setting for.
-        copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
-            prediction); written when a checkpoint is saved, ignored when one is read.
+        rules: rules of Megatron's parameters; none if a derived table has unusual names.
+        shapes: canonical name -> shape, in checkpoint order, without tied heads and other copies.
+        transformer: keyword arguments of megatron-core's TransformerConfig (or
+            MLATransformerConfig) that the architecture determines, for building a model. Functions
+            and classes are given by name, see `trainer/megatron/build.py`. `moe_layer_freq` is a
+            list with 1 for each layer of the checkpoint that has experts, else 0. Empty in a
+            derived table.
+        gpt: keyword arguments of megatron-core's GPTModel that the architecture determines.
+        extras: features without a setting in megatron-core.
+        copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared
+            embeddings of multi-token prediction). They are written when a checkpoint is saved and
+            ignored when it is read.
         unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).
-        serving: vLLM's peculiarities.
-        dtypes: canonical name -> dtype in a checkpoint, where it is not that of the weights (a router's bias).
-        head: what the output layer gives for each token: a number for each of the vocabulary, or one (`value_table`).
-        may_be_new: tensors that a checkpoint need not have; without them the model keeps its own.
-        left_out: tensors of a checkpoint that this model has no place for, ignored when one is read.
-        not_built: settings of the config that `build_model()` does not implement, one sentence each. The layout of a
-            model that was built elsewhere does not depend on them.
-        architecture: the entry of config.json's `architectures` that it is of.
+        serving: differences of vLLM's model.
+        dtypes: canonical name -> dtype in a checkpoint, if it differs from the weights' dtype (a
+            router's bias).
+        head: output per token: "vocabulary" for logits, "value" for one number (`value_table`).
+        may_be_new: tensors that a checkpoint may lack; the model then keeps its initial values.
+        left_out: tensors of a checkpoint without a place in this model, ignored when it is read.
+        ignored: patterns of the names of further such tensors, searched for in a name.
+        not_built: settings of the config that `build_model()` does not implement, a sentence each.
+            The layout of a model that was built elsewhere does not depend on them.
+        architecture: its entry of config.json's `architectures`.
     """
 
     dims: ModelDims
@@ -162,70 +174,99 @@ class ModelTable:
     head: Literal["vocabulary", "value"] = "vocabulary"
     may_be_new: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
     not_built: tuple[str, ...] = ()
     architecture: str = ""
 
     @property
+    def is_derived(self) -> bool:
+        """True if it follows from transformers' class, and was not written."""
+        return not self.transformer
+
+    @property
     def layer_spec(self) -> str:
-        """Which layers Megatron builds, by name in `trainer/megatron/specs.py`."""
+        """Name of the layer spec in `trainer/megatron/specs.py` that Megatron builds."""
         extras = self.extras
-        return "extended" if extras.windows or extras.attention_softcap or extras.post_norms else "default"
+        is_extended = extras.windows or extras.attention_softcap or extras.post_norms
+        return "extended" if is_extended else "default"
 
     def match(self, name: str) -> Match | None:
-        """Return the rule for a Megatron parameter name, or None when the architecture has no such parameter."""
+        """Return the rule of a Megatron parameter; None if the architecture does not have it."""
         pattern, indices = _pattern_of(name)
         for rule in self.rules:
             if pattern in rule.names:
                 return Match(rule.packing, indices)
         return None
 
+    def is_ignored(self, tensor: str) -> bool:
+        """Return whether a checkpoint's tensor is ignored when the checkpoint is read."""
+        return tensor in self.left_out or any(re.search(part, tensor) for part in self.ignored)
+
     def is_served(self, tensor: str) -> bool:
         """Return whether vLLM's model reads this canonical tensor."""
-        return not tensor.startswith(self.unserved) if self.unserved else True
+        return not tensor.startswith(self.unserved)
 
 
+# A SequentialMLP has the number of an expert inside the name, a grouped MLP at its end.
 _NUMBERS = {
     "layer": re.compile(r"(?P<before>^(?:decoder|mtp)\.layers\.)(?P<number>\d+)(?=\.)"),
     "expert": re.compile(
-        r"(?P<before>\.experts\.(?:local_experts\.(?=\d+\.)|linear_fc[12]\.(?:weight|bias)(?=\d+$)))(?P<number>\d+)"
+        r"(?P<before>\.experts\."
+        r"(?:local_experts\.(?=\d+\.)|linear_fc[12]\.(?:weight|bias)(?=\d+$)))"
+        r"(?P<number>\d+)"
     ),
 }
 
 
 def _pattern_of(name: str) -> tuple[str, dict[str, int]]:
-    """A parameter's name with placeholders for its numbers, and the numbers."""
+    """Return a parameter's name with placeholders for its numbers, and the numbers."""
     indices: dict[str, int] = {}
     for key, expression in _NUMBERS.items():
-        if found := expression.search(name):
-            indices[key] = int(found["number"])
+        match = expression.search(name)
+        if match:
+            indices[key] = int(match["number"])
             name = expression.sub(rf"\g<before>{{{key}}}", name)
     return name, indices
 
 
-_LAYERS = (DECODER_LAYER, MTP_LAYER + "transformer_layer.", MTP_LAYER + "mtp_model_layer.")
-"""A decoder layer, and the transformer layer of a multi-token prediction layer before and since megatron-core 0.17."""
+_LAYERS = (
+    DECODER_LAYER,
+    # The transformer layer of a multi-token prediction layer, before and since megatron-core 0.17.
+    MTP_LAYER + "transformer_layer.",
+    MTP_LAYER + "mtp_model_layer.",
+)
 
 
 def in_layer(*names: str) -> tuple[str, ...]:
-    """Return names below a decoder layer, and below the transformer layer of a multi-token prediction layer."""
+    """Return names below a decoder layer and below the transformer layer of an MTP layer."""
     return tuple(prefix + name for prefix in _LAYERS for name in names)
 
 
 VALUE_HEAD = "score.weight"
-"""The output layer of a value model, as in transformers' classes for the classification of sequences and tokens."""
+"""Name of a value model's output layer, as in transformers' classification models."""
 
 
 def value_table(table: ModelTable) -> ModelTable:
-    """Return the table of a value model on an architecture, whose output is one number for each token.
+    """Return the table of a value model on an architecture, with one number per token as output.
 
-    In place of the rows of the vocabulary the output layer has one row, [1, hidden_size]; it and the embedding are two
-    weights. Layers for multi-token prediction only serve a loss over the vocabulary, and are left out.
+    The output layer has one row, [1, hidden_size], instead of a row per token of the vocabulary,
+    and is not tied to the embedding. Layers for multi-token prediction serve only a loss over the
+    vocabulary and are left out.
     """
-    own = [(tuple(name for name in rule.names if not name.startswith("output_layer.")), rule) for rule in table.rules]
-    rules = [Rule(names, rule.packing) for names, rule in own if names]
+    rules = []
+    for rule in table.rules:
+        names = tuple(name for name in rule.names if not name.startswith("output_layer."))
+        if names:
+            rules.append(Rule(names, rule.packing))
     of_head = _packed(table.rules) - _packed(rules)
-    shapes = {name: shape for name, shape in table.shapes.items() if table.is_served(name) and name not in of_head}
+    shapes = {
+        name: shape
+        for name, shape in table.shapes.items()
+        if table.is_served(name) and name not in of_head
+    }
     shapes[VALUE_HEAD] = (1, table.dims.hidden_size)
+    # A checkpoint with a head for the vocabulary may contain it even if it is tied.
+    checkpoint = {*table.shapes, *table.copies, "lm_head.weight"}
     return replace(
         table,
         dims=replace(table.dims, tied_embeddings=False, num_mtp_layers=0),
@@ -236,10 +277,10 @@ def value_table(table: ModelTable) -> ModelTable:
         unserved=(),
         head="value",
         may_be_new=frozenset({VALUE_HEAD}),
-        left_out=frozenset({*table.shapes, *table.copies, "lm_head.weight"} - shapes.keys()),
+        left_out=frozenset(checkpoint - shapes.keys()),
     )
 
 
 def _packed(rules: Iterable[Rule]) -> set[str]:
-    """The patterns of all tensors that some rules pack."""
+    """Return the patterns of all tensors that some rules pack."""
     return {tensor for rule in rules for tensor in rule.packing.tensors()}

@@ -1,16 +1,18 @@
-"""Cutting a plan into buckets, in an order in which no rank holds much more than the larger of its two layouts.
+"""Buckets: a plan in parts, ordered so that no rank holds much more than its larger layout.
 
-    tensors -> clusters                 those that share a destination group, directly or through others
-    clusters -> order                   every rank frees about as much as it fills
-    order -> buckets                    closed as soon as some rank fills or frees `bucket_nbytes`
+    tensors -> clusters     tensors that share a destination group, directly or through others
+    clusters -> order       every rank frees about as much as it fills
+    order -> buckets        a bucket is closed once some rank fills or frees `bucket_nbytes` in it
 
-Tensors that no training step changes can have buckets of their own, so that later switches need not run these.
+Tensors that no training step changes can have separate buckets, which later switches skip.
 
-When a bucket has been sent, its training bytes can go. In the model's own order a rank of the last pipeline stage would
-fill the slices of all stages before anything of its own is freed; so clusters of stages alternate here.
+Once a bucket has been sent, its training memory can be released. In the model's own order, a rank
+of the last pipeline stage would fill its slices of all stages before it could free anything;
+therefore the clusters of the stages alternate.
 
-What follows from the buckets of a plan: `release_schedule`, the parts of a rank's training buffers that nobody reads
-any more after each, and `Residency`, the buckets whose weights stay on the inference side while the devices train.
+Two things follow from the buckets of a plan: `release_schedule` returns the parts of a rank's
+training buffers that can be released after each bucket, and `Residency` chooses the buckets with
+weights that stay on the inference side during training.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from hybrid_engine.records.sides import Side
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BytesByRank:
-    """Bytes on some ranks: int arrays of one length; a rank that is named twice has the sum."""
+    """Bytes on some ranks, as two int arrays of one length. Repeated ranks add up."""
 
     ranks: np.ndarray
     nbytes: np.ndarray
@@ -36,10 +38,10 @@ class BytesByRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Need:
-    """Bytes that one tensor takes at its destinations and gives back at its sources.
+    """Bytes that one tensor fills at its destinations and frees at its sources.
 
     Attributes:
-        groups: the destination groups (`Buffer.group`) it is part of.
+        groups: destination groups (`Buffer.group`) that contain the tensor.
         fills: destination bytes.
         frees: source bytes.
     """
@@ -51,7 +53,13 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A bucket without its transfers: its tensors, the groups it completes, the most bytes a rank fills or frees."""
+    """A bucket without its transfers.
+
+    Attributes:
+        tensors: canonical tensors in the bucket.
+        groups: destination groups that the bucket completes.
+        nbytes: largest number of bytes that any rank fills or frees.
+    """
 
     tensors: tuple[str, ...]
     groups: tuple[str, ...]
@@ -59,8 +67,8 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Cluster:
-    """Tensors that must stay in one bucket; bytes filled and freed, one number per rank."""
+class _TransferCluster:
+    """Tensors that must share a bucket; bytes filled and freed are int arrays by rank."""
 
     tensors: tuple[str, ...]
     fills: np.ndarray
@@ -68,62 +76,79 @@ class _Cluster:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A bucket that is not full yet; `moved`: bytes filled and freed, [2, ranks]."""
+class _OpenBucket:
+    """A bucket that is not full yet; `moved`: bytes filled and freed, int array [2, ranks]."""
 
     moved: np.ndarray
     tensors: list[str] = field(default_factory=list)
 
-    def add(self, cluster: _Cluster) -> None:
-        self.tensors.extend(cluster.tensors)
-        self.moved += np.stack([cluster.fills, cluster.frees])
-
     def outline(self, needs: Mapping[str, Need]) -> Outline:
-        groups = dict.fromkeys(group for tensor in self.tensors for group in needs[tensor].groups)
+        groups: dict[str, None] = {}  # an ordered set
+        for tensor in self.tensors:
+            groups.update(dict.fromkeys(needs[tensor].groups))
         return Outline(tuple(self.tensors), tuple(groups), int(self.moved.max()))
 
 
 def outline_buckets(
-    needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int, frozen: Collection[str] = ()
+    needs: Mapping[str, Need],
+    num_ranks: int,
+    bucket_nbytes: int,
+    frozen: Collection[str] = (),
 ) -> list[Outline]:
-    """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks.
+    """Return the buckets of all ranks.
 
-    Clusters of tensors that are all in `frozen` do not share a bucket with others.
+    Args:
+        needs: bytes of every tensor, in the model's order. Tensors on the same ranks keep it.
+        num_ranks: size of the world.
+        bucket_nbytes: close a bucket once some rank fills or frees this many bytes in it.
+        frozen: tensors that no training step changes. Clusters of only these share no bucket
+            with other clusters.
     """
-    outlines: list[Outline] = []
     frozen = frozenset(frozen)
-    filling: dict[bool, _Open] = {}
+    outlines: list[Outline] = []
+    filling: dict[bool, _OpenBucket] = {}  # by whether the bucket's tensors are frozen
     for cluster in _alternating(_clusters(needs, num_ranks)):
         is_frozen = frozen.issuperset(cluster.tensors)
-        bucket = filling.setdefault(is_frozen, _Open(np.zeros((2, num_ranks), dtype=np.int64)))
-        bucket.add(cluster)
+        if is_frozen not in filling:
+            filling[is_frozen] = _OpenBucket(np.zeros((2, num_ranks), dtype=np.int64))
+        bucket = filling[is_frozen]
+        bucket.tensors.extend(cluster.tensors)
+        bucket.moved += np.stack([cluster.fills, cluster.frees])
         if bucket.moved.max() >= bucket_nbytes:
-            outlines.append(filling.pop(is_frozen).outline(needs))
-    return [*outlines, *(bucket.outline(needs) for bucket in filling.values())]
+            del filling[is_frozen]
+            outlines.append(bucket.outline(needs))
+    outlines += [bucket.outline(needs) for bucket in filling.values()]
+    return outlines
 
 
-def _alternating(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
-    """Next always the cluster that leaves the fullest rank least full, of those that come first on their ranks.
+def _alternating(clusters: Sequence[_TransferCluster]) -> Iterator[_TransferCluster]:
+    """Yield clusters in an order that keeps the fullest rank as empty as possible.
 
-    A rank is as full as what it holds exceeds the larger of its two layouts.
+    The fullness of a rank is the number of bytes by which its current contents exceed the larger
+    of its two layouts. Clusters that fill and free the same ranks keep their order.
     """
-    # A queue for each set of ranks filled and freed: clusters of one stage are in one, in the model's order, so only
-    # the first of each has to be looked at.
+    # Clusters of one stage fill and free the same ranks, so they share a queue, and only the head
+    # of each queue is a candidate for the next place.
     queues: dict[bytes, deque[int]] = {}
     for index, cluster in enumerate(clusters):
-        queues.setdefault((cluster.fills > 0).tobytes() + (cluster.frees > 0).tobytes(), deque()).append(index)
+        key = (cluster.fills > 0).tobytes() + (cluster.frees > 0).tobytes()
+        queues.setdefault(key, deque()).append(index)
     if len(queues) == 1:
         yield from clusters
         return
     gains = [cluster.fills - cluster.frees for cluster in clusters]
-    trained, served = (sum(getattr(cluster, side) for cluster in clusters) for side in ("frees", "fills"))
-    excess = trained - np.maximum(trained, served)
+    training = sum(cluster.frees for cluster in clusters)
+    inference = sum(cluster.fills for cluster in clusters)
+    # Before the first bucket every rank holds exactly its training layout.
+    excess = training - np.maximum(training, inference)
     while queues:
         heads = sorted((queue[0], key) for key, queue in queues.items())
-        # [head, rank]: how full each rank would be; first the fullest rank counts, then what all have too much.
+        # Fullness of each rank after each candidate, [head, rank].
         after = excess + np.stack([gains[index] for index, _ in heads])
-        fullest, fullness = after.max(axis=1), np.maximum(after, 0).sum(axis=1)
-        best = int(np.lexsort((fullness, fullest))[0])
+        fullest = after.max(axis=1)
+        total_excess = np.maximum(after, 0).sum(axis=1)
+        # `lexsort` sorts by its last key first: by the fullest rank, then by the excess of all.
+        best = int(np.lexsort((total_excess, fullest))[0])
         index, key = heads[best]
         excess = after[best]
         queues[key].popleft()
@@ -132,27 +157,29 @@ def _alternating(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
         yield clusters[index]
 
 
-def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_Cluster]:
-    """Tensors that share groups, directly or through others, in order of the first."""
-    # Union-find: an earlier tensor of the same cluster; the first points to itself, and paths are halved on the way.
-    joined_to = list(range(len(needs)))  # by ordinal of the tensor
-    first_of_group: dict[str, int] = {}
+def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_TransferCluster]:
+    """Group tensors that share groups, directly or through others, in order of their first."""
+    # Union-find over the ordinals of tensors: each points to an earlier tensor of its cluster, the
+    # first to itself. Paths are halved during a search, so that later searches are short.
+    parent = list(range(len(needs)))
 
-    def first(ordinal: int) -> int:
-        while joined_to[ordinal] != ordinal:
-            joined_to[ordinal] = joined_to[joined_to[ordinal]]
-            ordinal = joined_to[ordinal]
+    def root(ordinal: int) -> int:
+        while parent[ordinal] != ordinal:
+            parent[ordinal] = parent[parent[ordinal]]
+            ordinal = parent[ordinal]
         return ordinal
 
+    first_of_group: dict[str, int] = {}
     for ordinal, need in enumerate(needs.values()):
         for group in need.groups:
-            ends = first(ordinal), first(first_of_group.setdefault(group, ordinal))
-            joined_to[max(ends)] = min(ends)
+            # The earlier root becomes the parent, so that a root is the first tensor of its cluster.
+            ends = (root(ordinal), root(first_of_group.setdefault(group, ordinal)))
+            parent[max(ends)] = min(ends)
     members: dict[int, list[str]] = {}
     for ordinal, tensor in enumerate(needs):
-        members.setdefault(first(ordinal), []).append(tensor)
+        members.setdefault(root(ordinal), []).append(tensor)
     return [
-        _Cluster(
+        _TransferCluster(
             tuple(tensors),
             _summed([needs[tensor].fills for tensor in tensors], num_ranks),
             _summed([needs[tensor].frees for tensor in tensors], num_ranks),
@@ -162,64 +189,75 @@ def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_Cluster]:
 
 
 def _summed(parts: Sequence[BytesByRank], num_ranks: int) -> np.ndarray:
-    """Bytes of all parts, one number per rank."""
+    """Return the bytes of all parts as one int array by rank."""
+    # The experts of a layer share few objects: count repeats instead of adding each.
+    counts = Counter(map(id, parts))
+    distinct = {id(part): part for part in parts}
     total = np.zeros(num_ranks, dtype=np.int64)
-    times = Counter(map(id, parts))  # the experts of a layer are few objects, many times
-    for part in {id(part): part for part in parts}.values():
-        np.add.at(total, part.ranks, part.nbytes * times[id(part)])
+    for part in distinct.values():
+        np.add.at(total, part.ranks, part.nbytes * counts[id(part)])
     return total
 
 
 Releases = Mapping[str, tuple[Extent, ...]]
-"""Buffer name -> intervals, in elements; in order, none touching another."""
+"""Buffer name -> intervals in elements, sorted and not adjacent."""
 
 
-def release_schedule(shards: Iterable[Shard], steps: Sequence[Collection[str]]) -> tuple[Releases, ...]:
-    """For every step what can go once all ranks are through with it and those before it.
+def release_schedule(
+    shards: Iterable[Shard],
+    steps: Sequence[Collection[str]],
+) -> tuple[Releases, ...]:
+    """Return the intervals that can be released after each step, once all ranks completed it.
 
     Args:
-        shards: the training records of one rank.
-        steps: the canonical tensors of each, the same on all ranks.
+        shards: training records of one rank.
+        steps: canonical tensors of each step, the same on all ranks.
 
-    An interval that records of several steps share goes with the last of them; what holds a tensor of no step (nobody
-    reads it) is not among them.
+    An interval that shards of several steps share is released after the last of them. An interval
+    that holds a tensor of no step is never released.
     """
-    number_of = {tensor: number for number, tensors in enumerate(steps) for tensor in tensors}
+    step_of = {tensor: number for number, tensors in enumerate(steps) for tensor in tensors}
     never = len(steps)
-    spans: dict[str, list[tuple[int, int, int]]] = {}
+    spans_by_buffer: dict[str, list[tuple[int, int, int]]] = {}
     for shard in shards:
-        extent, number = shard.place.extent(shard.region.lengths), number_of.get(shard.region.tensor, never)
-        spans.setdefault(shard.place.buffer.name, []).append((extent.start, extent.stop, number))
-    found: list[dict[str, list[Extent]]] = [{} for _ in range(never + 1)]
-    for name, own in spans.items():
-        for start, stop, number in _disjoint(own):
-            extents = found[number].setdefault(name, [])
+        extent = shard.place.extent(shard.region.lengths)
+        step = step_of.get(shard.region.tensor, never)
+        spans = spans_by_buffer.setdefault(shard.place.buffer.name, [])
+        spans.append((extent.start, extent.stop, step))
+    schedule: list[dict[str, list[Extent]]] = [{} for _ in range(never + 1)]
+    for name, spans in spans_by_buffer.items():
+        for start, stop, step in _disjoint(spans):
+            extents = schedule[step].setdefault(name, [])
             if extents and extents[-1].stop == start:
+                # Adjacent to the previous extent: merge the two.
                 start = extents.pop().start
             extents.append(Extent(start, stop))
-    return tuple({name: tuple(extents) for name, extents in one.items()} for one in found[:never])
+    return tuple(
+        {name: tuple(extents) for name, extents in released.items()}
+        for released in schedule[:never]
+    )
 
 
 def _disjoint(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Spans (start, stop, step) in order; those that overlap are one, with the last step of them."""
+    """Sort spans (start, stop, step) and merge overlapping ones, keeping the latest step."""
     joined: list[tuple[int, int, int]] = []
-    for start, stop, number in sorted(spans):
+    for start, stop, step in sorted(spans):
         if joined and start < joined[-1][1]:
-            first, last, other = joined.pop()
-            joined.append((first, max(stop, last), max(number, other)))
+            last_start, last_stop, last_step = joined.pop()
+            joined.append((last_start, max(stop, last_stop), max(step, last_step)))
         else:
-            joined.append((start, stop, number))
+            joined.append((start, stop, step))
     return joined
 
 
 @dataclass(frozen=True, eq=False)
 class Residency:
-    """Bytes of the buckets' weights where they stay, and how many may.
+    """Bytes of each bucket's weights on the inference side, and the limit of resident bytes.
 
     Attributes:
-        nbytes: of the groups of each bucket on ranks of each kind: int array [buckets, kinds].
-        kind: number of this rank's.
-        limit: bytes on a rank; None: no limit.
+        nbytes: bytes of each bucket's groups on ranks of each kind, int array [buckets, kinds].
+        kind: number of this rank's kind (see `Side`).
+        limit: bytes that may stay on a rank; None: no limit.
     """
 
     nbytes: np.ndarray
@@ -227,8 +265,14 @@ class Residency:
     limit: int | None = None
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], destination: Side, rank: int, limit: int | None) -> Residency:
-        """Count the plan's buckets by what all ranks hold for inference; `rank`: this one."""
+    def of(
+        cls,
+        buckets: Sequence[Bucket],
+        destination: Side,
+        rank: int,
+        limit: int | None,
+    ) -> Residency:
+        """Count the bytes of a plan's buckets on all kinds of ranks of `destination`."""
         bucket_of = {group: bucket.index for bucket in buckets for group in bucket.groups}
         nbytes = np.zeros((len(buckets), len(destination.kinds)), dtype=np.int64)
         for kind, layout in enumerate(destination.kinds):
@@ -237,28 +281,33 @@ class Residency:
         return cls(nbytes, int(destination.kind_of[rank]), limit)
 
     def kept(self, preferred: Iterable[int]) -> frozenset[int]:
-        """The buckets that stay: in this order, each that still fits on every rank.
+        """Return the buckets that stay: in order of preference, each that fits on every rank.
 
-        On all ranks or on none: a bucket that is missing anywhere has to be sent in any case.
+        A bucket stays on all ranks or on none, since a bucket that any rank lacks is sent anyway.
         """
         kept: list[int] = []
-        taken = np.zeros(self.nbytes.shape[1], dtype=np.int64)
+        resident = np.zeros(self.nbytes.shape[1], dtype=np.int64)  # bytes by kind
         for index in preferred:
-            if self.limit is None or (taken + self.nbytes[index]).max(initial=0) <= self.limit:
-                taken += self.nbytes[index]
+            total = resident + self.nbytes[index]
+            if self.limit is None or total.max(initial=0) <= self.limit:
+                resident = total
                 kept.append(index)
         return frozenset(kept)
 
     def nbytes_of(self, buckets: Collection[int]) -> int:
-        """Bytes of these buckets on this rank."""
+        """Return the bytes of these buckets on this rank."""
         return int(self.nbytes[sorted(buckets), self.kind].sum())
 
 
 def frozen_everywhere(ranks: Iterable[tuple[Collection[str], Collection[str]]]) -> frozenset[str]:
-    """Tensors that no rank trains; of each, what it holds, and what of that it does not train."""
+    """Return the tensors that no rank trains.
+
+    Args:
+        ranks: for each rank, the tensors it holds and the subset it does not train.
+    """
     held: set[str] = set()
     trained: set[str] = set()
-    for own, untrained in ranks:
-        held.update(own)
-        trained.update(set(own).difference(untrained))
+    for tensors, untrained in ranks:
+        held.update(tensors)
+        trained.update(set(tensors).difference(untrained))
     return frozenset(held - trained)

@@ -1,9 +1,10 @@
-"""Fewer, larger transfers: boxes that lie at regular distances on both sides are one box with one dim more.
+"""Coalescing: boxes at regular distances on both sides become one box with one more dim.
 
-    rows of a head, head after head                 32 transfers of [64, 896]   ->  1 of [32, 64, 896]
-    one matrix of every expert of a layer          128 transfers of [768, 2048] ->  1 of [128, 768, 2048]
+    rows of a head, head after head           32 transfers of [64, 896]   -> 1 of [32, 64, 896]
+    one matrix of every expert of a layer    128 transfers of [768, 2048] -> 1 of [128, 768, 2048]
 
-What is moved stays the same. A coalesced transfer has the dims of the copy, no longer those of one canonical tensor.
+The bytes that move stay the same. The dims of a coalesced transfer describe the copy and no longer
+one canonical tensor.
 """
 
 from __future__ import annotations
@@ -17,30 +18,37 @@ from hybrid_engine.records.layout import Place
 
 
 def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Make the same copies in as few transfers as regular distances allow.
+    """Return the same copies in as few transfers as regular distances allow, sorted by place.
 
-    Transfers are only joined when they go from one buffer to one other, so what a pair of ranks gets depends on the
-    pair's own transfers alone. The result is in order of place.
+    Only transfers between the same two buffers are joined. The transfers of a pair of ranks
+    therefore depend on that pair alone, and plans of single ranks agree with the plan of all.
     """
     by_buffers: dict[object, list[Transfer]] = {}
     for transfer in transfers:
-        by_buffers.setdefault((transfer.src.buffer, transfer.dst.buffer), []).append(_flattened(transfer))
-    coalesced = [one for same in by_buffers.values() for one in _coalesced(same)]
+        key = (transfer.src.buffer, transfer.dst.buffer)
+        by_buffers.setdefault(key, []).append(_flattened(transfer))
+    coalesced: list[Transfer] = []
+    for group in by_buffers.values():
+        coalesced += _coalesced(group)
     return sorted(coalesced, key=by_place)
 
 
 def by_place(transfer: Transfer) -> tuple[object, ...]:
-    """Key that sorts transfers by where they go, then by where they come from."""
+    """Return a key that sorts transfers by destination, then by source."""
     return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset
 
 
 def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
-    """Join until nothing joins any more: heads, then experts of equal heads, and so on."""
+    """Join transfers between two buffers until nothing more joins."""
+    # A joined transfer may join again: first the heads of an expert, then experts of equal heads.
     while len(transfers) > 1:
         by_shape: dict[object, list[Transfer]] = {}
-        for one in transfers:
-            by_shape.setdefault((one.lengths, one.src.strides, one.dst.strides), []).append(one)
-        joined = [_flattened(_join(run)) for same in by_shape.values() for run in _runs(same)]
+        for transfer in transfers:
+            shape = (transfer.lengths, transfer.src.strides, transfer.dst.strides)
+            by_shape.setdefault(shape, []).append(transfer)
+        joined: list[Transfer] = []
+        for same_shape in by_shape.values():
+            joined += [_flattened(_join(run)) for run in _runs(same_shape)]
         if len(joined) == len(transfers):
             break
         transfers = joined
@@ -48,27 +56,34 @@ def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
 
 
 def _runs(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
-    """Cut transfers of one shape into runs whose distances, in source and destination, stay the same."""
-    ordered = sorted(transfers, key=lambda one: (one.dst.offset, one.src.offset))
-    for run in regular_runs([(one.src.offset, one.dst.offset) for one in ordered]):
+    """Cut transfers of one shape into runs with constant distances in source and destination."""
+    ordered = sorted(transfers, key=lambda transfer: (transfer.dst.offset, transfer.src.offset))
+    offsets = [(transfer.src.offset, transfer.dst.offset) for transfer in ordered]
+    for run in regular_runs(offsets):
         yield ordered[run.start : run.stop]
 
 
-def regular_runs(offsets: Sequence[tuple[int, int]], *, backwards: bool = False) -> Iterator[range]:
-    """Cut places (offset in the source, in the destination) into runs with the same distances from one to the next.
+def regular_runs(
+    offsets: Sequence[tuple[int, int]],
+    *,
+    backwards: bool = False,
+) -> Iterator[range]:
+    """Cut places into runs with constant distances from one place to the next.
 
-    `offsets` are in order of the destination. A run goes backwards through the source only if asked for: no strided
-    view does.
+    Args:
+        offsets: (source offset, destination offset) of each place, sorted by destination.
+        backwards: allow runs that go backwards through the source. Strided views cannot.
     """
-    distances = [(other[0] - one[0], other[1] - one[1]) for one, other in pairwise(offsets)]
+    distances = [
+        (after[0] - before[0], after[1] - before[1]) for before, after in pairwise(offsets)
+    ]
     start = 0
     while start < len(offsets):
         stop = start + 1
-        while (
-            stop < len(offsets) and distances[stop - 1] == distances[start] and (distances[start][0] >= 0 or backwards)
-        ):
+        can_extend = start < len(distances) and (distances[start][0] >= 0 or backwards)
+        while can_extend and stop < len(offsets) and distances[stop - 1] == distances[start]:
             stop += 1
-        # The last of a short run may be the first of a longer one: 0, then 10 11 12
+        # The second place of a run of two may begin a longer run: in 0, 10, 11, 12 it is the 10.
         if stop - start == 2 and stop < len(distances) and distances[stop - 1] == distances[stop]:
             stop = start + 1
         yield range(start, stop)
@@ -76,34 +91,43 @@ def regular_runs(offsets: Sequence[tuple[int, int]], *, backwards: bool = False)
 
 
 def _join(run: Sequence[Transfer]) -> Transfer:
-    """One transfer for a run: its first box, repeated along a new first dim."""
+    """Return one transfer for a run: its first box, repeated along a new first dim."""
     first = run[0]
     if len(run) == 1:
         return first
-    src, dst = run[1].src.offset - first.src.offset, run[1].dst.offset - first.dst.offset
+    second = run[1]
+    src_stride = second.src.offset - first.src.offset
+    dst_stride = second.dst.offset - first.dst.offset
+    # A transfer that was joined before is already named "first … last".
+    first_name = first.tensor.partition(" … ")[0]
+    last_name = run[-1].tensor.rpartition(" … ")[2]
     return replace(
         first,
-        tensor=f"{first.tensor.partition(' … ')[0]} … {run[-1].tensor.rpartition(' … ')[2]}",
+        tensor=f"{first_name} … {last_name}",
         lengths=(len(run), *first.lengths),
-        src=Place(first.src.buffer, first.src.offset, (src, *first.src.strides)),
-        dst=Place(first.dst.buffer, first.dst.offset, (dst, *first.dst.strides)),
-        nbytes=sum(one.nbytes for one in run),
+        src=Place(first.src.buffer, first.src.offset, (src_stride, *first.src.strides)),
+        dst=Place(first.dst.buffer, first.dst.offset, (dst_stride, *first.dst.strides)),
+        nbytes=sum(transfer.nbytes for transfer in run),
     )
 
 
 def _flattened(transfer: Transfer) -> Transfer:
-    """Without dims of length 1, and with neighbouring dims joined that are contiguous on both sides."""
+    """Drop dims of length 1 and merge neighbouring dims that are contiguous on both sides."""
     dims = list(zip(transfer.lengths, transfer.src.strides, transfer.dst.strides, strict=True))
     kept: list[tuple[int, int, int]] = []
-    for length, src, dst in (dim for dim in dims if dim[0] != 1):
-        # The dim before steps over exactly this whole dim, in source and destination: together they are one.
+    for length, src, dst in dims:
+        if length == 1:
+            continue
+        # If one step of the previous dim spans this whole dim on both sides, the two are one dim.
         if kept and kept[-1][1] == length * src and kept[-1][2] == length * dst:
-            kept[-1] = kept[-1][0] * length, src, dst
+            kept[-1] = (kept[-1][0] * length, src, dst)
         else:
             kept.append((length, src, dst))
     if len(kept) == len(dims):
         return transfer
-    lengths, src_strides, dst_strides = zip(*kept, strict=True) if kept else ((), (), ())
-    src_place = Place(transfer.src.buffer, transfer.src.offset, src_strides)
-    dst_place = Place(transfer.dst.buffer, transfer.dst.offset, dst_strides)
-    return Transfer(transfer.tensor, lengths, src_place, dst_place, transfer.nbytes, transfer.link)
+    return replace(
+        transfer,
+        lengths=tuple(length for length, _, _ in kept),
+        src=replace(transfer.src, strides=tuple(src for _, src, _ in kept)),
+        dst=replace(transfer.dst, strides=tuple(dst for _, _, dst in kept)),
+    )

@@ -1,10 +1,11 @@
-"""The plan: every transfer of a reshard, in buckets.
+"""The reshard plan: every transfer, grouped in buckets.
 
-    Bucket.transfers   source buffer -> destination, or -> relay buffer     a box crosses the network once for a host
-    Bucket.fan_out     relay buffer  -> destinations on its host            once it has come
+    Bucket.transfers   source buffer -> destination or relay buffer    first
+    Bucket.fan_out     relay buffer  -> destinations on its host       after all of `transfers`
 
-What is planned is what runs: transfers are as large as they can be (planning/coalescing.py). A relay buffer
-(planning/relays.py) lies on one of the ranks that need what comes into it.
+A box crosses the network once per host. Transports execute the plan without changing it: transfers
+are already as large as possible (planning/coalescing.py). A relay buffer (planning/relays.py)
+belongs to one of the ranks that need its contents.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 
 class Link(StrEnum):
-    """Boundary that a transfer crosses, the nearest first; DEVICE: it stays on one, between two of its processes."""
+    """Boundary that a transfer crosses, nearest first.
+
+    DEVICE is a transfer between two processes that share one device.
+    """
 
     SELF = "self"
     DEVICE = "device"
@@ -29,41 +33,58 @@ class Link(StrEnum):
 
 
 def wire_dtype(source: str, destination: str) -> str:
-    """The dtype in which elements cross a link: a message is cast before it is sent when the destination is narrower.
+    """Return the dtype in which elements cross a link: the narrower of the two, or `source`.
 
-    Every count of bytes is elements times the bytes per element of this dtype.
+    A sender casts before it sends if the destination is narrower. Every count of bytes is the
+    number of elements times the bytes per element of this dtype.
     """
-    return destination if DTYPE_NBYTES[destination] < DTYPE_NBYTES[source] else source
+    is_narrower = DTYPE_NBYTES[destination] < DTYPE_NBYTES[source]
+    return destination if is_narrower else source
+
+
+_HALF_PRECISION = frozenset({"bfloat16", "float16"})
 
 
 def rounding_faults(source: Mapping[str, str], destination: Mapping[str, str]) -> list[str]:
-    """Of tensors' dtypes on the two sides, those pairs in which values would be rounded, or overflow.
+    """Return a fault for each pair of dtypes that would round or overflow values.
 
-    Of the dtype that most have in training: a few that it keeps wider are as the servers' model has them.
+    Args:
+        source: training dtype of each tensor, by name.
+        destination: server dtype of each tensor, by name.
+
+    Only tensors in the most common training dtype are checked. The few that training keeps in a
+    wider dtype (such as a router's bias) follow the servers' model.
     """
-    trained = Counter(source.values()).most_common(1)[0][0] if source else ""
+    if not source:
+        return []
+    trained = Counter(source.values()).most_common(1)[0][0]
     rounded: dict[str, list[str]] = {}
     for name, dtype in destination.items():
-        if source.get(name) == trained != dtype and not (trained in _HALVES and dtype == "float32"):
-            rounded.setdefault(dtype, []).append(name)
+        if source.get(name) != trained or dtype == trained:
+            continue
+        # float32 represents every bfloat16 and float16 value exactly.
+        if trained in _HALF_PRECISION and dtype == "float32":
+            continue
+        rounded.setdefault(dtype, []).append(name)
     return [
-        f"{len(names)} tensors, e.g. {names[0]}, are {trained} in training and {dtype} in the servers: start these "
-        f"with --dtype {trained}, or set generate_config.compress_reshard to have float32 weights cast"
+        f"{len(names)} tensors, e.g. {names[0]}, are {trained} in training and {dtype} in the "
+        f"servers: start the servers with --dtype {trained}, or set "
+        "generate_config.compress_reshard to have float32 weights cast"
         for dtype, names in rounded.items()
     ]
 
 
-_HALVES = frozenset({"bfloat16", "float16"})
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy a box of `lengths` elements from `src` to `dst`.
+    """A copy of a box of `lengths` elements from `src` to `dst`.
 
     Attributes:
-        tensor: what is copied, for messages: a canonical tensor, or the first and the last of several.
-        lengths: per dim of the copy; strides of both places have as many entries.
-        nbytes: what crosses the link: elements times bytes per element of the `wire_dtype`.
+        tensor: name for messages: a canonical tensor, or "first … last" of several.
+        lengths: elements per dim of the copy. Both places have as many strides.
+        src: where the box is read.
+        dst: where the box is written.
+        nbytes: bytes that cross the link: elements times bytes per element of `wire_dtype`.
+        link: boundary that the copy crosses.
     """
 
     tensor: str
@@ -88,16 +109,19 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Transfers that run together, after which their destination groups are complete and can be committed.
+    """Transfers that run together and complete their destination groups.
 
     Attributes:
         index: position in the plan.
-        tensors: canonical tensors that all ranks have whole once this bucket has run; each is in one bucket only.
-        transfers: of all ranks; in the plan of one rank those it is part of.
-        groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
-        nbytes: the most bytes that any rank fills in this bucket, or frees when it has been sent.
-        fan_out: from relay buffers, after `transfers` have filled them.
-        least: bytes that each destination rank must receive for these tensors whatever the plan, by rank.
+        tensors: canonical tensors that are complete on all ranks after this bucket. Each tensor
+            is in exactly one bucket.
+        transfers: transfers of all ranks; in a plan of one rank, its transfers only.
+        groups: destination groups (`Buffer.group`) that are complete after this bucket and can
+            be committed.
+        nbytes: largest number of bytes that any rank fills in this bucket, or frees after it.
+        fan_out: transfers out of relay buffers. They run after `transfers`.
+        least: lower bound of the bytes that each destination rank receives for these tensors
+            under any plan, by rank.
     """
 
     index: int
@@ -109,30 +133,43 @@ class Bucket:
     least: Mapping[int, int] = field(default_factory=dict)
 
     def counted(self) -> Iterator[Transfer]:
-        """Transfers whose bytes count at their destination: not a rank's reading of its own relay buffer, since the
-        bytes counted when they came."""
+        """Yield the transfers that count at their destination.
+
+        A rank that reads its own relay buffer is left out: the bytes were counted on arrival.
+        """
         yield from self.transfers
-        yield from (each for each in self.fan_out if each.link is not Link.SELF)
+        for transfer in self.fan_out:
+            if transfer.link is not Link.SELF:
+                yield transfer
 
     def of_rank(self, rank: int) -> Bucket:
-        """With the transfers that read from or write to this rank only, and its own least."""
-        own, own_fan_out = (
-            tuple(each for each in transfers if rank in (each.src_rank, each.dst_rank))
-            for transfers in (self.transfers, self.fan_out)
+        """Return this bucket reduced to the transfers and the lower bound of one rank."""
+
+        def involving(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+            return tuple(
+                transfer for transfer in transfers if rank in (transfer.src_rank, transfer.dst_rank)
+            )
+
+        return replace(
+            self,
+            transfers=involving(self.transfers),
+            fan_out=involving(self.fan_out),
+            least={rank: self.least[rank]} if rank in self.least else {},
         )
-        least = {each: nbytes for each, nbytes in self.least.items() if each == rank}
-        return replace(self, transfers=own, fan_out=own_fan_out, least=least)
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
-    """Bytes one rank reads in a reshard, by link, and those that any plan would make it receive.
+    """Bytes that one rank reads in a reshard, by link, with a lower bound.
 
-    What comes to a host in a relay buffer counts as network where that buffer is, as host where it is read by others.
+    Bytes that arrive at a host in a relay buffer count as network on the rank that holds the
+    buffer and as host on the other ranks that read it.
 
     Attributes:
-        own: from memory of its device, its own or another rank's.
-        lower_bound: what its device does not hold.
+        own: bytes from its device's memory, its own or another rank's.
+        host: bytes from other devices of its host.
+        network: bytes from other hosts.
+        lower_bound: bytes that it needs and that its device does not hold.
     """
 
     own: int
@@ -142,7 +179,7 @@ class ByteCount:
 
     @property
     def received(self) -> int:
-        """Bytes that come from other devices."""
+        """Bytes from other devices."""
         return self.host + self.network
 
 
@@ -151,13 +188,13 @@ class ReshardPlan:
     """A complete reshard.
 
     Attributes:
-        buckets: walked in order by every rank.
-        bytes_by_rank: what each destination rank reads; in the plan of one rank what that one reads.
-        unread: canonical tensors the training side holds and the inference side was offered but never reads
-            (e.g. a head that is tied to the embedding), by name.
-        fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest. Empty
-            for a plan of computed layouts, which nothing runs.
-        relays: the relay buffers, in the plan of one rank those it writes, holds or reads.
+        buckets: executed in order by every rank.
+        bytes_by_rank: bytes that each destination rank reads; in a plan of one rank, its own.
+        unread: names of canonical tensors that training holds and inference was offered but
+            never reads, such as a head that is tied to the embedding.
+        fingerprint: digest of the two layouts and the hosts. A plan is valid only for layouts
+            with this digest. Empty for a plan of computed layouts, which is never executed.
+        relays: the relay buffers; in a plan of one rank, those it writes, holds or reads.
     """
 
     buckets: tuple[Bucket, ...]
@@ -167,8 +204,10 @@ class ReshardPlan:
     relays: Mapping[BufferId, Buffer] = field(default_factory=dict)
 
     def transfers(self) -> Iterable[Transfer]:
-        """All transfers, in bucket order."""
-        return (transfer for bucket in self.buckets for transfer in (*bucket.transfers, *bucket.fan_out))
+        """Yield all transfers in bucket order."""
+        for bucket in self.buckets:
+            yield from bucket.transfers
+            yield from bucket.fan_out
 
 
 def fingerprint_of(
@@ -178,6 +217,16 @@ def fingerprint_of(
     relaying_hosts: Iterable[str] = (),
     sharing: Iterable[int] = (),
 ) -> str:
-    """The fingerprint of a plan between two layouts on these hosts; `sharing`: numbers of devices that ranks share."""
-    parts = source_digest, destination_digest, *hosts, "", *sorted(relaying_hosts), *map(str, sharing)
+    """Return the fingerprint of a plan between two layouts, as a hexadecimal SHA-256.
+
+    Args:
+        source_digest: fingerprint of the training side.
+        destination_digest: fingerprint of the inference side.
+        hosts: host name of every rank.
+        relaying_hosts: hosts that use relay buffers, in any order.
+        sharing: device number of every rank, if ranks share devices.
+    """
+    parts = [source_digest, destination_digest, *hosts]
+    # The empty part separates the host of every rank from the relaying hosts.
+    parts += ["", *sorted(relaying_hosts), *map(str, sharing)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

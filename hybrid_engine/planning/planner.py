@@ -1,6 +1,7 @@
-"""The planner: from who holds and who needs which boxes to the transfers of all ranks, or of one.
+"""The planner: from the boxes that ranks hold and need to the transfers of all ranks, or of one.
 
-The steps are in the package's docstring; here routes become transfers between the places that have the boxes.
+The package docstring numbers the steps. This module turns routes into transfers between the places
+that hold the boxes.
 """
 
 from __future__ import annotations
@@ -9,19 +10,37 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
 from hybrid_engine.planning.coalescing import by_place, coalesce
-from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of, wire_dtype
+from hybrid_engine.planning.plan import (
+    Bucket,
+    ByteCount,
+    Link,
+    ReshardPlan,
+    Transfer,
+    fingerprint_of,
+    wire_dtype,
+)
 from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
-from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes, TensorClass, holding_faults, tensor_classes
+from hybrid_engine.planning.routes import (
+    Hosts,
+    RoundRobinOffset,
+    Routes,
+)
 from hybrid_engine.planning.summary import missing_by_rank
-from hybrid_engine.records.holdings import Holdings, PlacedHoldings, PlaceIndex, TensorOwners, contains
-from hybrid_engine.records.layout import DTYPE_NBYTES
+from hybrid_engine.planning.tensor_classes import TensorClass, holding_faults, tensor_classes
+from hybrid_engine.records.holdings import (
+    Holdings,
+    PlacedHoldings,
+    PlaceIndex,
+    TensorOwners,
+    contains,
+)
+from hybrid_engine.records.layout import DTYPE_NBYTES, Layout, Place
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from hybrid_engine.records.validation import layout_faults, unusable_tensors
@@ -41,31 +60,47 @@ def plan(
     """Plan the reshard that fills every destination buffer.
 
     Args:
-        source: what all ranks hold for training.
-        destination: what they need for inference.
+        source: records of all ranks in training.
+        destination: records of all ranks in inference.
         hosts: host name of every global rank.
-        bucket_nbytes: aim for this many bytes per rank and bucket, filled or freed; a group is never split. Default:
-            one bucket.
-        may_stay_unread: source tensors that no destination needs to read (a head tied to the embedding).
-        rank: keep only the transfers that read from or write to this rank, and only its count of bytes.
-        relaying_hosts: hosts whose ranks can read each other's relay buffers; to them each element that is needed
-            comes over the network once, to others once for every place.
-        frozen: tensors that no training step changes; groups of nothing else have buckets of their own.
-        devices: of every rank; equal for those of one host that share one. Default: each has its own.
+        bucket_nbytes: target size of a bucket: bytes that one rank fills or frees. A group is
+            never split. Default: one bucket.
+        may_stay_unread: source tensors that no destination has to read, such as a head that is
+            tied to the embedding.
+        rank: plan only the transfers and the bytes of this rank. Default: all ranks.
+        relaying_hosts: hosts with ranks that can read each other's relay buffers. An element that
+            such a host needs crosses the network once; for other hosts, once per place.
+        frozen: tensors that no training step changes. Groups of only these have separate buckets.
+        devices: device of every rank; ranks of one host with equal entries share a device.
+            Default: every rank has a separate device.
 
     Raises:
-        PlanError: with every fault: bounds, overlaps, gaps, tensors of several dtypes or shapes, destination regions
-            that no rank holds, source tensors that nobody reads.
+        PlanError: lists every fault: shards out of bounds, overlaps, gaps, tensors with several
+            dtypes or shapes, destination regions that no rank holds, source tensors that no
+            destination reads.
 
-    Round robins go through the tensors in the order in which the destination declares them (the model's own); buckets
-    alternate between pipeline stages (planning/buckets.py).
+    Round robins follow the order in which the destination declares its tensors (the model's own).
+    Buckets alternate between pipeline stages (planning/buckets.py).
     """
-    sides = _checked_sides(source, destination, may_stay_unread)
-    where = Hosts(hosts, relaying_hosts, devices)
-    found = _plan_sides(*sides, where, bucket_nbytes, may_stay_unread, rank, frozen)
-    sharing = where.devices.tolist()
-    fingerprint = fingerprint_of(source.fingerprint, destination.fingerprint, hosts, relaying_hosts, sharing)
-    return replace(found, fingerprint=fingerprint)
+    placed_source, placed_destination = _checked_sides(source, destination, may_stay_unread)
+    numbered = Hosts(hosts, relaying_hosts, devices)
+    result = _plan_sides(
+        placed_source,
+        placed_destination,
+        numbered,
+        bucket_nbytes,
+        may_stay_unread,
+        rank,
+        frozen,
+    )
+    fingerprint = fingerprint_of(
+        source.fingerprint,
+        destination.fingerprint,
+        hosts,
+        relaying_hosts,
+        sharing=numbered.devices.tolist(),
+    )
+    return replace(result, fingerprint=fingerprint)
 
 
 def plan_sides(
@@ -78,14 +113,22 @@ def plan_sides(
     relaying_hosts: Collection[object] = (),
     frozen: Collection[str] = (),
 ) -> ReshardPlan:
-    """The same for sides in compact form, e.g. computed from sizes; arguments as of `plan`.
+    """Plan a reshard between two sides in compact form, such as sides computed from sizes.
 
-    Memory: the two sides, and the transfers that are asked for.
+    Arguments as in `plan`. Memory: the two sides and the requested transfers.
 
     Raises:
-        PlanError: as `plan`, but for faults of buffers.
+        PlanError: as `plan`, except that buffers are not checked.
     """
-    return _plan_sides(source, destination, Hosts(hosts, relaying_hosts), bucket_nbytes, may_stay_unread, rank, frozen)
+    return _plan_sides(
+        source,
+        destination,
+        Hosts(hosts, relaying_hosts),
+        bucket_nbytes,
+        may_stay_unread,
+        rank,
+        frozen,
+    )
 
 
 def _plan_sides(
@@ -98,66 +141,99 @@ def _plan_sides(
     frozen: Collection[str],
 ) -> ReshardPlan:
     unread = _unread(source.holdings.owners, destination.holdings.owners)
-    if faults := _unread_faults(unread, may_stay_unread):
-        raise PlanError([*holding_faults(source.holdings, destination.holdings), *faults])
+    unread_faults = _unread_faults(unread, may_stay_unread)
+    if unread_faults:
+        raise PlanError([*holding_faults(source.holdings, destination.holdings), *unread_faults])
     planner = _Planner(source, destination, hosts, rank)
     for tensors in tensor_classes(source.holdings, destination.holdings):
         planner.add(tensors)
-    outlines = outline_buckets(_needs(source, destination), hosts.num_ranks, bucket_nbytes, frozen)
+    needs = _needs(source, destination)
+    outlines = outline_buckets(needs, hosts.num_ranks, bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
-    buckets = tuple(planner.bucket(index, outline, relays) for index, outline in enumerate(outlines))
-    return ReshardPlan(buckets, planner.bytes_by_rank(buckets), unread, relays=relays.buffers)
+    buckets = tuple(
+        planner.bucket(index, outline, relays) for index, outline in enumerate(outlines)
+    )
+    return ReshardPlan(buckets, _bytes_read(buckets), unread, relays=relays.buffers)
 
 
 def frozen_tensors(
-    source: PlacedHoldings, destination: PlacedHoldings, frozen: Collection[str], bucket_nbytes: int
+    source: PlacedHoldings,
+    destination: PlacedHoldings,
+    frozen: Collection[str],
+    bucket_nbytes: int,
 ) -> frozenset[str]:
-    """The destination's tensors in `frozen` that a plan of these sides has buckets of their own for."""
+    """Return the tensors in `frozen` that have separate buckets in a plan of these sides."""
     frozen = frozenset(frozen)
-    outlines = outline_buckets(_needs(source, destination), destination.holdings.num_ranks, bucket_nbytes, frozen)
-    return frozenset(name for one in outlines if frozen.issuperset(one.tensors) for name in one.tensors)
+    num_ranks = destination.holdings.num_ranks
+    outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes, frozen)
+    separate = (outline.tensors for outline in outlines if frozen.issuperset(outline.tensors))
+    return frozenset().union(*separate)
 
 
-def largest_bucket(source: PlacedHoldings, destination: PlacedHoldings, bucket_nbytes: int) -> int:
-    """The most bytes that any rank fills or frees in one bucket of a plan of these sides.
+def largest_bucket(
+    source: PlacedHoldings,
+    destination: PlacedHoldings,
+    bucket_nbytes: int,
+) -> int:
+    """Return the most bytes that any rank fills or frees in one bucket of a plan.
 
-    More than `bucket_nbytes` where a group is larger, as all experts of a layer are.
+    The result exceeds `bucket_nbytes` if a group is larger, as all experts of a layer may be.
     """
-    outlines = outline_buckets(_needs(source, destination), destination.holdings.num_ranks, bucket_nbytes)
+    num_ranks = destination.holdings.num_ranks
+    outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes)
     return max((outline.nbytes for outline in outlines), default=0)
 
 
 def box_transfers(
-    source: Side, destination: Side, hosts: Sequence[str], rank: int, may_stay_unread: Collection[str] = ()
+    source: Side,
+    destination: Side,
+    hosts: Sequence[str],
+    rank: int,
+    may_stay_unread: Collection[str] = (),
 ) -> list[Transfer]:
-    """One rank's transfers as boxes of canonical tensors, in order of place: for files, read and written box by box.
+    """Return one rank's transfers as boxes of canonical tensors, sorted by place within a tensor.
 
-    Without buckets, and not coalesced. Arguments and errors as of `plan`.
+    They are for files, which are read and written box by box, and have neither buckets nor
+    coalescing. Arguments and errors as in `plan`.
     """
-    sides = _checked_sides(source, destination, may_stay_unread)
-    planner = _Planner(*sides, Hosts(hosts), rank)
-    for tensors in tensor_classes(sides[0].holdings, sides[1].holdings):
+    placed_source, placed_destination = _checked_sides(source, destination, may_stay_unread)
+    planner = _Planner(placed_source, placed_destination, Hosts(hosts), rank)
+    for tensors in tensor_classes(placed_source.holdings, placed_destination.holdings):
         planner.add(tensors)
-    in_order = (sorted(planner.transfers.get(tensor, ()), key=by_place) for tensor in sides[1].holdings.owners)
-    return list(chain.from_iterable(in_order))
+    transfers: list[Transfer] = []
+    for tensor in placed_destination.holdings.owners:
+        transfers += sorted(planner.transfers.get(tensor, ()), key=by_place)
+    return transfers
 
 
 def _checked_sides(
-    source: Side, destination: Side, may_stay_unread: Collection[str]
+    source: Side,
+    destination: Side,
+    may_stay_unread: Collection[str],
 ) -> tuple[PlacedHoldings, PlacedHoldings]:
-    """Who holds what on both sides. Raises PlanError with every fault; of ranks that hold the same, the first's."""
-    layouts = source.layout, destination.layout
-    faults = [*layout_faults(layouts[0], exact=False), *layout_faults(layouts[1], exact=True)]
-    names = ({shard.region.tensor for shard in layout.shards} for layout in layouts)
-    unread_faults = _unread_faults(_unread(*names), may_stay_unread)
+    """Return the compact form of both sides.
+
+    Raises:
+        PlanError: lists every fault. Ranks that hold the same are checked once, as their first.
+    """
+    faults = [
+        *layout_faults(source.layout, exact=False),
+        *layout_faults(destination.layout, exact=True),
+    ]
+    unread = _unread(_held(source.layout), _held(destination.layout))
+    unread_faults = _unread_faults(unread, may_stay_unread)
     if not faults and not unread_faults:
         return source.placed, destination.placed
-    # only what is sound on both sides can be looked at further
-    unusable = unusable_tensors(layouts[0]) | unusable_tensors(layouts[1])
-    sides = (
-        each.placed_of(layout.without(unusable)) for each, layout in zip((source, destination), layouts, strict=True)
-    )
-    raise PlanError([*faults, *holding_faults(*(side.holdings for side in sides)), *unread_faults])
+    # Compare holdings only of tensors with sound records on both sides.
+    unusable = unusable_tensors(source.layout) | unusable_tensors(destination.layout)
+    usable_source = source.placed_of(source.layout.without(unusable))
+    usable_destination = destination.placed_of(destination.layout.without(unusable))
+    faults += holding_faults(usable_source.holdings, usable_destination.holdings)
+    raise PlanError([*faults, *unread_faults])
+
+
+def _held(layout: Layout) -> set[str]:
+    return {shard.region.tensor for shard in layout.shards}
 
 
 def _unread(source: Iterable[str], destination: Iterable[str]) -> tuple[str, ...]:
@@ -170,47 +246,72 @@ def _unread_faults(unread: Iterable[str], may_stay_unread: Collection[str]) -> l
 
 
 def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Need]:
-    """Bytes of every tensor on both sides, in the plan's order."""
-    known: dict[tuple[int, str], BytesByRank] = {}  # one object for tensors with the same owners and dtype
+    """Return the bytes of every tensor on both sides, in the plan's order."""
+    # Tensors with the same owners and dtype share one object, which `outline_buckets` counts once.
+    known: dict[tuple[int, str], BytesByRank] = {}
 
     def bytes_of(holdings: Holdings, tensor: str) -> BytesByRank:
-        owners, dtype = holdings.owners[tensor], holdings.dtypes[tensor]
-        if (id(owners), dtype) not in known:
-            known[id(owners), dtype] = _bytes_by_rank(owners, DTYPE_NBYTES[dtype])
-        return known[id(owners), dtype]
+        owners = holdings.owners[tensor]
+        dtype = holdings.dtypes[tensor]
+        key = (id(owners), dtype)
+        if key not in known:
+            known[key] = _bytes_by_rank(owners, DTYPE_NBYTES[dtype])
+        return known[key]
 
-    return {
-        tensor: Need(
-            tuple(dict.fromkeys(placed.group for placed in destination.placed[tensor])),
-            bytes_of(destination.holdings, tensor),
-            bytes_of(source.holdings, tensor),
+    needs = {}
+    for tensor in destination.holdings.owners:
+        groups = dict.fromkeys(placed.group for placed in destination.placed[tensor])
+        needs[tensor] = Need(
+            groups=tuple(groups),
+            fills=bytes_of(destination.holdings, tensor),
+            frees=bytes_of(source.holdings, tensor),
         )
-        for tensor in destination.holdings.owners
-    }
+    return needs
 
 
 def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
+    ranks = [box.ranks for box in owners]
     nbytes = [np.full(len(box.ranks), box.region.numel * itemsize) for box in owners]
-    return BytesByRank(np.concatenate([box.ranks for box in owners]), np.concatenate(nbytes))
+    return BytesByRank(np.concatenate(ranks), np.concatenate(nbytes))
+
+
+def _bytes_read(buckets: Sequence[Bucket]) -> dict[int, ByteCount]:
+    """Count the bytes that each destination rank of the buckets reads."""
+    lower_bound: Counter[int] = Counter()
+    moved: Counter[tuple[int, Link]] = Counter()
+    for bucket in buckets:
+        # `Counter.update` adds.
+        lower_bound.update(bucket.least)
+        for transfer in bucket.counted():
+            moved[transfer.dst_rank, transfer.link] += transfer.nbytes
+    return {
+        rank: ByteCount(
+            own=moved[rank, Link.SELF] + moved[rank, Link.DEVICE],
+            host=moved[rank, Link.HOST],
+            network=moved[rank, Link.NETWORK],
+            lower_bound=least,
+        )
+        for rank, least in sorted(lower_bound.items())
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moving:
-    """One tensor of a class, as `_Planner` works on it.
+    """Context for planning the transfers of one tensor of a class.
 
     Attributes:
-        offset: where it begins in the round robins of its class.
-        dtype: on the wire; `itemsize`: its bytes per element.
+        offset: start of the tensor in the round robins of its class.
+        dtype: dtype on the wire.
     """
 
     name: str
-    classed: TensorClass
+    tensors: TensorClass
     routes: Routes
     offset: RoundRobinOffset
     dtype: str
 
     def box(self, region: Region) -> Region:
-        """A box of this tensor; routes know boxes of tensors without names."""
+        """Return a box of this tensor. The routes of a class have boxes without a name."""
         return Region(self.name, region.offsets, region.lengths)
 
     def nbytes(self, region: Region) -> int:
@@ -218,114 +319,143 @@ class _Moving:
 
 
 class _Planner:
-    """Collects transfers and bytes, class by class.
+    """Collector of transfers and byte counts, class by class.
 
     Attributes:
-        transfers, relayed: tensor -> what goes straight, and what goes over relay buffers.
+        transfers: direct transfers by tensor.
+        relayed: transfers over relay buffers by tensor.
     """
 
-    def __init__(self, source: PlacedHoldings, destination: PlacedHoldings, hosts: Hosts, rank: int | None) -> None:
+    def __init__(
+        self,
+        source: PlacedHoldings,
+        destination: PlacedHoldings,
+        hosts: Hosts,
+        rank: int | None,
+    ) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
         self.relayed: dict[str, list[RelayedTransfer]] = {}
-        self._dtypes = source.holdings.dtypes, destination.holdings.dtypes
-        self._sources, self._destinations = PlaceIndex(source), PlaceIndex(destination)
+        self._source_dtypes = source.holdings.dtypes
+        self._destination_dtypes = destination.holdings.dtypes
+        self._sources = PlaceIndex(source)
+        self._destinations = PlaceIndex(destination)
         self._hosts = hosts
         self._rank = rank
-        # Elements of a tensor that ranks must receive, by rank, in an object that its class shares; bytes per element.
+        # Tensor -> (elements that each rank must receive, bytes per element). The tensors of a
+        # class share the mapping of elements.
         self._missing: dict[str, tuple[Mapping[int, int], int]] = {}
 
     def add(self, tensors: TensorClass) -> None:
-        """Plan the tensors of a class, if the rank has to do with them."""
-        owners = tensors.sources, tensors.destinations
-        if not any(self._is_among(box.ranks) for box in chain(*owners)):
+        """Plan the tensors of a class, unless the plan is for a rank that has no part in them."""
+        boxes = (*tensors.sources, *tensors.destinations)
+        if not any(self._is_planned(box.ranks) for box in boxes):
             return
-        among = None if self._rank is None else np.array([self._rank])
+        # Ranks that share a device read each other's memory, so nothing is missing between them.
         on_devices = self._hosts.on_devices(tensors.sources)
-        missing = missing_by_rank(on_devices, tensors.destinations, self._hosts.num_ranks, among)
-        numel = {rank: numel for ranks, numel in missing for rank in ranks.tolist()}
-        routes = Routes(*owners, self._hosts)
+        missing: dict[int, int] = {}
+        for ranks, numel in missing_by_rank(
+            on_devices,
+            tensors.destinations,
+            self._hosts.num_ranks,
+            None if self._rank is None else np.array([self._rank]),
+        ):
+            missing.update(dict.fromkeys(ranks.tolist(), numel))
+        routes = Routes(tensors.sources, tensors.destinations, self._hosts)
         for index, name in enumerate(tensors.tensors):
-            dtype = wire_dtype(*(dtypes[name] for dtypes in self._dtypes))
-            moving = _Moving(name, tensors, routes, RoundRobinOffset(tensors.first, index), dtype)
-            self._missing[name] = numel, int(tensors.itemsizes[index])
-            self.transfers[name] = [*self._straight(moving)]
+            dtype = wire_dtype(self._source_dtypes[name], self._destination_dtypes[name])
+            offset = RoundRobinOffset(tensors.first, index)
+            moving = _Moving(name, tensors, routes, offset, dtype)
+            self._missing[name] = (missing, int(tensors.itemsizes[index]))
+            self.transfers[name] = list(self._direct(moving))
             self._add_ingress(moving)
 
     def bucket(self, index: int, outline: Outline, relays: RelayPlanner) -> Bucket:
-        """The bucket of an outline; places in relay buffers are given by `relays`."""
-        straight = chain.from_iterable(self.transfers.get(tensor, ()) for tensor in outline.tensors)
-        relayed = chain.from_iterable(self.relayed.get(tensor, ()) for tensor in outline.tensors)
-        arriving, fan_out = relays.lay_out(index, relayed)
-        transfers = tuple(coalesce(chain(straight, arriving)))
+        """Return the bucket of an outline; `relays` assigns places in relay buffers."""
+        direct: list[Transfer] = []
+        relayed: list[RelayedTransfer] = []
         least: Counter[int] = Counter()
-        for by_rank, itemsize in (self._missing[tensor] for tensor in outline.tensors if tensor in self._missing):
-            least.update({rank: numel * itemsize for rank, numel in by_rank.items()})
+        for tensor in outline.tensors:
+            direct += self.transfers.get(tensor, ())
+            relayed += self.relayed.get(tensor, ())
+            if tensor in self._missing:
+                missing, itemsize = self._missing[tensor]
+                least.update({rank: numel * itemsize for rank, numel in missing.items()})
+        # Relayed boxes are laid out in the plan's order, and coalesced only afterwards.
+        arriving, fan_out = relays.lay_out(index, relayed)
         return Bucket(
-            index, outline.tensors, transfers, outline.groups, outline.nbytes, tuple(coalesce(fan_out)), dict(least)
+            index=index,
+            tensors=outline.tensors,
+            transfers=tuple(coalesce([*direct, *arriving])),
+            groups=outline.groups,
+            nbytes=outline.nbytes,
+            fan_out=tuple(coalesce(fan_out)),
+            least=dict(least),
         )
 
-    def bytes_by_rank(self, buckets: Sequence[Bucket]) -> dict[int, ByteCount]:
-        """Byte counts of every destination rank, or of the one that the plan is for if it is one."""
-        lower_bound: Counter[int] = Counter()
-        for bucket in buckets:
-            lower_bound.update(bucket.least)
-        moved: Counter[tuple[int, Link]] = Counter()
-        for each in chain.from_iterable(bucket.counted() for bucket in buckets):
-            moved[each.dst_rank, each.link] += each.nbytes
-        return {
-            rank: ByteCount(
-                moved[rank, Link.SELF] + moved[rank, Link.DEVICE],
-                moved[rank, Link.HOST],
-                moved[rank, Link.NETWORK],
-                least,
-            )
-            for rank, least in sorted(lower_bound.items())
-        }
-
-    def _straight(self, moving: _Moving) -> Iterator[Transfer]:
-        """Transfers from one rank to one other."""
-        sources, destinations = moving.classed.sources, moving.classed.destinations
+    def _direct(self, moving: _Moving) -> Iterator[Transfer]:
+        """Yield the transfers of a tensor from one rank to one other."""
         for receivers in moving.routes.receivers:
-            destination = destinations[receivers.destination]
+            destination = moving.tensors.destinations[receivers.destination]
             for part in receivers.parts:
-                source = sources[part.source]
-                if not self._is_among(receivers.ranks) and not self._is_among(source.ranks):
+                source = moving.tensors.sources[part.source]
+                if not self._is_planned(receivers.ranks) and not self._is_planned(source.ranks):
                     continue
-                region, nbytes = moving.box(part.region), moving.nbytes(part.region)
+                region = moving.box(part.region)
+                nbytes = moving.nbytes(part.region)
                 senders = moving.routes.senders(receivers, part, moving.offset)
-                for dst_rank, src_rank in self._own(receivers.ranks, senders):
+                for dst_rank, src_rank in self._planned_pairs(receivers.ranks, senders):
+                    # Any copy that the sender has will do; take its first place.
                     src = self._sources.places(moving.name, source, src_rank, region)[0]
-                    for dst in self._destinations.places(moving.name, destination, dst_rank, region):
+                    for dst in self._destinations.places(
+                        moving.name,
+                        destination,
+                        dst_rank,
+                        region,
+                    ):
                         yield Transfer(moving.name, region.lengths, src, dst, nbytes, part.link)
 
     def _add_ingress(self, moving: _Moving) -> None:
-        """Add what comes to relaying hosts: over a relay buffer, or straight where one place needs it."""
+        """Add the transfers to relaying hosts.
+
+        A box goes over a relay buffer, or directly to its place if it has only one.
+        """
         for ingress in moving.routes.ingress:
-            region, source = moving.box(ingress.region), moving.classed.sources[ingress.source]
-            for (src_rank, relay_rank), readers in moving.routes.ingress_of(ingress, moving.offset, self._rank):
+            region = moving.box(ingress.region)
+            source = moving.tensors.sources[ingress.source]
+            hosts = moving.routes.ingress_of(ingress, moving.offset, self._rank)
+            for (src_rank, relay_rank), readers in hosts:
                 src = self._sources.places(moving.name, source, src_rank, region)[0]
-                places = tuple(
-                    place
-                    for rank, index in zip(readers, ingress.destinations, strict=True)
-                    for place in self._destinations.places(
-                        moving.name, moving.classed.destinations[index], rank, region
-                    )
-                )
+                places: list[Place] = []
+                for rank, index in zip(readers, ingress.destinations, strict=True):
+                    destination = moving.tensors.destinations[index]
+                    places += self._destinations.places(moving.name, destination, rank, region)
                 if ingress.is_relayed:
-                    relayed = RelayedTransfer(region, src, relay_rank, moving.dtype, places)
+                    relayed = RelayedTransfer(region, src, relay_rank, moving.dtype, tuple(places))
                     self.relayed.setdefault(moving.name, []).append(relayed)
                 else:
                     nbytes = moving.nbytes(region)
-                    transfer = Transfer(moving.name, region.lengths, src, places[0], nbytes, Link.NETWORK)
+                    transfer = Transfer(
+                        moving.name,
+                        region.lengths,
+                        src,
+                        places[0],
+                        nbytes,
+                        Link.NETWORK,
+                    )
                     self.transfers[moving.name].append(transfer)
 
-    def _own(self, dst_ranks: np.ndarray, src_ranks: np.ndarray) -> Iterable[tuple[int, int]]:
-        """(destination, source), all of them or those of the rank that the plan is for."""
+    def _planned_pairs(
+        self,
+        dst_ranks: np.ndarray,
+        src_ranks: np.ndarray,
+    ) -> Iterable[tuple[int, int]]:
+        """Return the pairs (destination, source) that the plan covers."""
         if self._rank is not None:
-            own = (dst_ranks == self._rank) | (src_ranks == self._rank)
-            dst_ranks, src_ranks = dst_ranks[own], src_ranks[own]
+            involved = (dst_ranks == self._rank) | (src_ranks == self._rank)
+            dst_ranks = dst_ranks[involved]
+            src_ranks = src_ranks[involved]
         return zip(dst_ranks.tolist(), src_ranks.tolist(), strict=True)
 
-    def _is_among(self, ranks: np.ndarray) -> bool:
-        """Whether the rank that the plan is for is among sorted ranks; always if the plan is for all."""
+    def _is_planned(self, ranks: np.ndarray) -> bool:
+        """Return whether the plan covers any of these sorted ranks."""
         return self._rank is None or contains(ranks, self._rank)

@@ -1,13 +1,15 @@
-"""Which rank takes which inference position, so that as much as possible of its shard is there already.
+"""Assignment of ranks to inference positions, so that most of each shard is already in place.
 
-    gain[rank, position]    bytes of what the position needs that the rank holds; ranks that hold the same are one row,
-                            positions that need the same one column
-    whole hosts             the positions that a host has in sequential order go to one host together: the best place
-                            of each within a host, then the best host for each such set
-    tensor parallel groups  likewise for groups one by one, where every host has whole groups in sequential order
+    gain[rank, position]    bytes that the position needs and the rank holds; ranks that hold the
+                            same share a row, positions that need the same share a column
+    whole hosts             positions that share a host in sequential order stay together: find
+                            the best place of each within a host, then the best host for each set
+    tensor parallel groups  the same for single groups, if every host has whole groups in
+                            sequential order
 
-Both are assignment problems, and neither takes a tensor parallel group apart that is on one host in sequential order.
-The better of them and of sequential order is taken; of equals sequential order, so that nothing moves without need.
+Both are assignment problems. Neither splits a tensor parallel group that is on one host in
+sequential order. The best of the two and sequential order is chosen. Sequential order wins ties,
+so that nothing moves without need.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Literal
 import numpy as np
 
 from hybrid_engine.errors import DependencyError
-from hybrid_engine.planning.routes import Hosts, TensorClass, tensor_classes
+from hybrid_engine.planning.routes import Hosts
+from hybrid_engine.planning.tensor_classes import TensorClass, tensor_classes
 from hybrid_engine.records.holdings import (
     BoxOwners,
     Holdings,
@@ -34,147 +37,211 @@ Order = tuple[int, ...]
 Kind = Literal["auto", "sequential"]
 
 
-def rank_order(kind: Kind, source: Holdings, positions: Holdings, hosts: Sequence[object], tensor: int) -> Order:
-    """The global rank at each inference position.
+def rank_order(
+    kind: Kind,
+    source: Holdings,
+    positions: Holdings,
+    hosts: Sequence[object],
+    tensor: int,
+) -> Order:
+    """Return the global rank at each inference position.
 
     Args:
-        kind: "sequential", rank r at position r; or "auto", the order in which ranks hold most of what they need. It
-            never holds less than sequential order, and keeps a tensor parallel group on one host where that one does.
-        source: what training ranks hold.
-        positions: what inference positions need; by position in place of rank.
-        hosts: of every rank.
-        tensor: inference tensor parallel size; consecutive positions are a group.
+        kind: "sequential" puts rank r at position r. "auto" searches for the order in which ranks
+            hold the most bytes of their shards. It never holds less than sequential order, and it
+            keeps a tensor parallel group on one host if sequential order does.
+        source: holdings of the training ranks.
+        positions: holdings that inference needs, with positions in place of ranks.
+        hosts: host of every rank.
+        tensor: tensor parallel size of inference; consecutive positions form a group.
 
-    Raises DependencyError without scipy, PlanError for tensors that nobody holds.
+    Raises:
+        DependencyError: "auto" needs scipy, which is not installed.
+        PlanError: lists tensors that inference needs and no rank holds.
     """
     sequential = tuple(range(positions.num_ranks))
     if kind == "sequential":
         return sequential
     gain = _Gain(source, positions)
-    hosts_of = Hosts(hosts)
-    candidates = [sequential, _by_hosts(gain, hosts_of)]
-    if (units := _tensor_groups(hosts_of, tensor)) is not None:
-        candidates.append(_by_tensor_groups(gain, hosts_of, units))
-    return max(candidates, key=gain.total)  # the first of equals
+    numbered = Hosts(hosts)
+    candidates = [sequential, _by_hosts(gain, numbered)]
+    groups = _tensor_groups(numbered, tensor)
+    if groups is not None:
+        candidates.append(_by_tensor_groups(gain, numbered, groups))
+    # `max` returns the first of equals, which is sequential order.
+    return max(candidates, key=gain.total)
 
 
 class _Gain:
-    """Bytes that a rank holds of what a position needs, by classes of ranks and positions.
+    """Bytes that a rank holds of a position's shard, by classes of ranks and positions.
 
     Attributes:
-        rank_class, position_class: class numbers.
+        rank_class: class of each rank.
+        position_class: class of each position.
         matrix: bytes, int64 [rank classes, position classes].
     """
 
     def __init__(self, source: Holdings, positions: Holdings) -> None:
-        sets = list(tensor_classes(source, positions))
+        # First, because it raises PlanError for holdings that do not fit together.
+        classes = tensor_classes(source, positions)
         self.rank_class = rank_classes(source)
         self.position_class = rank_classes(positions)
-        ranks, places = (first_members(classes) for classes in (self.rank_class, self.position_class))
+        ranks = first_members(self.rank_class)
+        places = first_members(self.position_class)
         self.matrix = np.zeros((len(ranks), len(places)), dtype=np.int64)
-        self._inner: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
-        for tensors in sets:
+        self._best: dict[tuple[bytes, bytes], tuple[int, np.ndarray]] = {}
+        for tensors in classes:
             self._add(tensors, ranks, places)
 
     def total(self, order: Sequence[int]) -> int:
-        """Bytes held in an order."""
+        """Return the bytes that are in place in an order."""
         return int(self.matrix[self.rank_class[list(order)], self.position_class].sum())
 
     def best(self, ranks: np.ndarray, positions: np.ndarray) -> tuple[int, np.ndarray]:
-        """(bytes held, index into `positions` for each of `ranks`) of the best assignment; as many of both."""
-        rows, columns = self.rank_class[ranks], self.position_class[positions]
-        key = tuple(rows.tolist()), tuple(columns.tolist())
-        if key not in self._inner:
+        """Find the best assignment of `ranks` to equally many `positions`.
+
+        Returns:
+            Bytes in place, and for each rank an index into `positions`.
+        """
+        rows = self.rank_class[ranks]
+        columns = self.position_class[positions]
+        key = (rows.tobytes(), columns.tobytes())
+        if key not in self._best:
             gains = self.matrix[np.ix_(rows, columns)]
             chosen = _assign(gains)
-            self._inner[key] = int(gains[np.arange(len(chosen)), chosen].sum()), chosen
-        return self._inner[key]
+            nbytes = int(gains[np.arange(len(chosen)), chosen].sum())
+            self._best[key] = (nbytes, chosen)
+        return self._best[key]
 
     def _add(self, tensors: TensorClass, ranks: np.ndarray, places: np.ndarray) -> None:
-        """Add what one set of tensors gives; only for classes that hold, and need, anything of it."""
-        holders, needers = _having(tensors.sources, ranks), _having(tensors.destinations, places)
-        weight = int(tensors.itemsizes.sum())
+        """Add one tensor class to the matrix."""
+        holders = _having(tensors.sources, ranks)
+        needers = _having(tensors.destinations, places)
+        itemsize = int(tensors.itemsizes.sum())
         for rows, held in holders:
+            held_regions = [box.region for box in held]
             for columns, needed in needers:
                 wanted = union(box.region for box in needed)
-                common = sum(box.numel for box in wanted)
-                common -= sum(box.numel for box in subtract_all(wanted, [box.region for box in held]))
-                self.matrix[np.ix_(rows, columns)] += common * weight
+                missing = subtract_all(wanted, held_regions)
+                common = sum(box.numel for box in wanted) - sum(box.numel for box in missing)
+                self.matrix[np.ix_(rows, columns)] += common * itemsize
 
 
-def _having(owners: TensorOwners, members: np.ndarray) -> list[tuple[np.ndarray, list[BoxOwners]]]:
-    """(indices into `members`, the boxes they own) for every combination of boxes that some own."""
-    num_ranks = int(max(members.max(), max(box.ranks.max() for box in owners))) + 1
+def _having(
+    owners: TensorOwners,
+    members: np.ndarray,
+) -> list[tuple[np.ndarray, list[BoxOwners]]]:
+    """Return (indices into `members`, the boxes that these own) for each set of boxes owned.
+
+    Members that own no box are left out.
+    """
+    last_owner = max(box.ranks.max() for box in owners)
+    num_ranks = int(max(members.max(), last_owner)) + 1
     columns = [presence_of(box, num_ranks)[members] for box in owners]
     groups = []
     for indices in groups_of_columns(columns, len(members)):
-        own = [box for box, column in zip(owners, columns, strict=True) if column[indices[0]]]
-        if own:
-            groups.append((indices, own))
+        first = indices[0]
+        boxes = [box for box, column in zip(owners, columns, strict=True) if column[first]]
+        if boxes:
+            groups.append((indices, boxes))
     return groups
 
 
 def _by_hosts(gain: _Gain, hosts: Hosts) -> Order:
-    """Positions of a host in sequential order stay together; hosts of one size exchange them."""
+    """Return the best order that keeps together the positions that share a host sequentially.
+
+    Only hosts of one size exchange their positions.
+    """
     members = [np.flatnonzero(hosts.numbers == number) for number in range(hosts.count)]
     order = np.empty(len(hosts.numbers), dtype=np.int64)
     for size in {len(ranks) for ranks in members}:
-        _exchange(gain, [ranks for ranks in members if len(ranks) == size], order)
+        same_size = [ranks for ranks in members if len(ranks) == size]
+        _exchange(gain, same_size, same_size, order)
     return tuple(order.tolist())
 
 
-def _by_tensor_groups(gain: _Gain, hosts: Hosts, units: list[np.ndarray]) -> Order:
-    """Tensor parallel groups go to parts of hosts that are as large."""
-    kinds = {tuple(gain.position_class[unit].tolist()): unit for unit in units}
+def _by_tensor_groups(gain: _Gain, hosts: Hosts, groups: list[np.ndarray]) -> Order:
+    """Return the best order that keeps tensor parallel groups whole, on parts of hosts."""
+    group_size = len(groups[0])
+    kinds = {tuple(gain.position_class[group].tolist()): group for group in groups}
     slots: list[np.ndarray] = []
     for number in range(hosts.count):
         ranks = np.flatnonzero(hosts.numbers == number)
-        # The host is cut as would be best if it had but one kind of group, for the kind of which it holds most.
-        copies = len(ranks) // len(units[0])
-        cuts = [gain.best(ranks, np.tile(unit, copies)) for unit in kinds.values()]
+        num_slots = len(ranks) // group_size
+        # Cut the host as is best if all its groups were of one kind: the kind of which it holds
+        # most. The joint optimum over all kinds would not be an assignment problem.
+        cuts = [gain.best(ranks, np.tile(group, num_slots)) for group in kinds.values()]
         _, chosen = max(cuts, key=lambda cut: cut[0])
-        slots += [ranks[chosen // len(units[0]) == copy] for copy in range(copies)]
+        slot_of = chosen // group_size
+        slots += [ranks[slot_of == slot] for slot in range(num_slots)]
     order = np.empty(len(hosts.numbers), dtype=np.int64)
-    _exchange(gain, slots, order, units)
+    _exchange(gain, slots, groups, order)
     return tuple(order.tolist())
 
 
-def _exchange(gain: _Gain, parts: list[np.ndarray], order: np.ndarray, blocks: list[np.ndarray] | None = None) -> None:
-    """Give every block of positions a part of the ranks; without `blocks`, position r belongs to rank r's part."""
-    blocks = parts if blocks is None else blocks
+def _exchange(
+    gain: _Gain,
+    parts: list[np.ndarray],
+    blocks: list[np.ndarray],
+    order: np.ndarray,
+) -> None:
+    """Assign every block of positions the best part of the ranks, and write it into `order`."""
     part_kinds, kind_of_part = _kinds(gain.rank_class, parts)
     block_kinds, kind_of_block = _kinds(gain.position_class, blocks)
-    gains = np.array([[gain.best(ranks, block)[0] for block in block_kinds] for ranks in part_kinds])
-    for ranks, number in zip(parts, _assign(gains[np.ix_(kind_of_part, kind_of_block)]), strict=True):
+    gains = np.array(
+        [[gain.best(ranks, block)[0] for block in block_kinds] for ranks in part_kinds],
+    )
+    block_of_part = _assign(gains[np.ix_(kind_of_part, kind_of_block)])
+    for ranks, number in zip(parts, block_of_part, strict=True):
         block = blocks[number]
-        order[block[gain.best(ranks, block)[1]]] = ranks
+        _, chosen = gain.best(ranks, block)
+        order[block[chosen]] = ranks
 
 
 def _kinds(classes: np.ndarray, parts: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """(one part of each sequence of classes, its index for every part): parts of one kind gain the same anywhere."""
-    kinds: dict[bytes, int] = {}
-    kind_of = np.array([kinds.setdefault(classes[part].tobytes(), len(kinds)) for part in parts])
-    return [parts[index] for index in np.unique(kind_of, return_index=True)[1]], kind_of
+    """Return one part for each sequence of classes, and the index of that part for every part.
+
+    Parts with the same sequence of classes have the same gain everywhere.
+    """
+    numbers: dict[bytes, int] = {}
+    kind_of = np.array(
+        [numbers.setdefault(classes[part].tobytes(), len(numbers)) for part in parts],
+    )
+    _, firsts = np.unique(kind_of, return_index=True)
+    return [parts[index] for index in firsts], kind_of
 
 
 def _tensor_groups(hosts: Hosts, tensor: int) -> list[np.ndarray] | None:
-    """Positions of every tensor parallel group, host by host; None unless each is on one host in sequential order."""
+    """Return the positions of every tensor parallel group, sorted by host.
+
+    None if sequential order spreads any group over several hosts.
+    """
     groups = np.arange(len(hosts.numbers)).reshape(-1, tensor)
     host_of = hosts.numbers[groups]
     if (host_of != host_of[:, :1]).any():
         return None
-    return [groups[index] for index in np.argsort(host_of[:, 0], kind="stable")]
+    by_host = np.argsort(host_of[:, 0], kind="stable")
+    return [groups[index] for index in by_host]
 
 
 def _assign(gains: np.ndarray) -> np.ndarray:
-    """Column of each row of the best assignment; row i in column i counts as the smallest possible gain more."""
+    """Return the column of each row in the assignment of highest gain.
+
+    Among assignments of equal gain, the one with most rows i in column i.
+    """
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        raise DependencyError("infer_rank_order auto needs scipy: pip install scipy, or choose sequential") from error
-    # The solver knows one number for each pair. Gains are multiples of `unit`, so counted in units two assignments of
-    # different gain differ by at least 1; times (n + 1) that outweighs the n ones at most that the diagonal adds. So
-    # the diagonal decides between assignments of equal gain only: ranks stay where they are unless moving gains.
+        raise DependencyError(
+            "infer_rank_order auto needs scipy: pip install scipy, or choose sequential",
+            code="scipy-is-missing",
+        ) from error
+    # The solver takes one number per pair, so both criteria go into one weight. Gains are multiples
+    # of `unit`: counted in units, assignments of different gain differ by at least 1. Times n + 1,
+    # that outweighs the bonus of at most n ones on the diagonal. So the diagonal only decides
+    # between assignments of equal gain: ranks stay where they are unless moving them gains bytes.
     unit = max(int(np.gcd.reduce(gains, axis=None)), 1)
-    weights = (gains // unit) * (len(gains) + 1) + np.eye(len(gains), dtype=np.int64)
-    return linear_sum_assignment(weights, maximize=True)[1]
+    bonus = np.eye(len(gains), dtype=np.int64)
+    weights = (gains // unit) * (len(gains) + 1) + bonus
+    _, columns = linear_sum_assignment(weights, maximize=True)
+    return columns

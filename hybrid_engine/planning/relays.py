@@ -1,12 +1,13 @@
-"""Boxes that cross the network once for several places of a host, which read them out of a relay buffer there.
+"""Relay buffers: boxes cross the network once per host, and several places read them there.
 
     sender --NETWORK--> relay buffer on the relay rank --HOST--> places of other ranks
                                                     --SELF--> places of the relay rank
 
-A relay buffer belongs to one bucket, one sender, one relay rank and one set of readers, so all of these know everything
-that comes into it and where it lies, whatever else their hosts receive: boxes follow one another, row-major, in the
-plan's order. Relay ranks put the relay buffers of every NUM_SLOTS-th bucket into the same memory, so that those of one
-bucket can be filled while another's are read.
+A relay buffer belongs to one bucket, one sender, one relay rank and one set of readers. Each of
+these ranks therefore knows everything that enters it and at which offset, independently of other
+bytes for its host: boxes follow one another, row-major, in the plan's order. A relay rank puts the relay
+buffers of every NUM_SLOTS-th bucket into the same memory, so that one bucket's buffers can be
+filled while the previous bucket's are read.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class RelayedTransfer:
-    """One box on its way to several places of one host.
+    """A box that several places of one host read from a relay buffer.
 
     Attributes:
         region: the box.
-        src: where the sender has it.
-        relay_rank: the rank it comes to, one of the readers.
-        dtype: in which it crosses the network and lies in the relay buffer (`plan.wire_dtype`).
-        places: where it goes.
+        src: place of the box on the sender.
+        relay_rank: rank that holds the relay buffer, one of the readers.
+        dtype: dtype on the network and in the relay buffer (`plan.wire_dtype`).
+        places: destinations of the box.
     """
 
     region: Region
@@ -40,68 +41,105 @@ class RelayedTransfer:
     places: tuple[Place, ...]
 
     def buffer(self, index: int) -> BufferId:
-        """The relay buffer it comes into in bucket `index`."""
-        readers = "+".join(str(rank) for rank in sorted({place.buffer.rank for place in self.places}))
-        return BufferId(self.relay_rank, f"relay {index} of {self.dtype} from {self.src.buffer.rank} for {readers}")
+        """Return the relay buffer that receives the box in bucket `index`."""
+        ranks = sorted({place.buffer.rank for place in self.places})
+        readers = "+".join(map(str, ranks))
+        sender = self.src.buffer.rank
+        return BufferId(
+            self.relay_rank,
+            f"relay {index} of {self.dtype} from {sender} for {readers}",
+        )
 
 
-def staging_nbytes(buckets: Iterable[Bucket], relays: Mapping[BufferId, Buffer], rank: int) -> int:
-    """Memory of a rank for messages on their way to and from other hosts, with its relay buffers, without headers.
+def staging_nbytes(
+    buckets: Iterable[Bucket],
+    relays: Mapping[BufferId, Buffer],
+    rank: int,
+) -> int:
+    """Return the bytes that a rank needs for network messages and its relay buffers.
 
-    On the device with NCCL, on the host with gloo. Each of NUM_SLOTS slots takes what its largest bucket needs; those
-    of relay buffers are alike.
+    Message headers are not included. The memory is on the device with NCCL and on the host with
+    gloo. Each of NUM_SLOTS message slots is as large as its largest bucket requires; all slots of
+    relay buffers are as large as the largest of them.
     """
-    most: dict[tuple[int, str], int] = {}
+    slots: dict[tuple[int, str], int] = {}
     for bucket in buckets:
-        across = [each for each in bucket.transfers if each.link is Link.NETWORK]
-        for side, nbytes in (
-            ("send", sum(each.nbytes for each in across if each.src_rank == rank)),
-            ("receive", sum(each.nbytes for each in across if each.dst_rank == rank and each.dst.buffer not in relays)),
-        ):
-            slot = bucket.index % NUM_SLOTS, side
-            most[slot] = max(most.get(slot, 0), nbytes)
-    own: dict[str, int] = {}  # by bucket
+        sent = 0
+        received = 0
+        for transfer in bucket.transfers:
+            if transfer.link is not Link.NETWORK:
+                continue
+            if transfer.src_rank == rank:
+                sent += transfer.nbytes
+            # Messages for a relay buffer are received in the relay buffer itself.
+            if transfer.dst_rank == rank and transfer.dst.buffer not in relays:
+                received += transfer.nbytes
+        for side, nbytes in (("send", sent), ("receive", received)):
+            slot = (bucket.index % NUM_SLOTS, side)
+            slots[slot] = max(slots.get(slot, 0), nbytes)
+    relayed: dict[str, int] = {}  # bytes in this rank's relay buffers, by bucket
     for buffer_id, buffer in relays.items():
         if buffer_id.rank == rank:
-            own[buffer.group] = own.get(buffer.group, 0) + buffer.nbytes
-    num_slots = len({int(bucket) % NUM_SLOTS for bucket in own})
-    return sum(most.values()) + num_slots * max(own.values(), default=0)
+            relayed[buffer.group] = relayed.get(buffer.group, 0) + buffer.nbytes
+    num_slots = len({int(bucket) % NUM_SLOTS for bucket in relayed})
+    return sum(slots.values()) + num_slots * max(relayed.values(), default=0)
 
 
 @dataclass
 class RelayPlanner:
-    """Gives relayed transfers their places in relay buffers.
+    """Assignment of relayed transfers to places in relay buffers.
 
     Attributes:
-        rank: transfers of this rank only are made; None: all.
-        buffers: the relay buffers so far; a bucket's index is the group of its buffers.
+        rank: return only the transfers of this rank; None: of all ranks.
+        buffers: relay buffers so far. The group of a relay buffer is its bucket's index.
     """
 
     rank: int | None = None
     buffers: dict[BufferId, Buffer] = field(default_factory=dict)
 
-    def lay_out(self, index: int, relayed: Iterable[RelayedTransfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """The copies into relay buffers and out of them, for what is relayed in bucket `index`, in the plan's order.
+    def lay_out(
+        self,
+        index: int,
+        relayed: Iterable[RelayedTransfer],
+    ) -> tuple[list[Transfer], list[Transfer]]:
+        """Return the copies into and out of the relay buffers of bucket `index`.
 
-        All that comes into the relay buffers concerned must be among `relayed`.
+        Args:
+            index: the bucket's position in the plan.
+            relayed: everything that enters the relay buffers concerned, in the plan's order.
+                Offsets are assigned in this order, so it must be complete.
         """
         arriving: list[Transfer] = []
         fan_out: list[Transfer] = []
-        ends: dict[BufferId, int] = {}
+        ends: dict[BufferId, int] = {}  # elements laid out so far, by relay buffer
         for box in relayed:
-            region, buffer = box.region, box.buffer(index)
-            start = ends.get(buffer, 0)  # behind what came before it
+            region = box.region
+            buffer = box.buffer(index)
+            start = ends.get(buffer, 0)
             ends[buffer] = start + region.numel
             relay = Place(buffer, start, contiguous_strides(region.lengths))
             nbytes = region.numel * DTYPE_NBYTES[box.dtype]
-            arriving.append(Transfer(region.tensor, region.lengths, box.src, relay, nbytes, Link.NETWORK))
+            arriving.append(
+                Transfer(region.tensor, region.lengths, box.src, relay, nbytes, Link.NETWORK),
+            )
             for place in box.places:
                 link = Link.SELF if place.buffer.rank == box.relay_rank else Link.HOST
-                fan_out.append(Transfer(region.tensor, region.lengths, relay, place, nbytes, link))
-            self.buffers[buffer] = Buffer(ends[buffer], box.dtype, group=str(index), exported=True)
-        return self._own(arriving), self._own(fan_out)
+                fan_out.append(
+                    Transfer(region.tensor, region.lengths, relay, place, nbytes, link),
+                )
+            self.buffers[buffer] = Buffer(
+                ends[buffer],
+                box.dtype,
+                group=str(index),
+                exported=True,
+            )
+        return self._of_rank(arriving), self._of_rank(fan_out)
 
-    def _own(self, transfers: list[Transfer]) -> list[Transfer]:
+    def _of_rank(self, transfers: list[Transfer]) -> list[Transfer]:
         if self.rank is None:
             return transfers
-        return [each for each in transfers if self.rank in (each.src_rank, each.dst_rank)]
+        return [
+            transfer
+            for transfer in transfers
+            if self.rank in (transfer.src_rank, transfer.dst_rank)
+        ]

@@ -1,6 +1,6 @@
-"""Bytes of all ranks: what must be received whatever the plan, and what a plan moves, counted on its routes.
+"""Byte counts of all ranks: the lower bound of any plan, and the bytes that a plan moves.
 
-No transfer is made for it.
+The bytes are counted on routes. No transfer is created.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Hosts, Routes, tensor_classes
+from hybrid_engine.planning.routes import Hosts, Routes
+from hybrid_engine.planning.tensor_classes import tensor_classes
 from hybrid_engine.records.holdings import BoxOwners, Holdings, groups_of_columns, presence_of
 from hybrid_engine.records.regions import subtract_all, union
 
@@ -22,34 +23,46 @@ def missing_by_rank(
     num_ranks: int,
     ranks: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Elements that each rank must receive: |needed minus held|, each element once.
+    """Yield (ranks, elements that each of them must receive): |needed minus held|.
+
+    Every rank that needs any part of the tensor appears once. An element that a rank needs in
+    several places counts once.
 
     Args:
-        sources, destinations: the owners of one tensor.
-        num_ranks: of the world. ranks: those to look at; default: all.
-
-    Yields (ranks, elements); every rank that needs anything is in one of them.
+        sources: the tensor's boxes in training.
+        destinations: the tensor's boxes in inference.
+        num_ranks: size of the world.
+        ranks: ranks to look at; default: all.
     """
     ranks = np.arange(num_ranks) if ranks is None else ranks
     needs = [presence_of(box, num_ranks)[ranks] for box in destinations]
     concerned = np.flatnonzero(np.any(needs, axis=0)) if needs else np.zeros(0, dtype=np.int64)
-    ranks, needs = ranks[concerned], [need[concerned] for need in needs]
+    ranks = ranks[concerned]
+    needs = [need[concerned] for need in needs]
     holds = [presence_of(box, num_ranks)[ranks] for box in sources]
-    # Ranks that need the same boxes and hold the same boxes have equal columns, and the box algebra is done once.
+    # Ranks that need and hold the same boxes have equal columns: one box computation serves all.
     for members in groups_of_columns([*needs, *holds], len(ranks)):
         first = members[0]
-        needed = union(box.region for box, need in zip(destinations, needs, strict=True) if need[first])
+        needed = union(
+            box.region for box, need in zip(destinations, needs, strict=True) if need[first]
+        )
         held = [box.region for box, hold in zip(sources, holds, strict=True) if hold[first]]
-        yield ranks[members], sum(region.numel for region in subtract_all(needed, held))
+        missing = subtract_all(needed, held)
+        yield ranks[members], sum(region.numel for region in missing)
 
 
-def missing_by_host(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners], hosts: Hosts) -> np.ndarray:
-    """Elements that must come to each host over the network; int array by host."""
-    numel = np.zeros(hosts.count, dtype=np.int64)
+def missing_by_host(
+    sources: Sequence[BoxOwners],
+    destinations: Sequence[BoxOwners],
+    hosts: Hosts,
+) -> np.ndarray:
+    """Return the elements that each host must receive over the network; int array by host."""
 
     def by_host(owners: Sequence[BoxOwners]) -> list[BoxOwners]:
-        return [BoxOwners(each.offsets, each.lengths, hosts.numbers[each.ranks]) for each in owners]
+        return [BoxOwners(box.offsets, box.lengths, hosts.numbers[box.ranks]) for box in owners]
 
+    numel = np.zeros(hosts.count, dtype=np.int64)
+    # A host as a whole holds and needs what its ranks do, so hosts take the place of ranks here.
     for numbers, count in missing_by_rank(by_host(sources), by_host(destinations), hosts.count):
         numel[numbers] += count
     return numel
@@ -57,13 +70,17 @@ def missing_by_host(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwne
 
 @dataclass(frozen=True, eq=False)
 class ByteSummary:
-    """Bytes of one reshard, int arrays by rank.
+    """Bytes of one reshard; int arrays by rank unless noted.
 
     Attributes:
-        own: copied inside the rank. host, network: received from a rank of the same host, of another one.
-        sent_host, sent_network: the same seen from the sender.
-        lower_bound: no plan lets the rank receive less.
-        network_lower_bound: by host: no plan lets its ranks together receive less from other hosts.
+        own: copied within the rank.
+        host: received from other ranks of the same host.
+        network: received from ranks of other hosts.
+        sent_host: sent to other ranks of the same host.
+        sent_network: sent to ranks of other hosts.
+        lower_bound: least bytes that the rank receives under any plan.
+        network_lower_bound: int array by host: least bytes that the host's ranks together
+            receive from other hosts under any plan.
     """
 
     own: np.ndarray
@@ -86,30 +103,42 @@ class ByteSummary:
 
 
 def summarize(
-    source: Holdings, destination: Holdings, hosts: Sequence[object], relaying_hosts: Collection[object] = ()
+    source: Holdings,
+    destination: Holdings,
+    hosts: Sequence[object],
+    relaying_hosts: Collection[object] = (),
 ) -> ByteSummary:
-    """Bytes that every rank receives and sends in the plan between two sides.
+    """Count the bytes that every rank receives and sends in the plan between two sides.
 
     Args:
-        source, destination: training and inference.
-        hosts: of every rank.
-        relaying_hosts: as of `planner.plan`.
+        source: holdings in training.
+        destination: holdings in inference.
+        hosts: host of every rank.
+        relaying_hosts: hosts that use relay buffers, as in `planner.plan`.
 
     Raises:
-        PlanError: naming tensors of two shapes, and what some rank needs and no rank holds.
+        PlanError: lists tensors with different shapes on the two sides, and boxes that some rank
+            needs and no rank holds.
     """
-    by_number = Hosts(hosts, relaying_hosts)
-    received, sent = ({link: np.zeros(by_number.num_ranks, dtype=np.int64) for link in Link} for _ in range(2))
-    lower_bound = np.zeros(by_number.num_ranks, dtype=np.int64)
-    network_lower_bound = np.zeros(by_number.count, dtype=np.int64)
+    numbered = Hosts(hosts, relaying_hosts)
+    num_ranks = numbered.num_ranks
+    received = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
+    sent = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
+    lower_bound = np.zeros(num_ranks, dtype=np.int64)
+    network_lower_bound = np.zeros(numbered.count, dtype=np.int64)
     for tensors in tensor_classes(source, destination):
-        owners, itemsize = (tensors.sources, tensors.destinations), int(tensors.itemsizes.sum())
-        for flow in Routes(*owners, by_number).flows(tensors.first, tensors.itemsizes):
+        sources = tensors.sources
+        destinations = tensors.destinations
+        routes = Routes(sources, destinations, numbered)
+        for flow in routes.flows(tensors.first, tensors.itemsizes):
+            # A receiver is unique within a flow but a sender is not: `+=` would lose its repeats.
             received[flow.link][flow.receivers] += flow.nbytes
             np.add.at(sent[flow.link], flow.senders, flow.nbytes)
-        for ranks, numel in missing_by_rank(*owners, by_number.num_ranks):
+        # All tensors of the class have the same boxes, so their item sizes add up.
+        itemsize = int(tensors.itemsizes.sum())
+        for ranks, numel in missing_by_rank(sources, destinations, num_ranks):
             lower_bound[ranks] += numel * itemsize
-        network_lower_bound += missing_by_host(*owners, by_number) * itemsize
+        network_lower_bound += missing_by_host(sources, destinations, numbered) * itemsize
     return ByteSummary(
         own=received[Link.SELF],
         host=received[Link.HOST],

@@ -1,4 +1,4 @@
-"""Calls that go on in a thread while their rank takes part in what is collective."""
+"""Calls that run in a thread while their rank keeps taking part in collectives."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ _T = TypeVar("_T")
 
 
 def in_background(call: Callable[[], _T], name: str) -> Future[_T]:
-    """Begin a call in a thread of this name; what it raises is the future's exception.
+    """Start `call` in a daemon thread called `name` and return its future.
 
-    The thread is a daemon. Python would join an executor's threads at exit, so a rank that fails would wait for calls
-    that are under way, and the other ranks would hear of it only then.
+    An exception of the call becomes the exception of the future.
     """
-    answer: Future[_T] = Future()
-    answer.set_running_or_notify_cancel()  # whoever waits may give up; the call goes on
+    result: Future[_T] = Future()
+    # A running future cannot be cancelled: a waiter may give up, but the call continues.
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            answer.set_result(call())
-        except BaseException as error:  # raised where it is waited for
-            answer.set_exception(error)
+            result.set_result(call())
+        except BaseException as error:  # raised in the thread that waits for the result
+            result.set_exception(error)
 
+    # An executor's threads are joined at exit: a failing rank would wait for unfinished calls,
+    # and the other ranks would learn of the failure only afterwards.
     threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
+    return result
 
 
-def steps_until(answer: Future[_T], seconds: float) -> Generator[None, None, _T]:
-    """A step every so many seconds until a call has ended: for `Agreement.rounds`. Returns, or raises, as the call."""
-    while not wait([answer], seconds).done:
+def steps_until(result: Future[_T], seconds: float) -> Generator[None, None, _T]:
+    """Yield every `seconds` until `result` is done, then return its value or raise its exception.
+
+    The generator drives `Agreement.rounds`.
+    """
+    while not wait([result], seconds).done:
         yield
-    return answer.result()
+    return result.result()

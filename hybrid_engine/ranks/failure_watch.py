@@ -1,23 +1,26 @@
-"""Watches the other ranks, so that their failures are known while this one still waits for them.
+"""Watch over the other ranks, which detects their failures while this rank still waits for them.
 
-Ranks wait for each other inside libraries: in vLLM's collectives, Megatron's, torch's. When one of them fails, the
-others wait there for what never comes. So a rank that fails says so in the job's store, and a thread on every rank
-looks there:
+Ranks wait for each other inside libraries: in collectives of vLLM, Megatron and torch. If one rank
+fails, the others wait there forever. Therefore a failed rank reports to the job's store, and a
+thread on every rank reads the store:
 
-    rank 1   an exception leaves `inside("generate")`     -> store: rank 1, generate, MemoryError, patience
-    rank 0   its thread sees it within a second           -> the log, as ERROR of this module's logger
-             its main thread ends its wait, or does not   -> after `patience` the thread ends the process
+    rank 1   an exception leaves `inside("generate")`   -> store: rank 1, generate, error, patience
+    rank 0   its thread reads that within a second      -> ERROR of this module's logger
+             its main thread returns from its wait, or  -> the thread ends the process, after that
+                                                           patience
 
-Ending the process is the last resort, as it is for NCCL's watchdog: a thread that spins in a kernel, or in vLLM's
-shared memory on CPU, hears no signal and has no timeout. It happens only while the main thread is inside the work in
-which it heard of the failure, and only to a rank that waits for the one that failed.
+Ending the process is the last resort, as it is for NCCL's watchdog: a thread that spins in a
+kernel, or in vLLM's shared memory on CPU, handles no signal and has no timeout. It happens only if
+the rank waits for the failed one, and only while its main thread is in the same work as at the
+failure.
 
-A rank that was killed says nothing: each rank looks at the processes of its host, also where there is no store any
-more, whose holder may be the one that ended. To other hosts its neighbour (the rank below) says it, and that a rank is
-frozen: every rank's thread keeps counting. A rank whose counter moves again is no longer treated as failed.
+A killed rank cannot report. Each rank therefore watches the processes of its own host, which works
+even if the store was lost with the process that held it. Other hosts learn of a killed or frozen
+rank from the rank below it, its neighbour, because every rank's thread increments a counter in the
+store. A rank whose counter moves again is no longer treated as failed.
 
-Whoever shows the user something adds a handler to the logger "hybrid_engine.failures": what is said there, while other
-ranks still wait, is the first that is known of a failure.
+Applications can add a handler to the logger "hybrid_engine.failures". It receives the first message
+about a failure, while other ranks still wait.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ logger = logging.getLogger("hybrid_engine.failures")
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_OF_THE_STORE = 10.0  # longest wait for an answer of the store
-_NUM_ERRORS_OF_THE_STORE = 5  # one after the other, and it counts as gone
-_SHORTEST_SILENCE = 20.0  # seconds: a rank on a busy host is not taken for frozen
-_SECONDS_AFTER_SILENCE = 10.0  # that others have to come back by themselves when a rank was killed or is frozen
-_SECONDS_TO_SPARE = 5.0  # beyond a failure's patience, for timeouts that end at the same time
+_NUM_ERRORS_OF_THE_STORE = 5  # consecutive errors after which the store counts as gone
+_SHORTEST_SILENCE = 20.0  # seconds: a rank on a busy host must not count as frozen
+# Patience of a report about a killed or frozen rank: others may still return by themselves.
+_SECONDS_AFTER_SILENCE = 10.0
+_SECONDS_TO_SPARE = 5.0  # added to a failure's patience, for timeouts that end at the same time
 _GONE = "gone"
 
 _T = TypeVar("_T")
@@ -57,16 +61,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure that a rank reports of itself or of another.
+    """Failure of a rank, reported by itself or by another rank.
 
     Attributes:
-        rank: that failed.
-        phase: what it was doing.
-        text: its error.
-        patience: seconds that those who wait for it have to come back from what they are doing.
-        entry: `_Place.entry` of who tells.
-        waiting: the ranks that wait for it; None for all.
-        beat: the last count of a rank that counts no further, and may again.
+        rank: the failed rank.
+        phase: the work in which it failed; "" if another rank observed the failure.
+        text: its error, or its observed state.
+        patience: seconds that ranks waiting for it have to return by themselves.
+        entry: `_RankPlace.entry` of the reporting rank.
+        waiting: ranks that wait for the failed one; None for all.
+        beat: last counter of a silent rank, which may count again; None if the failure is final.
     """
 
     rank: int
@@ -78,19 +82,21 @@ class Failure:
     beat: str | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, {self.phase}: {self.text}" if self.phase else f"rank {self.rank} {self.text}"
+        if self.phase:
+            return f"rank {self.rank}, {self.phase}: {self.text}"
+        return f"rank {self.rank} {self.text}"
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the main thread is; replaced as a whole, so that the other thread sees no half of it.
+class _RankPlace:
+    """Position of the main thread; replaced as a whole, so that the watching thread sees one state.
 
     Attributes:
-        step: agreements so far, the same on all ranks that work together.
-        entry: how often it entered work in which it waits for others, from outside of any. What failed in an earlier
-            entry of the same step was survived: the caller went on.
-        phase: the innermost such work, "" outside of any.
-        since: when it entered or left anything last.
+        step: number of agreements so far, the same on all ranks that work together.
+        entry: number of times that it entered work that waits for others, nested work not counted.
+            A failure in an earlier entry of the same step was survived: the caller went on.
+        phase: innermost such work; "" outside.
+        since: time at which it last entered or left such work, `time.monotonic()`.
         has_arrived: it waits for the others at the end of the step, and nowhere else.
     """
 
@@ -102,174 +108,221 @@ class _Place:
 
 
 @dataclass
-class _Heard:
-    """Failures of the present step, as the thread knows them."""
+class _KnownFailures:
+    """Failures of one step that the watching thread has seen, with the time of the first sight."""
 
     step: int = -1
-    failures: dict[Failure, float] = field(default_factory=dict)  # when each was first seen
+    failures: dict[Failure, float] = field(default_factory=dict)
 
 
 class FailureWatch:
-    """One rank's view of the others, for one `Agreement`. Created on all ranks alike."""
+    """View of one rank on the others, for one `Agreement`. Created on all ranks in the same order.
+
+    Args:
+        world: the ranks.
+        timeout_seconds: silence after which a rank counts as frozen; see `set_silence`.
+    """
 
     def __init__(self, world: World, timeout_seconds: float) -> None:
-        """`timeout_seconds`: see `set_silence`."""
-        self._rank, self._world_size, self._may_end = world.rank, world.size, world.may_end
+        self._rank = world.rank
+        self._world_size = world.size
+        self._may_end = world.may_end
         self._neighbour = (self._rank + 1) % self._world_size
         self.set_silence(timeout_seconds)
-        self._place, self._heard = _Place(), _Heard()
+        self._place = _RankPlace()
+        self._known = _KnownFailures()
         self._pids: dict[int, int] = {}  # of the other ranks of this host
-        self._neighbours_beat, self._neighbours_time, self._looked = "", time.monotonic(), time.monotonic()
+        self._neighbours_beat = ""
+        self._neighbours_time = time.monotonic()
+        self._looked = time.monotonic()
         self._arrived_at = -1
-        self._told = -1, ""  # step and text of this rank's own failure
-        self._closing, self._store_is_gone = threading.Event(), False
+        self._reported = -1, ""  # step and text of this rank's own failure
+        self._closing = threading.Event()
+        self._store_is_gone = False
         self._thread: threading.Thread | None = None
-        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queries: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if self._world_size > 1:
+            # Each thread has its own connection: a wait of one would hold up the other.
             name = f"watch/{world.next_number()}"
-            self._store, self._threads_store = world.own_connection(name), world.own_connection(name)
+            self._store = world.own_connection(name)
+            self._threads_store = world.own_connection(name)
             for store in (self._store, self._threads_store):
                 store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
             self._pid = os.getpid()
             self._space = process_space()
             if self._space is not None:
-                _append(self._store, f"processes/{self._space}", f"{self._rank} {self._pid}")
+                key = f"processes/{self._space}"
+                _append(self._store, key, f"{self._rank} {self._pid}")
             self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
             self._thread.start()
-            # made now: starting a thread waits without end where memory is too short for it to begin
-            threading.Thread(target=self._answer, name="questions to the store", daemon=True).start()
+            # Started now, because Thread.start never returns if memory is too short for the thread.
+            queries = threading.Thread(target=self._run_queries, name="store queries", daemon=True)
+            queries.start()
             atexit.register(self.close)
 
     def set_silence(self, seconds: float) -> None:
-        """A rank that counted no further for so long is taken for frozen; not sooner than after 20 s."""
+        """Treat a rank as frozen after `seconds` without counting, but not before 20 s."""
         self._silence = max(seconds, _SHORTEST_SILENCE)
 
     def close(self) -> None:
-        """Stop watching, and being watched; idempotent. Not by a child that was forked from this process."""
+        """Stop watching and being watched; idempotent. Does nothing in a forked child."""
         if self._thread is None or self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
         atexit.unregister(self.close)
         self._thread.join(_SECONDS_OF_THE_STORE)
-        self._ask(lambda: self._store.set(_beat(self._rank), _GONE), None)
-        self._ask(lambda: _append(self._store, "left", str(self._rank)), None)
+        self._query(lambda: self._store.set(f"beat/{self._rank}", _GONE), None)
+        self._query(lambda: _append(self._store, "left", str(self._rank)), None)
         self._store_is_gone = True
-        self._questions.put(None)
+        self._queries.put(None)
 
-    # -- the main thread ----------------------------------------------------------------------------------------------
+    # -- the main thread ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def inside(self, phase: str) -> Iterator[None]:
-        """Work in which this rank may wait for others."""
+        """Mark the block as work in which this rank may wait for others."""
         outer = self._place
-        self._place = _Place(outer.step, outer.entry + (not outer.phase), phase, time.monotonic())
+        entry = outer.entry + (not outer.phase)
+        self._place = _RankPlace(outer.step, entry, phase, time.monotonic())
         try:
             yield
         finally:
-            self._place = _Place(self._place.step, self._place.entry, outer.phase, time.monotonic())
+            inner = self._place  # agreements inside the block have advanced its step
+            self._place = _RankPlace(inner.step, inner.entry, outer.phase, time.monotonic())
 
     @contextlib.contextmanager
     def arrived(self, phase: str) -> Iterator[None]:
-        """The end of a step, at which all ranks meet; the next step begins after it."""
+        """Mark the block as the end of a step, where all ranks meet. The next step follows it."""
         outer = self._place
-        self._place = _Place(outer.step, outer.entry, phase, time.monotonic(), has_arrived=True)
+        self._place = _RankPlace(outer.step, outer.entry, phase, time.monotonic(), has_arrived=True)
         try:
             yield
         finally:
-            self._place = _Place(outer.step + 1, outer.entry, outer.phase, time.monotonic())
+            self._place = _RankPlace(outer.step + 1, outer.entry, outer.phase, time.monotonic())
 
-    def tell(self, phase: str, text: str, patience: float, waiting: Collection[int] | None = None) -> None:
-        """Let all ranks know that this one failed in the present step."""
-        place, ranks = self._place, None if waiting is None else tuple(waiting)
-        self._told = place.step, text
+    def report(
+        self, phase: str, text: str, patience: float, waiting: Collection[int] | None = None
+    ) -> None:
+        """Report to all ranks that this one failed in the present step. See `Failure`."""
+        place = self._place
+        ranks = None if waiting is None else tuple(waiting)
+        self._reported = place.step, text
         failure = Failure(self._rank, phase, text, patience, place.entry, ranks)
-        self._ask(lambda: self._say(self._store, failure, place.step), None)
+        self._query(lambda: self._write(self._store, failure, place.step), None)
 
     def failures_of_others(self) -> list[Failure]:
         """Read failures of the present step from the store; none if it is gone."""
         place = self._place
-        return self._ask(lambda: self._read(self._store, place), [])
+        return self._query(lambda: self._read(self._store, place), [])
 
-    def heard(self) -> list[Failure]:
-        """Failures of the present step that the thread knows, but for those of ranks that may count again."""
-        heard, place = self._heard, self._place
-        failures = list(heard.failures) if heard.step == place.step else []
-        return [failure for failure in failures if failure.entry >= place.entry and failure.beat is None]
+    def known_failures(self) -> list[Failure]:
+        """Return final failures of the present step that the watching thread has seen."""
+        known = self._known
+        place = self._place
+        failures = list(known.failures) if known.step == place.step else []
+        return [
+            failure for failure in failures if failure.entry >= place.entry and failure.beat is None
+        ]
 
     def ended(self) -> str:
-        """Which ranks are known to have ended, in words."""
-        return ", ".join(str(failure) for failure in self.heard() if not failure.phase)
+        """Return which ranks are known to have ended, as text; "" if none."""
+        return ", ".join(str(failure) for failure in self.known_failures() if not failure.phase)
 
     def left(self) -> str:
-        """Which ranks have ended their part in the job, in words."""
-        gone = self._ask(lambda: _lines(self._store, "left"), list[str]())
-        return ", ".join(f"rank {rank} has left the job" for rank in gone if rank != str(self._rank))
+        """Return which ranks have left the job by `close`, as text; "" if none."""
+        ranks = self._query(lambda: _lines(self._store, "left"), list[str]())
+        others = [rank for rank in ranks if rank != str(self._rank)]
+        return ", ".join(f"rank {rank} has left the job" for rank in others)
 
     def num_at(self, mark: str, *, arriving: bool = False) -> int | None:
-        """How many ranks are at a mark of the present step, with this one if it is `arriving`; None without a store."""
+        """Return how many ranks have reached a mark of the present step; None without a store.
+
+        If `arriving`, this rank reaches it now and is included.
+        """
         key = f"{self._place.step}/{mark}"
-        return self._ask(lambda: self._store.add(key, int(arriving)), None)
+        return self._query(lambda: self._store.add(key, int(arriving)), None)
 
     def have_arrived(self, ranks: Collection[int] | None, patience: float) -> bool:
-        """Having told of a failure, wait at most `patience` seconds until these ranks (default: all) are at the end of
-        the step."""
-        awaited = set(range(self._world_size) if ranks is None else ranks) - {self._rank}
-        step, deadline = self._place.step, time.monotonic() + patience
+        """Wait until `ranks` (default: all) are at the end of the step, after a `report`.
+
+        Returns False if they are not within `patience` seconds.
+        """
+        awaited = set(range(self._world_size) if ranks is None else ranks)
+        awaited.discard(self._rank)
+        key = f"{self._place.step}/arrived"
+        deadline = time.monotonic() + patience
         while awaited and time.monotonic() < deadline:
-            awaited -= set(map(int, self._ask(lambda: _lines(self._store, f"{step}/arrived"), list[str]())))
+            lines = self._query(lambda: _lines(self._store, key), list[str]())
+            awaited.difference_update(map(int, lines))
             time.sleep(_SECONDS_BETWEEN_LOOKS / 5 if awaited else 0)
         return not awaited
 
     def reasons(self) -> list[str]:
-        """Why others do not come, in words: failures that they told, else processes of this host that have ended or are
-        stopped. Takes a second if none: a connection breaks a little before its process is gone, or says why."""
+        """Return why other ranks do not come, as texts.
+
+        These are the failures that ranks have reported. Without any, they are the ended or stopped
+        processes of this host. Waits up to a second for the first reason, because a connection
+        breaks a little before its process is gone or has reported.
+        """
         deadline = time.monotonic() + 1.0
         while True:
-            found = list(map(str, self.failures_of_others()))
-            found = found or [f"rank {rank} {state}" for rank, pid in self._pids.items() if (state := state_of(pid))]
-            if found or self._world_size == 1 or time.monotonic() > deadline:
-                return found
+            reasons = list(map(str, self.failures_of_others()))
+            if not reasons:
+                for rank, pid in self._pids.items():
+                    if state := state_of(pid):
+                        reasons.append(f"rank {rank} {state}")
+            if reasons or self._world_size == 1 or time.monotonic() > deadline:
+                return reasons
             time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
 
-    def _ask(self, call: Callable[[], _T], otherwise: _T) -> _T:
-        """Ask the store. It is a help: when the process that holds it has ended or is frozen there is none,
-        and torch's own timeouts do not cover every call."""
-        answers: SimpleQueue[_T] = SimpleQueue()
+    def _query(self, call: Callable[[], _T], default: _T) -> _T:
+        """Return the result of `call` on the store, or `default` if the store does not answer.
 
-        def ask() -> None:
+        The process that holds the store may have ended or be frozen, and torch's own timeouts do
+        not cover every call. The call therefore runs in a thread, and is abandoned after a timeout.
+        """
+        results: SimpleQueue[_T] = SimpleQueue()
+
+        def run() -> None:
             try:
                 _require_file(self._store)
-                answers.put(call())
+                results.put(call())
             except Exception as error:
-                self._store_is_gone |= isinstance(error, RuntimeError)  # short of memory, it may answer the next time
+                # After another error, such as MemoryError, the store may answer the next time.
+                self._store_is_gone |= isinstance(error, RuntimeError)
                 logger.info("the job's store does not answer: %s", error)
-                answers.put(otherwise)
+                results.put(default)
 
         if self._world_size == 1 or self._store_is_gone:
-            return otherwise
-        self._questions.put(ask)
+            return default
+        self._queries.put(run)
         try:
-            return answers.get(timeout=_SECONDS_OF_THE_STORE)
+            return results.get(timeout=_SECONDS_OF_THE_STORE)
         except Empty:
             self._store_is_gone = True
-            return otherwise
+            return default
 
-    def _answer(self) -> None:
-        for ask in iter(self._questions.get, None):
-            ask()
+    def _run_queries(self) -> None:
+        for run in iter(self._queries.get, None):
+            run()
 
-    # -- the store ----------------------------------------------------------------------------------------------------
+    # -- the store ---------------------------------------------------------------------------------
 
-    def _say(self, store: dist.Store, failure: Failure, step: int) -> None:
+    def _write(self, store: dist.Store, failure: Failure, step: int) -> None:
         _append(store, f"{step}/failed", json.dumps(asdict(failure)))
 
-    def _read(self, store: dist.Store, place: _Place) -> list[Failure]:
-        """Read the failures of other ranks that count where this one is."""
-        lines = map(json.loads, _lines(store, f"{place.step}/failed"))
-        told = [Failure(**{**line, "waiting": line["waiting"] and tuple(line["waiting"])}) for line in lines]
-        return [failure for failure in told if failure.rank != self._rank and failure.entry >= place.entry]
+    def _read(self, store: dist.Store, place: _RankPlace) -> list[Failure]:
+        """Return the reported failures of other ranks that matter at `place`."""
+        failures = []
+        for line in _lines(store, f"{place.step}/failed"):
+            fields = json.loads(line)
+            fields["waiting"] = fields["waiting"] and tuple(fields["waiting"])
+            failure = Failure(**fields)
+            if failure.rank != self._rank and failure.entry >= place.entry:
+                failures.append(failure)
+        return failures
 
-    # -- the watching thread ------------------------------------------------------------------------------------------
+    # -- the watching thread -----------------------------------------------------------------------
 
     def _watch(self) -> None:
         num_errors = 0
@@ -280,102 +333,145 @@ class FailureWatch:
             try:
                 if num_errors < _NUM_ERRORS_OF_THE_STORE:
                     _require_file(store)
-                    store.set(_beat(self._rank), str(beat))
+                    store.set(f"beat/{self._rank}", str(beat))
                     self._find_processes(store)
-                    self._look_at_neighbour(store)
-                    told = self._read(store, self._place)
-                    known = {failure.rank for failure in told}
-                    seen = [failure for failure in self._failures_of_this_host() if failure.rank not in known]
-                    self._look_at_failures(told + [each for each in seen if _beat_of(store, each.rank) != _GONE])
+                    self._watch_neighbour(store)
+                    failures = self._read(store, self._place)
+                    reported = {failure.rank for failure in failures}
+                    for failure in self._failures_of_this_host():
+                        # A rank that closed its watch first has ended normally.
+                        if failure.rank not in reported and _beat_of(store, failure.rank) != _GONE:
+                            failures.append(failure)
+                    self._react(failures)
                     num_errors = 0
                 else:
-                    self._look_at_failures(self._failures_of_this_host())
+                    self._react(self._failures_of_this_host())
             except RuntimeError as error:
                 num_errors += 1
                 if num_errors == _NUM_ERRORS_OF_THE_STORE:
-                    level = logging.WARNING if self._place.phase else logging.INFO
-                    logger.log(level, "rank %d sees its own host only: no store answers: %s", self._rank, error)
+                    logger.log(
+                        logging.WARNING if self._place.phase else logging.INFO,
+                        "rank %d watches only its own host from now on: the job's store does not "
+                        "answer: %s",
+                        self._rank,
+                        error,
+                    )
 
     def _find_processes(self, store: dist.Store) -> None:
+        """Read the process ids of this host's other ranks, until all are known."""
         if self._space is not None and len(self._pids) < self._world_size - 1:
-            pairs = (line.split() for line in _lines(store, f"processes/{self._space}"))
-            self._pids = {int(rank): int(pid) for rank, pid in pairs if int(rank) != self._rank}
+            pids = {}
+            for line in _lines(store, f"processes/{self._space}"):
+                rank, pid = map(int, line.split())
+                if rank != self._rank:
+                    pids[rank] = pid
+            # Replaced as a whole, because the main thread may iterate over it.
+            self._pids = pids
 
-    def _look_at_neighbour(self, store: dist.Store) -> None:
-        """Say what a rank that was killed or is frozen cannot say."""
-        now, place, beat = time.monotonic(), self._place, _beat_of(store, self._neighbour)
-        was_away, self._looked = now - self._looked > 10 * _SECONDS_BETWEEN_LOOKS, now
+    def _watch_neighbour(self, store: dist.Store) -> None:
+        """Report the neighbour if it was killed or is frozen, because it cannot report itself."""
+        now = time.monotonic()
+        place = self._place
+        beat = _beat_of(store, self._neighbour)
+        # If this thread got no time itself, the neighbour must not be blamed for it.
+        was_away = now - self._looked > 10 * _SECONDS_BETWEEN_LOOKS
+        self._looked = now
         if beat != self._neighbours_beat or not place.phase or was_away:
-            self._neighbours_beat, self._neighbours_time = beat, now
+            self._neighbours_beat = beat
+            self._neighbours_time = now
             return
+        seconds = now - self._neighbours_time
         pid = self._pids.get(self._neighbour)
         has_left = pid is not None and has_ended(pid)
-        is_silent = now - self._neighbours_time > self._silence and (pid is None or state_of(pid) is not None)
-        if beat != _GONE and (has_left or is_silent):
-            silence = f"did not respond for {now - self._neighbours_time:.0f} s"
-            text = silence if pid is None else state_of(pid) or silence
-            failure = self._seen(self._neighbour, text, place, None if has_left else beat)
-            if not any(told.rank == failure.rank for told in self._read(store, place)):
-                self._say(store, failure, place.step)
+        # A running process of this host is only slow, however long it is silent.
+        is_frozen = False
+        if seconds > self._silence:
+            is_frozen = pid is None or state_of(pid) is not None
+        if beat != _GONE and (has_left or is_frozen):
+            state = None if pid is None else state_of(pid)
+            text = state or f"did not respond for {seconds:.0f} s"
+            failure = self._observed(self._neighbour, text, place, None if has_left else beat)
+            reported = self._read(store, place)
+            if all(report.rank != failure.rank for report in reported):
+                self._write(store, failure, place.step)
 
     def _failures_of_this_host(self) -> list[Failure]:
-        """Failures that can be seen without the store."""
+        """Return the failures that are visible without the store: ended processes."""
         place = self._place
-        ended = [(rank, pid) for rank, pid in self._pids.items() if place.phase and has_ended(pid)]
-        return [self._seen(rank, f"has ended (process {pid})", place) for rank, pid in ended]
+        failures: list[Failure] = []
+        if not place.phase:
+            return failures
+        for rank, pid in self._pids.items():
+            if has_ended(pid):
+                failures.append(self._observed(rank, f"has ended (process {pid})", place))
+        return failures
 
-    def _seen(self, rank: int, text: str, place: _Place, beat: str | None = None) -> Failure:
+    def _observed(
+        self, rank: int, text: str, place: _RankPlace, beat: str | None = None
+    ) -> Failure:
         return Failure(rank, "", text, _SECONDS_AFTER_SILENCE, place.entry, beat=beat)
 
-    def _look_at_failures(self, failures: list[Failure]) -> None:
-        place, now = self._place, time.monotonic()
-        if place.step != self._heard.step:
-            self._heard = _Heard(place.step)
-        seen = self._heard.failures
+    def _react(self, failures: list[Failure]) -> None:
+        """Log new failures, and end the process if it is stuck in waiting for a failed rank."""
+        place = self._place
+        now = time.monotonic()
+        if place.step != self._known.step:
+            self._known = _KnownFailures(place.step)
+        first_seen = self._known.failures
         for failure in failures:
-            if failure not in seen:
-                if not any(_is_alike(failure, known) for known in seen) and self._told != (place.step, failure.text):
-                    self._report(failure, place)
-                seen[failure] = now
-        if failures and place.has_arrived:
-            self._report_arrival(place.step)
+            if failure in first_seen:
+                continue
+            is_logged = any(_is_alike(failure, known) for known in first_seen)
+            if not is_logged and self._reported != (place.step, failure.text):
+                waits = ""
+                if self._is_stuck(place):
+                    waits = f" (rank {self._rank} is still in: {place.phase})"
+                logger.error("[Reshard] %s%s", failure, waits)
+            first_seen[failure] = now
+        if failures and place.has_arrived and self._arrived_at != place.step:
+            _append(self._threads_store, f"{place.step}/arrived", str(self._rank))
+            self._arrived_at = place.step
         for failure in failures:
             is_awaited = failure.waiting is None or self._rank in failure.waiting
-            deadline = max(seen[failure], place.since) + failure.patience + _SECONDS_TO_SPARE
-            if is_awaited and now > deadline and self._is_stuck(place) and not self._is_forgiven(failure):
-                # what follows from the first, as the end of those who waited for it, is no cause
-                cause = min((each for each in failures if not self._is_forgiven(each)), key=seen.__getitem__)
-                self._end(cause, place, now - seen[cause])
+            # The patience starts again with each work that the main thread enters.
+            start = max(first_seen[failure], place.since)
+            deadline = start + failure.patience + _SECONDS_TO_SPARE
+            if not (is_awaited and now > deadline and self._is_stuck(place)):
+                continue
+            # Each failure is looked at once, because its rank may count again at any time.
+            causes = [other for other in failures if not self._is_forgiven(other)]
+            if failure in causes:
+                # The first failure is the cause. Later ones, such as the end of ranks that waited
+                # for it, are consequences.
+                cause = min(causes, key=first_seen.__getitem__)
+                self._end(cause, place, now - first_seen[cause])
 
-    def _report_arrival(self, step: int) -> None:
-        if self._arrived_at != step:
-            _append(self._threads_store, f"{step}/arrived", str(self._rank))
-            self._arrived_at = step
+    def _is_stuck(self, place: _RankPlace) -> bool:
+        """Return True if the main thread is still at `place`, inside work.
 
-    def _is_stuck(self, place: _Place) -> bool:
-        """Whether the main thread is still where it was, inside work; the end of a step has a timeout of its own."""
+        The end of a step does not count, because it has its own timeout.
+        """
         return place is self._place and bool(place.phase) and not place.has_arrived
 
     def _is_forgiven(self, failure: Failure) -> bool:
-        """Whether a rank that was silent goes on: its process runs, however little time a busy host gives it to count;
-        of another host, it counts again."""
+        """Return True if a rank that was silent goes on.
+
+        On this host its process runs, even if a busy host gives it no time to count. On another
+        host it counts again.
+        """
         if failure.beat is None:
             return False
         pid = self._pids.get(failure.rank)
         runs = pid is not None and state_of(pid) is None
         return runs or _beat_of(self._threads_store, failure.rank) != failure.beat
 
-    def _report(self, failure: Failure, place: _Place) -> None:
-        waits = f" (rank {self._rank} is still in: {place.phase})" if self._is_stuck(place) else ""
-        logger.error("[Reshard] %s%s", failure, waits)
-
-    def _end(self, failure: Failure, place: _Place, seconds: float) -> None:
-        """The main thread waits for a rank that does not come, where no timeout ends it; or where one will."""
+    def _end(self, failure: Failure, place: _RankPlace, seconds: float) -> None:
+        """End the process, which has waited for `seconds`, unless the world forbids it."""
         if not self._may_end:
             return
         logger.critical(
-            "[Reshard] rank %d ends: after %.0f s it still waits in %r, and nothing but the end of the process stops "
-            "that. The cause: %s",
+            "[Reshard] rank %d ends: after %.0f s it still waits in %r, and only the end of the "
+            "process can stop that. Cause: %s",
             self._rank,
             seconds,
             place.phase,
@@ -387,12 +483,19 @@ class FailureWatch:
 
 
 def _is_alike(failure: Failure, known: Failure) -> bool:
-    """Whether a failure needs no line in the log beside another: many ranks raise one error."""
-    return failure.text == known.text and (failure.rank == known.rank or bool(failure.phase))
+    """Return True if the log line of `known` covers `failure`: many ranks raise the same error."""
+    if failure.text != known.text:
+        return False
+    # An error that a rank raises has a phase, and may be the same on many ranks. An observed state
+    # such as "has ended" concerns its rank alone.
+    return failure.rank == known.rank or bool(failure.phase)
 
 
 def _require_file(store: dist.Store) -> None:
-    """Raise RuntimeError where the file of a FileStore was removed: each of its calls would wait for another one."""
+    """Raise RuntimeError if the file of a FileStore was removed.
+
+    Otherwise every call would wait for the file to come back.
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     path = getattr(store, "path", "")  # of a FileStore; not in torch's stubs
@@ -405,13 +508,13 @@ def _append(store: dist.Store, key: str, line: str) -> None:
 
 
 def _lines(store: dist.Store, key: str) -> list[str]:
-    return store.get(key).decode().splitlines() if store.check([key]) else []
-
-
-def _beat(rank: int) -> str:
-    return f"beat/{rank}"
+    # Checked first, because `get` waits for a missing key.
+    if not store.check([key]):
+        return []
+    return store.get(key).decode().splitlines()
 
 
 def _beat_of(store: dist.Store, rank: int) -> str:
-    """How far a rank's thread has counted; a store waits for a key that is not there."""
-    return store.get(_beat(rank)).decode() if store.check([_beat(rank)]) else ""
+    """Return the counter of a rank's watching thread; "" before it has counted."""
+    key = f"beat/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""

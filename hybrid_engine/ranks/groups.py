@@ -1,14 +1,13 @@
-"""Hosts, and process groups: which processes share memory, groups of some ranks, and the end of groups.
+"""Hosts and processes, gloo groups of some ranks, and the end of process groups.
 
-What all ranks must know goes by way of few (ranks/rank_tree.py); everything else among some of them over gloo has a
-group of these (`RankGroup`). torch keeps every group of its own until it is told to end it (`end_groups`), or until the
-job ends.
+Messages for all ranks go through a tree of small groups (ranks/rank_tree.py). Any other gloo
+traffic between some of the ranks uses a `RankGroup`. torch keeps each process group of its own
+until it is destroyed (`end_groups`) or the job ends.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
 import socket
@@ -22,32 +21,44 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.messages import LIMIT, require_size
-from hybrid_engine.ranks.process import own_groups
+from hybrid_engine.ranks.signals_and_forks import own_groups
 from hybrid_engine.ranks.torch_internals import is_alive
 from hybrid_engine.ranks.world import World
 
-logger = logging.getLogger("hybrid_engine")
-
-
 MEETING_DIRECTORY = "/tmp"
-"""Where processes of a host have the sockets by which they pass descriptors (memory/descriptors.py). Not TMPDIR, which
-differs between processes that see the same files, and may be too long for a socket's address."""
+"""Directory of the sockets by which processes of a host pass descriptors (memory/descriptors.py).
+Not TMPDIR, which differs between processes that see the same files, and may be too long for the
+address of a socket."""
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_MAX = dist.ReduceOp.MAX
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the interface, or several, on which gloo listens. torch reads it only
+for its own groups."""
+
+# States of a process, proc(5): zombie, dead; stopped, stopped by a tracer.
+_ENDED = ("Z", "X")
+_STOPPED = ("T", "t")
+
+_SOURCE = re.compile(r"^\[[^\]]*\]\s*")
+_ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when one kernel runs both and they see one MEETING_DIRECTORY: containers may.
+    """Return an id that is equal for processes under one kernel that see one MEETING_DIRECTORY.
 
-    Where /proc does not say, the host's name.
+    Processes in different containers may qualify. Without a readable /proc it is the host's name.
     """
     try:
-        place = os.stat(MEETING_DIRECTORY)
-        return f"{_boot_id()}/{place.st_dev}:{place.st_ino}"
+        status = os.stat(MEETING_DIRECTORY)
+        return f"{_boot_id()}/{status.st_dev}:{status.st_ino}"
     except OSError:
         return socket.gethostname()
 
 
 def process_space() -> str | None:
-    """Equal for two processes exactly when they see each other's ids; None where that cannot be known."""
+    """Return an id that is equal for processes that see each other's pids; None if unknown."""
     try:
         return f"{_boot_id()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -59,152 +70,158 @@ def _boot_id() -> str:
 
 
 def state_of(pid: int) -> str | None:
-    """Say what keeps a process of this host from going on: it has ended or is stopped. None: nothing seen."""
+    """Return "has ended ..." or "is stopped ..." for a process of this host, else None."""
     if has_ended(pid):
         return f"has ended (process {pid})"
-    return f"is stopped (process {pid})" if _letter(pid) in _STOPPED else None
+    if _state_letter(pid) in _STOPPED:
+        return f"is stopped (process {pid})"
+    return None
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or only waits for its parent to take note."""
-    return _letter(pid) in _ENDED
+    """Return True if a process of this host is gone, or a zombie that its parent has not reaped."""
+    return _state_letter(pid) in _ENDED
 
 
-_ENDED, _STOPPED = ("Z", "X"), ("T", "t")  # states of proc(5)
-
-
-def _letter(pid: int) -> str:
-    """The state of /proc/<pid>/stat: X where there is no such process, "" where that cannot be read."""
+def _state_letter(pid: int) -> str:
+    """Return the state in /proc/<pid>/stat: X if the process does not exist, "" if unreadable."""
     try:
-        # the name before it is in brackets and may hold spaces and brackets
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        # The state follows the name, which is in brackets and may contain spaces and brackets.
+        return text.rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"
-    except (OSError, IndexError):  # no descriptor left, for instance: that says nothing about the other process
+    except (OSError, IndexError):
+        # For example, this process has too many open files. The other one may be alive.
         return ""
 
 
-_SECONDS_TO_FINISH = 10.0
-"""For what is queued on the device when its groups end: a collective whose peer was lost never finishes."""
-_SECONDS_BETWEEN_LOOKS = 0.5
-_SOURCE = re.compile(r"^\[[^\]]*\]\s*")
-_ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
-
-
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether torch says of a group that a member ended or did not come; gloo raises plain RuntimeErrors for that."""
+    """Return True if torch reports that a member of a group ended or did not come.
+
+    gloo raises plain RuntimeErrors for that.
+    """
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and "third_party/gloo/" in str(error)
 
 
 def plain_text(error: BaseException) -> str:
-    """Text of gloo's error for a broken connection, without its source file and its advice to look for other errors."""
-    return _ADVICE.sub("", _SOURCE.sub("", str(error)))
+    """Return gloo's message of a broken connection, without its source file and its advice."""
+    text = _SOURCE.sub("", str(error))
+    return _ADVICE.sub("", text)
 
 
 def end_groups(*groups: dist.ProcessGroup | None) -> None:
-    """End groups; None is no group, and those of a job that has ended are gone already. On all ranks of a group.
+    """Destroy process groups on all their ranks; None and destroyed groups are skipped.
 
-    Their connections and threads, of which gloo has three for each, go once nothing refers to them. Never run on NCCL.
+    Connections and threads of gloo, which has three per group, end with the last reference to the
+    group. For NCCL, torch first waits for operations that have begun.
     """
-    alive = [group for group in groups if is_alive(group)]
-    if any("nccl" in dist.get_backend_config(group) for group in alive):
-        let_device_finish()
-    for group in alive:
-        if is_alive(group):  # a group is given twice where two parallel sizes have the same ranks
+    for group in groups:
+        # A group comes twice if two parallel sizes have the same ranks.
+        if is_alive(group):
             dist.destroy_process_group(group)
 
 
-def let_device_finish() -> None:
-    """Wait a while for what this thread has queued on the current stream: NCCL aborts what is under way in a group that
-    ends. A device that has failed is not waited for."""
-    if not torch.cuda.is_initialized():
-        return
-    deadline = time.monotonic() + _SECONDS_TO_FINISH
-    try:
-        queued = torch.cuda.Event()
-        queued.record()
-        while not queued.query() and time.monotonic() < deadline:
-            time.sleep(0.001)
-    except RuntimeError as error:  # groups must end all the same, and why the device failed is told elsewhere
-        logger.warning("the device cannot be asked whether it has finished: %s", error)
-
-
 class RankGroup:
-    """Some ranks over gloo, each connected with each other: for one purpose only, after a timeout it is dead.
+    """gloo group of some ranks, all connected with each other. Unusable after a timeout.
 
-    Not one of torch's own groups: every rank of the job has to call for each of those, hundreds where there are
-    hundreds of hosts. A rank that is not in one returns at once, unless the default group is bound to a device: then
-    each call splits NCCL's communicator, on all ranks.
+    It is not registered with torch. Creating one of torch's own groups requires every rank of the
+    job, for hundreds of groups if there are hundreds of hosts. A rank outside a group returns at
+    once there, unless the default group is bound to a device: then each creation splits NCCL's
+    communicator on all ranks.
+
+    Args:
+        world: the ranks of the job.
+        name: unique among all groups of the job. Creation is collective over `ranks`.
+        ranks: the group's ranks; the first one is the source of `broadcast`.
+        timeout_seconds: longest wait for another rank.
 
     Attributes:
-        ranks: of the group; the first tells the others.
-        timeout_seconds: longest wait for another one.
+        ranks: as above.
+        timeout_seconds: as above.
     """
 
-    def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> None:
-        """`name`: among all groups of the job. Collective, for its ranks."""
-        self.ranks, self.timeout_seconds = ranks, timeout_seconds
+    def __init__(
+        self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float
+    ) -> None:
+        self.ranks = ranks
+        self.timeout_seconds = timeout_seconds
         self._gloo: dist.ProcessGroupGloo | None = _connected(world, name, ranks, timeout_seconds)
         self._maxima: dict[int, dist.Work] = {}
-        self._is_left = False  # something under way that nobody waits for any more
+        self._is_abandoned = False  # a wait was given up, and its operation is still under way
         self._numbers = itertools.count()
 
-    # what is waited for is in no variable: an error's traceback would keep its connections open
+    # Methods of gloo's groups are missing in torch's stubs.
+    # Works in progress are not kept in local variables, because the traceback of an error would
+    # keep the connections open.
 
     def begin_maximum(self, values: torch.Tensor) -> int:
-        """Let every element be the largest of all ranks', in place, once this one has ended, by its number."""
+        """Start an elementwise maximum over all ranks, in place; return its number."""
         number = next(self._numbers)
-        self._maxima[number] = self._open().allreduce([values], dist.ReduceOp.MAX)  # type: ignore[attr-defined]
+        self._maxima[number] = self._open().allreduce([values], _MAX)  # type: ignore[attr-defined]
         return number
 
     def end_maximum(self, number: int, ended: Callable[[], str] = lambda: "") -> None:
-        """Wait for it, not longer than all ranks live: gloo tells of one that has ended only to its neighbours.
+        """Wait for a maximum, but only while all ranks live.
 
-        `ended`: which are known to have, in words. Raises RuntimeError as torch does, and DistError where one has, or
-        does not come.
+        gloo reports the end of a rank only to its neighbours, so `ended` is called repeatedly. It
+        returns the ranks that are known to have ended, as text.
+
+        Raises RuntimeError of torch; DistError if a rank has ended or does not come.
         """
         deadline = time.monotonic() + self.timeout_seconds
         try:
             while True:
                 left = deadline - time.monotonic()
+                seconds = min(max(left, 0.001), _SECONDS_BETWEEN_LOOKS)
                 try:
-                    self._maxima[number].wait(timedelta(seconds=min(max(left, 0.001), _SECONDS_BETWEEN_LOOKS)))
+                    self._maxima[number].wait(timedelta(seconds=seconds))
                     return
                 except RuntimeError:
+                    # It failed, or it has succeeded since the wait ended: the second wait decides.
                     if self._maxima[number].is_completed():
-                        self._maxima[number].wait()  # its own error, or none: it may have ended since the look
+                        self._maxima[number].wait()
                         return
-                if said := ended() or (f"not within {self.timeout_seconds:g} s" if left <= 0 else ""):
-                    self._is_left = True
-                    raise dist.DistError(said)
+                problem = ended()
+                if not problem and left <= 0:
+                    problem = f"not within {self.timeout_seconds:g} s"
+                if problem:
+                    self._is_abandoned = True
+                    raise dist.DistError(problem)
         finally:
             self._maxima.pop(number, None)
 
     def gather(self, message: bytes, limit: int = LIMIT) -> dict[int, bytes]:
-        """By rank of the group, its message. Raises MessageError, on all of them, where they are longer than `limit`
-        together, each taken for as long as the longest."""
-        sizes = torch.empty(len(self.ranks), 1, dtype=torch.int64)
+        """Return the message of each rank of the group, by rank. Collective.
+
+        Raises MessageError on all ranks if the messages, padded to the longest, exceed `limit`
+        bytes.
+        """
+        num_ranks = len(self.ranks)
+        sizes = torch.empty(num_ranks, 1, dtype=torch.int64)
         self._all_gather(sizes, torch.tensor([len(message)]))
         width = int(sizes.max())
-        require_size(width * len(self.ranks), limit)
-        rows = torch.empty(len(self.ranks), max(width, 1), dtype=torch.uint8)
+        require_size(width * num_ranks, limit)
+        rows = torch.empty(num_ranks, max(width, 1), dtype=torch.uint8)
         padded = bytearray(message.ljust(rows.shape[1], b"\0"))
         self._all_gather(rows, torch.frombuffer(padded, dtype=torch.uint8))
-        told = zip(self.ranks, rows, sizes.flatten().tolist(), strict=True)
-        return {rank: row.numpy().tobytes()[:size] for rank, row, size in told}
+        messages = {}
+        for rank, row, size in zip(self.ranks, rows, sizes.flatten().tolist(), strict=True):
+            messages[rank] = row.numpy().tobytes()[:size]
+        return messages
 
-    def tell(self, values: torch.Tensor) -> None:
-        """Let all have the first rank's, in place."""
-        self._open().broadcast(values, 0).wait()  # type: ignore[attr-defined]  # none of these is in torch's stubs
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Replace `values` on all ranks by the values of the group's first rank. Collective."""
+        self._open().broadcast(values, 0).wait()  # type: ignore[attr-defined]
 
     def begin_send(self, values: torch.Tensor, rank: int) -> dist.Work:
-        """Give them to another rank, which receives as often; done once what is returned has been waited for."""
+        """Start to send `values` to another rank, which must receive them; return torch's work."""
         return self._open().send([values], self.ranks.index(rank), 0)  # type: ignore[attr-defined]
 
     def begin_receive(self, values: torch.Tensor, rank: int) -> dist.Work:
-        """Take what another rank sends, in place, once what is returned has been waited for."""
+        """Start to receive into `values` from another rank; return torch's work."""
         return self._open().recv([values], self.ranks.index(rank), 0)  # type: ignore[attr-defined]
 
     def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
@@ -215,15 +232,21 @@ class RankGroup:
         return self._gloo
 
     def close(self) -> None:
-        """End the connections; idempotent. Waits for what is under way, unless a wait for it was given up."""
-        held, self._gloo = [self._gloo], None
+        """Close the connections; idempotent.
+
+        Waits for operations under way, but not for abandoned ones.
+        """
+        references = [self._gloo]
+        self._gloo = None
         self._maxima.clear()
-        if self._is_left:  # its destructor waits for gloo, at most the timeout
-            threading.Thread(target=held.clear, name="end of a group", daemon=True).start()
+        if self._is_abandoned:
+            # gloo's destructor waits for the operation, for up to the timeout.
+            end = threading.Thread(target=references.clear, name="end of a group", daemon=True)
+            end.start()
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
-    """The ranks of each host, given the hosts by rank."""
+    """Return the ranks of each host, given the host of each rank."""
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
@@ -231,50 +254,59 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def connected_parts(meets: Sequence[int]) -> list[list[int]]:
-    """All ranks, in parts that have nothing to do with each other.
+    """Return all ranks in parts that do not communicate with each other.
 
-    `meets`: by rank, whom it meets, as bits by rank; of two that meet, both say so.
+    `meets`: by rank, the ranks that it communicates with, as bits; symmetric.
     """
-    parts, left = [], (1 << len(meets)) - 1
+    parts = []
+    left = (1 << len(meets)) - 1
     while left:
-        found, part = left & -left, []
-        while new := found & left:
+        reached = left & -left  # the lowest rank that is in no part yet
+        part = []
+        while new := reached & left:
             rank = new.bit_length() - 1
             left &= ~(1 << rank)
-            found |= meets[rank]
+            reached |= meets[rank]
             part.append(rank)
         parts.append(sorted(part))
     return parts
 
 
-def told_by(source: int, message: bytes, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> bytes:
-    """The `message` of one rank of a group, which all of them get; `source` is its global rank. Collective."""
-    size = torch.tensor([len(message)], device=device)
-    dist.broadcast(size, src=source, group=group)
-    require_size(int(size))
-    told = torch.frombuffer(bytearray(message.ljust(int(size), b"\0")[: int(size)]), dtype=torch.uint8).to(device)
-    dist.broadcast(told, src=source, group=group)
-    return told.cpu().numpy().tobytes()
+def broadcast_bytes(
+    source: int, message: bytes, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+) -> bytes:
+    """Return the `message` of global rank `source` on all ranks of `group`. Collective.
+
+    Messages of the other ranks are ignored. `device` is one that the group's backend supports.
+    """
+    length = torch.tensor([len(message)], device=device)
+    dist.broadcast(length, src=source, group=group)
+    size = int(length)
+    require_size(size)
+    padded = bytearray(message.ljust(size, b"\0")[:size])
+    values = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    dist.broadcast(values, src=source, group=group)
+    return values.cpu().numpy().tobytes()
 
 
-def _connected(world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> dist.ProcessGroupGloo:
+def _connected(
+    world: World, name: str, ranks: Sequence[int], timeout_seconds: float
+) -> dist.ProcessGroupGloo:
     gloo = dist.ProcessGroupGloo
-    store, options = world.part(f"groups/{name}"), gloo._Options()  # type: ignore[attr-defined]
+    store = world.part(f"groups/{name}")
+    options = gloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
-    options._devices = [_listening(world)]
+    options._devices = [_listening_device(world)]
     group = gloo(store, ranks.index(world.rank), len(ranks), options)
     own_groups.add(group)
     return group
 
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable that names the interface on which gloo listens, or several; torch reads it in its own groups
-alone."""
+def _listening_device(world: World) -> object:
+    """Return gloo's device for the address of the world, or the interface that the user names.
 
-
-def _listening(world: World) -> object:
-    """Where this process listens: at the world's address, on the interface that the user names, or where torch does, at
-    the address of the host's name."""
+    Without either it is torch's default, the address of the host's name.
+    """
     gloo = dist.ProcessGroupGloo
     if world.address:
         return gloo.create_device(hostname=world.address)

@@ -1,17 +1,17 @@
-"""`Job`: what one rank knows of the job it belongs to, handed down to all that asks who is who.
+"""`Job`: place of one rank in the job, passed down to all code that needs ranks or hosts.
 
-    job = Job.join(timeout)      1. torchrun's ranks meet in one process group, unless there is one
-                                 2. they tell each other their hosts, once, by way of its store
-                                 3. an agreement of all ranks                              (ranks/agreement.py)
+    job = Job.join(timeout)      1. torchrun's ranks join a process group, unless one exists
+                                 2. they exchange their hosts once, through the job's store
+                                 3. an agreement of all ranks                  (ranks/agreement.py)
     InferenceEngine(..., job), HybridEngine(...), save_checkpoint(..., job) ...
-    job.close()                  ends the agreement, and the process group if it was made here
+    job.close()                  ends the agreement, and the process group if `join` created it
 
-Nothing below the entry points asks torch.distributed for a rank or looks for its host: tests say what the hosts are.
+Code below the entry points never reads its rank from torch.distributed nor its host from the
+system, so tests can set the hosts.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import json
@@ -27,56 +27,77 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, LostRankError, Violation
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD, Agreement
-from hybrid_engine.ranks.groups import RankGroup, connected_parts, end_groups, host_id, let_device_finish, ranks_by_host
-from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.groups import (
+    RankGroup,
+    connected_parts,
+    end_groups,
+    host_id,
+    ranks_by_host,
+)
+from hybrid_engine.ranks.signals_and_forks import Ends
+from hybrid_engine.ranks.torch_internals import abort_group, without_watchdog
 from hybrid_engine.ranks.world import World
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_numbers = itertools.count()
 
 
 def join_process_group(timeout_seconds: float) -> bool:
-    """Join torchrun's process group unless there is one; True when it was created here.
+    """Join torchrun's process group unless there is one; return True if it was created here.
 
-    Raises ConfigError outside of torchrun, and LostRankError when not all ranks start.
+    Raises ConfigError outside of torchrun, LostRankError if not all ranks start.
     """
     if dist.is_initialized():
         return False
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
-        raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", "Start the script with torchrun")])
-    start_up = max(timeout_seconds, SECONDS_TO_BUILD)
+        problem = f"{', '.join(missing)} not set"
+        remedy = "Start the script with torchrun"
+        raise ConfigError([Violation("environment", problem, remedy, code="missing-variables")])
+    seconds = max(timeout_seconds, SECONDS_TO_BUILD)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=start_up)))
-        # torchrun's store outlives a group: under its own keys a second one would find the first one's addresses
+        rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=seconds))
+        store, rank, world_size = next(rendezvous)
+        # torchrun's store outlives the group. Without a prefix, a second group would read the
+        # addresses of the first.
         own_store = dist.PrefixStore(f"hybrid_engine/{next(_numbers)}", store)
-        _meet(own_store, rank, world_size, start_up)
+        _meet(own_store, rank, world_size, seconds)
     except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise LostRankError(
-            f"the ranks did not meet at {where} within {start_up:g} s ({error}): see the logs of those that are "
-            "missing, or raise generate_config.timeout_seconds"
+            f"the ranks did not meet at {address} within {seconds:g} s ({error}): see the logs of "
+            "the missing ranks, or raise generate_config.timeout_seconds",
+            code="no-rendezvous",
         ) from error
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    dist.init_process_group(default_backend(), store=own_store, rank=rank, world_size=world_size, timeout=timeout)
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(
+        default_backend(), store=own_store, rank=rank, world_size=world_size, timeout=timeout
+    )
     return True
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, made the current one, which Megatron and vLLM take; the CPU where there is none.
+    """Return the GPU of this process after making it current; without GPUs, the CPU.
 
-    Ranks of a host take the GPUs in order of LOCAL_RANK, and a process that sees one GPU takes that. A current device
-    that the caller chose stays; device 0 is current where nobody chose, so it counts as not chosen.
+    Megatron and vLLM use the current device. Ranks of a host take its GPUs in order of LOCAL_RANK,
+    and a process that sees a single GPU takes that one. A current device other than 0 was chosen by
+    the caller and stays; 0 is the default, so it counts as not chosen.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = torch.cuda.current_device() or int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    index = torch.cuda.current_device()
+    if index == 0:
+        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def default_backend() -> str:
-    """Backend of the job's process group. On GPUs NCCL alone, as Megatron's own scripts have it.
+    """Return the backend of the job's process group: on GPUs only NCCL, as in Megatron's scripts.
 
-    Megatron's groups, dozens on each rank, take the backends of this one, and gloo connects every rank with every other
-    of each group. What needs the CPU has groups of its own.
+    Megatron's groups, dozens on each rank, take the backends of this one, and gloo would connect
+    every rank with every other of each group. Traffic on the CPU has separate groups.
     """
     return "nccl" if torch.cuda.is_available() else "gloo"
 
@@ -86,64 +107,72 @@ def _meet(
     rank: int,
     world_size: int,
     seconds: float,
-    said: str = "",
+    message: str = "",
     refusal: Callable[[], str] = lambda: "",
 ) -> list[str]:
-    """Wait until every rank is there, and hear what it says: they import for a minute on a busy host, and not at one
-    speed. Afterwards a wait for a peer takes no longer than the timeout.
+    """Wait until every rank has come, and return the `message` of each, by rank.
 
-    `refusal`: asked meanwhile for why one of them does not come at all.
+    Ranks import for up to a minute on a busy host, and not equally fast; after this rendezvous the
+    timeout of a wait for a peer need not include that. `refusal` is called while waiting, and
+    returns why some rank will not come, "" if all may.
 
     Raises LostRankError naming the missing ranks, or with the refusal.
     """
-    names = [f"started/{each}" for each in range(world_size)]
-    store.set(names[rank], said)
+    names = [f"started/{other}" for other in range(world_size)]
+    store.set(names[rank], message)
     try:
-        if rank == 0:  # for all, who would each ask the store for as many answers
+        # Rank 0 collects the messages, so that not every rank reads every other's key.
+        if rank == 0:
             _wait(store, names, seconds, refusal)
-            store.set("all", json.dumps([store.get(name).decode() for name in names]))
+            collected = [store.get(name).decode() for name in names]
+            store.set("all", json.dumps(collected))
         _wait(store, ["all"], seconds, refusal)
     except RuntimeError as error:  # a FileStore raises no DistError
-        missing = ["0"]  # which has the store, and ends the wait for all
+        missing: list[str] = []
         with suppress(RuntimeError):
-            missing = [str(each) for each, name in enumerate(names) if not store.check([name])] or missing
+            missing = [str(other) for other, name in enumerate(names) if not store.check([name])]
+        # If none is missing, or the store is lost, it was rank 0, which ends the wait of all.
+        missing_ranks = ", ".join(missing or ["0"])
         raise LostRankError(
-            f"rank {', '.join(missing)} of {world_size} did not start within {seconds:g} s: see its log, or raise "
-            "generate_config.timeout_seconds"
+            f"rank {missing_ranks} of {world_size} did not start within {seconds:g} s: see its "
+            "log, or raise generate_config.timeout_seconds",
+            code="ranks-not-started",
         ) from error
-    told: list[str] = json.loads(store.get("all"))
-    return told
+    messages: list[str] = json.loads(store.get("all"))
+    return messages
 
 
 def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable[[], str]) -> None:
-    """Wait until the store has all names. Raises LostRankError for a refusal, RuntimeError after `seconds`."""
+    """Wait until the store has all `names`.
+
+    Raises LostRankError for a refusal, RuntimeError after `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while not (why := refusal()):
         left = deadline - time.monotonic()
+        # At most a second, after which the refusal is checked again.
+        timeout = timedelta(seconds=max(min(left, 1.0), 0.001))
         try:
-            store.wait(names, datetime.timedelta(seconds=max(min(left, 1.0), 0.001)))
+            store.wait(names, timeout)
+            return
         except RuntimeError:
             if left < 1.0:
                 raise
-        else:
-            return
-    raise LostRankError(why)
-
-
-_numbers = itertools.count()
+    raise LostRankError(why, code="rank-lost")
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One rank's place among all ranks of a job.
+    """Place of one rank among all ranks of a job.
 
     Attributes:
         world: the ranks.
-        hosts: of all ranks, by rank; equal for two of them exactly when they can read each other's memory.
-        devices: of all ranks, by rank; equal for two of them exactly when they are processes on one GPU.
-        device: of this rank's training weights.
-        timeout_seconds: longest wait for another rank, in the agreement and in groups; the configuration's.
-        agreement: of all ranks.
+        hosts: host of each rank, by rank; equal exactly for ranks that can read each other's
+            memory.
+        devices: device of each rank, by rank; equal exactly for processes on one GPU.
+        device: device of this rank's training weights.
+        timeout_seconds: longest wait for another rank in the agreement and in groups.
+        agreement: agreement of all ranks.
     """
 
     world: World
@@ -164,47 +193,58 @@ class Job:
         device_name: str | None = None,
         world: World | None = None,
     ) -> Job:
-        """Take part in the job; in the process group that is there, else under torchrun. Collective.
+        """Join the job of the existing process group, or of torchrun. Collective.
 
         Args:
-            timeout_seconds: longest wait for another rank; for the start of the ranks of the process group, at least
-                `agreement.SECONDS_TO_BUILD`. Those of a `world` have started.
-            host: where this rank is; default: `groups.host_id()`.
-            device: of the training weights; default: the current GPU, without one the CPU.
-            device_name: by which others tell whether they are on it too; default: a GPU's UUID, on a CPU this rank's.
-            world: of the job, where that is not the process group's.
+            timeout_seconds: longest wait for another rank. The ranks of a process group may take at
+                least `agreement.SECONDS_TO_BUILD` to start; those of a `world` have started.
+            host: id of this rank's host; default: `groups.host_id()`.
+            device: device of the training weights; default: the current GPU, without GPUs the CPU.
+            device_name: id that ranks on one device share; default: a GPU's UUID, on a CPU the
+                rank.
+            world: ranks of the job, if they are not those of the process group.
 
-        Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
+        Raises ConfigError without a process group and torchrun, LostRankError if a rank is missing.
         """
-        device = device or own_device()  # before NCCL, which takes the current one
+        # Chosen before NCCL starts, because NCCL uses the current device.
+        device = device or own_device()
         with Ends() as undo:
             seconds = timeout_seconds
             if world is None:
                 if join_process_group(timeout_seconds):
                     undo.callback(_end_process_group)
-                world, seconds = World.of_default_group(), max(timeout_seconds, SECONDS_TO_BUILD)
+                world = World.of_default_group()
+                seconds = max(timeout_seconds, SECONDS_TO_BUILD)
             meeting = world.begin_meeting()
-            store, refusal = world.part(meeting), functools.partial(world.refusal, meeting)
-            said = json.dumps([host or host_id(), device_name or _name_of(device, world.rank)])
-            told = map(json.loads, _meet(store, world.rank, world.size, seconds, said, refusal))
-            hosts, devices = map(tuple, zip(*told, strict=True))
+            store = world.part(meeting)
+            refusal = functools.partial(world.refusal, meeting)
+            host = host or host_id()
+            message = json.dumps([host, device_name or _name_of(device, world.rank)])
+            messages = _meet(store, world.rank, world.size, seconds, message, refusal)
+            pairs = map(json.loads, messages)
+            hosts, devices = map(tuple, zip(*pairs, strict=True))
             agreement = Agreement(world, hosts, timeout_seconds)
             undo.callback(agreement.close)
             return cls(world, hosts, devices, device, timeout_seconds, agreement, undo.pop_all())
 
     def meet(self) -> None:
-        """Wait until all ranks come here, while none is in a collective: a rank that says that it does not come
-        (`World.refuse`), or has ended, is known within a second. Collective.
+        """Wait until all ranks have come, none of them in a collective. Collective.
 
-        Raises LostRankError where one does not come.
+        Raises LostRankError, within a second, if a rank refuses (`World.refuse`) or has ended.
         """
-        world, meeting = self.world, self.world.begin_meeting()
-        store, seconds = world.part(meeting), self.timeout_seconds
-        with self.agreement.by_the_store("meeting") as ended:
+        world = self.world
+        meeting = world.begin_meeting()
+        store = world.part(meeting)
+        with self.agreement.without_collective("meeting") as ended:
+
+            def refusal() -> str:
+                return world.refusal(meeting) or ended()
+
             try:
-                _meet(store, world.rank, world.size, seconds, refusal=lambda: world.refusal(meeting) or ended())
-            except BaseException as error:  # what one knows, or that it was interrupted, all are to hear
-                with suppress(RuntimeError):  # a store that is gone
+                _meet(store, world.rank, world.size, self.timeout_seconds, refusal=refusal)
+            except BaseException as error:
+                # The other ranks must learn the reason, or that this one was interrupted.
+                with suppress(RuntimeError):  # the store may be gone
                     world.refuse(str(error) or type(error).__name__, meeting)
                 raise
 
@@ -218,75 +258,105 @@ class Job:
         """Number of ranks."""
         return self.world.size
 
-    def new_group(self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None) -> RankGroup:
-        """A group over gloo, for one purpose only. It ends with `owner`. Collective, of all ranks.
+    def new_group(
+        self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
+    ) -> RankGroup:
+        """Return a new gloo group, for one purpose only, which ends with `owner`. Collective.
 
-        Of all ranks, or of those in this rank's part; each rank is in one of the `parts`.
+        It consists of all ranks or, with `parts` that partition them, of those in this rank's part.
         """
         return self._connect(owner, self._own_part(parts))
 
-    def new_nccl_group(self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
-        """The same over NCCL, which connects a rank with those that it sends something. Never run.
+    def new_nccl_group(
+        self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
+    ) -> dist.ProcessGroup:
+        """Return a new NCCL group like `new_group`; it connects ranks when they exchange messages.
 
-        Raises ConfigError where these are not the ranks of torch's default process group.
+        Raises ConfigError if the ranks are not those of torch's default process group.
         """
-        with self.agreement.phase("connecting GPUs"):
-            if not self.world.is_default:
-                problem = "these ranks are not torch's default process group, in which alone GPUs can send messages yet"
-                raise ConfigError([Violation("generate_config.transport", problem, "Run them on one host")])
-            # NCCL's watchdog ends the process at a group's timeout: whoever waits for a peer is to say so before
-            timeout = timedelta(seconds=2 * self.timeout_seconds)
-            # All ranks call for all parts: with use_local_synchronization torch would name a group by how many groups
-            # a rank has, which differs where Megatron's stages do.
-            own = self._own_part(parts)
-            for ranks in parts or [own]:
-                made = dist.new_group(ranks, timeout, "nccl")
-                if ranks is own:
-                    group = made
-                    owner.callback(end_groups, group)
-            if len(own) > 1:  # the first operation is everybody's: they would wait for one that has nothing to send
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        with ExitStack() as undo:
+            with self.agreement.phase("connecting GPUs"):
+                if not self.world.is_default:
+                    violation = Violation(
+                        "generate_config.transport",
+                        "GPUs exchange messages only between the ranks of torch's default process "
+                        "group, which these are not",
+                        "Run the ranks on one host",
+                        code="not-default-group",
+                    )
+                    raise ConfigError([violation])
+                timeout = timedelta(seconds=2 * self.timeout_seconds)
+                # All ranks create the groups of all parts. With use_local_synchronization torch
+                # would name a group by the number of groups of the rank, which differs between
+                # Megatron's stages.
+                own_part = self._own_part(parts)
+                for part in parts or [own_part]:
+                    with without_watchdog():
+                        created = dist.new_group(part, timeout, "nccl")
+                    if part is own_part:
+                        group = created
+                        owner.callback(end_groups, group)
+                        # If this rank fails, the others must not wait for it in the group forever.
+                        undo.callback(abort_group, group)
+                # All ranks take part in the first operation of a group, which is why it is done
+                # here: later some ranks may have nothing to send.
+                if len(own_part) > 1:
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            undo.pop_all()
         return group
 
     def parts_that_meet(self, peers: Iterable[int]) -> list[list[int]] | None:
-        """All ranks in parts that have nothing to say to each other; None where no rank has. Collective.
+        """Return all ranks in parts that exchange nothing with each other. Collective.
 
-        `peers`: whom this rank sends something, or from whom it receives; itself, too, where it does so by a group.
+        `peers`: ranks with which this rank exchanges messages in a group, possibly including
+        itself. Returns None if no rank has peers.
         """
-        own = sum(1 << peer for peer in {*peers})  # as bits: what 2,048 ranks say is half a MB
-        message = own.to_bytes(-(-self.world_size // 8), "little")
-        told = [int.from_bytes(each, "little") for each in self.agreement.gather(message, bytes, "who meets whom")]
-        return connected_parts(told) if any(told) else None
+        # As bits, because 2,048 ranks then send half a MB in total.
+        bits = sum(1 << peer for peer in set(peers))
+        nbytes = -(-self.world_size // 8)
+        message = bits.to_bytes(nbytes, "little")
+        messages = self.agreement.gather(message, bytes, "who meets whom")
+        meets = [int.from_bytes(peers_of_rank, "little") for peers_of_rank in messages]
+        return connected_parts(meets) if any(meets) else None
 
     def _own_part(self, parts: Sequence[Sequence[int]] | None) -> Sequence[int]:
-        (own,) = [ranks for ranks in parts or [range(self.world_size)] if self.rank in ranks]
-        return own
+        if not parts:
+            return range(self.world_size)
+        (own_part,) = [part for part in parts if self.rank in part]
+        return own_part
 
     def new_host_group(self, owner: ExitStack) -> RankGroup:
-        """A group of this host's ranks, for one purpose only. It ends with `owner`. Collective, over all hosts."""
-        return self._connect(owner, self._own_part(ranks_by_host(self.hosts)))
+        """Return a new group of this host's ranks, as `new_group`. Collective over all hosts."""
+        parts = ranks_by_host(self.hosts)
+        return self._connect(owner, self._own_part(parts))
 
     def _connect(self, owner: ExitStack, ranks: Sequence[int]) -> RankGroup:
         with self.agreement.phase("connecting ranks"):
-            group = RankGroup(self.world, f"{self.world.next_number()}/{ranks[0]}", ranks, self.timeout_seconds)
+            name = f"{self.world.next_number()}/{ranks[0]}"
+            group = RankGroup(self.world, name, ranks, self.timeout_seconds)
             owner.callback(group.close)
         return group
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is the copy of a child that the rank has forked, which has no part in the job."""
+        """True in a child that the rank has forked, which does not belong to the job."""
         return self._ends.is_inherited
 
     def require_timeout(self, seconds: float) -> None:
-        """Raise ConfigError unless `seconds`, by which vLLM and Megatron wait, are those by which all others do."""
+        """Raise ConfigError unless vLLM's and Megatron's timeout, `seconds`, is that of the job."""
         if seconds != self.timeout_seconds:
-            problem = f"{seconds:g}, but the job was joined with {self.timeout_seconds:g}"
-            raise ConfigError([Violation("generate_config.timeout_seconds", problem, "Pass Job.join this value")])
+            violation = Violation(
+                "generate_config.timeout_seconds",
+                f"{seconds:g}, but the job was joined with {self.timeout_seconds:g}",
+                "Pass Job.join this value",
+                code="different-timeouts",
+            )
+            raise ConfigError([violation])
 
     def close(self) -> None:
-        """End what `join` made, the last first; idempotent. Close what uses the job before.
+        """Undo `join` in reverse order; idempotent. Users of the job must be closed before.
 
-        In a child that was forked from this rank it does nothing, as do all that end what uses the job.
+        Does nothing in a forked child of this rank, as for everything that uses the job.
         """
         self._ends.close()
 
@@ -298,6 +368,6 @@ def _name_of(device: torch.device, rank: int) -> str:
 
 
 def _end_process_group() -> None:
-    if dist.is_initialized():  # the caller may have ended it
-        let_device_finish()
+    # The caller may have destroyed it.
+    if dist.is_initialized():
         dist.destroy_process_group()

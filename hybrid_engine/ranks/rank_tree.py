@@ -1,12 +1,13 @@
-"""All ranks of a job meet in groups of few: those of a host, then the first rank of each group below, up to one group.
+"""Tree of small groups that connects all ranks of a job.
 
-    level 0    0 1 … 7   8 9 … 15   16 … 23   …     hosts, or parts of larger ones
-    level 1    0 8 16 …           64 72 …           at most MOST_TOGETHER each
-    level 2    0 64 …                               the last is one group
+    level 0    0 1 … 7   8 9 … 15   16 … 23   …     hosts, or parts of larger hosts
+    level 1    0 8 16 …           64 72 …           at most MOST_TOGETHER ranks each
+    level 2    0 64 …                               the last level is one group
 
-What is to be known by all goes up, from each group to its first rank, and comes down the same way. A rank is connected
-with those of its groups alone: 2,048 ranks on hosts of 8 give most of them 7 connections, and one of them 24. One group
-of all would give each of them 2,047, and gloo's ring twice as many messages one after the other for a single number.
+Data for all ranks goes up, from each group to its first rank, and comes down the same way. A rank
+is connected only with the ranks of its groups: with 2,048 ranks on hosts of 8, most have 7
+connections and one has 24. A single group would give each rank 2,047 connections, and gloo's ring
+would send twice as many messages, one after the other, for a single number.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from hybrid_engine.ranks.groups import RankGroup, ranks_by_host
 from hybrid_engine.ranks.world import World
 
 MOST_TOGETHER = 8
-"""Ranks of one group: as many as a host usually has."""
+"""Limit of ranks in one group: the usual number on a host."""
 
 _PART = 2**28
-"""Bytes that are sent at once: what comes down waits for no more than so many at each level."""
+"""Bytes sent at once. Data on its way down waits for at most one part at each level."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class TreeGroup:
     """One group of a tree.
 
     Attributes:
-        level: from 0.
-        ranks: that meet; what goes up goes to the first.
-        spans: for each of them, what it speaks for: the ranks at these positions of `TreeShape.order`.
+        level: from 0, the bottom.
+        ranks: members; data goes up to the first one.
+        spans: for each member, the positions in `TreeShape.order` of the ranks that it represents.
     """
 
     level: int
@@ -43,110 +44,157 @@ class Meeting:
 
 
 class TreeShape:
-    """Who meets whom.
+    """Groups of a tree, without connections.
+
+    Args:
+        hosts: host of each rank, by rank. Few ranks form one group, even on several hosts.
 
     Attributes:
-        order: all ranks, those that one rank speaks for next to each other.
-        meetings: bottom up.
+        order: all ranks; ranks with the same representative are adjacent.
+        groups: all groups, bottom up.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """`hosts`: by rank. Few ranks meet in one group, wherever they are."""
-        near = ranks_by_host(hosts) if len(hosts) > MOST_TOGETHER else [list(range(len(hosts)))]
+        is_small = len(hosts) <= MOST_TOGETHER
+        near = [list(range(len(hosts)))] if is_small else ranks_by_host(hosts)
         parts = [part for ranks in near for part in _blocks(ranks)]
         self.order = list(itertools.chain.from_iterable(parts))
-        self.meetings: list[Meeting] = []
+        self.groups: list[TreeGroup] = []
         spans = {rank: range(position, position + 1) for position, rank in enumerate(self.order)}
         for level in itertools.count():
-            self.meetings += (Meeting(level, part, tuple(spans[rank] for rank in part)) for part in parts)
+            for part in parts:
+                spans_of_part = tuple(spans[rank] for rank in part)
+                self.groups.append(TreeGroup(level, part, spans_of_part))
             if len(parts) == 1:
                 break
-            spans = {part[0]: range(spans[part[0]].start, spans[part[-1]].stop) for part in parts}
+            # On the next level, the first rank of each part represents all of it.
+            joined = {}
+            for part in parts:
+                first = spans[part[0]]
+                last = spans[part[-1]]
+                joined[part[0]] = range(first.start, last.stop)
+            spans = joined
             parts = _blocks(list(spans))
 
-    def of_rank(self, rank: int) -> list[Meeting]:
-        """Those in which a rank meets others, bottom up."""
-        return [each for each in self.meetings if rank in each.ranks and len(each.ranks) > 1]
+    def of_rank(self, rank: int) -> list[TreeGroup]:
+        """Return the groups in which `rank` has peers, bottom up."""
+        return [group for group in self.groups if rank in group.ranks and len(group.ranks) > 1]
 
     def received_nbytes(self, rank: int, sizes: Sequence[int]) -> int:
-        """What a rank receives where each has so many bytes (by rank) to say to all."""
+        """Return the bytes that `rank` receives in a gather; `sizes`: of each rank's message."""
         starts = self.starts(sizes)
-        meetings = self.of_rank(rank)
-        going_up = sum(
-            starts[span.stop] - starts[span.start]
-            for each in meetings
-            for span in (each.spans[1:] if each.ranks[0] == rank else ())
-        )
-        comes_down = any(each.ranks[0] != rank for each in meetings)
-        return going_up + comes_down * starts[-1]
+        nbytes = 0
+        comes_down = False
+        for group in self.of_rank(rank):
+            if group.ranks[0] == rank:
+                for span in group.spans[1:]:
+                    nbytes += starts[span.stop] - starts[span.start]
+            else:
+                comes_down = True
+        # All messages come down from the first rank of one of its groups.
+        return nbytes + starts[-1] if comes_down else nbytes
 
     def starts(self, sizes: Sequence[int]) -> list[int]:
-        """Where in all that is said each position begins, and the end."""
+        """Return the offset of each position's message in all messages joined, and their end."""
         return list(itertools.accumulate((sizes[rank] for rank in self.order), initial=0))
 
 
 def _blocks(ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(ranks[start : start + MOST_TOGETHER]) for start in range(0, len(ranks), MOST_TOGETHER)]
+    starts = range(0, len(ranks), MOST_TOGETHER)
+    return [tuple(ranks[start : start + MOST_TOGETHER]) for start in starts]
 
 
 def _parts(values: torch.Tensor) -> list[torch.Tensor]:
-    """Gloo sends no empty tensors."""
+    """Split `values` into parts to send; none if empty, because gloo sends no empty tensors."""
     return [part for part in values.split(_PART) if part.numel()]
 
 
 class RankTree:
-    """One rank's connections. All of it is collective, and raises as torch.distributed does where a rank is lost."""
+    """Connections of one rank in the tree.
+
+    Creation and all methods but `close` are collective, and raise the errors of torch.distributed
+    if a rank is lost.
+
+    Args:
+        world: the ranks.
+        shape: groups of the tree.
+        timeout_seconds: longest wait for another rank.
+        ended: returns the ranks that are known to have ended, as text; "" if none. A maximum does
+            not wait any longer once there are some.
+    """
 
     def __init__(
-        self, world: World, shape: TreeShape, timeout_seconds: float, ended: Callable[[], str] = lambda: ""
+        self,
+        world: World,
+        shape: TreeShape,
+        timeout_seconds: float,
+        ended: Callable[[], str] = lambda: "",
     ) -> None:
-        """`ended`: which ranks are known to have, in words; no maximum is waited for once there are some."""
-        self._rank, self._shape, self._ended = world.rank, shape, ended
-        number = world.next_number()  # first: where a connection fails on one rank alone, all still count the same
-        self._meetings: list[tuple[Meeting, RankGroup]] = []
+        self._rank = world.rank
+        self._shape = shape
+        self._ended = ended
+        # Taken first: if a connection fails on one rank alone, all ranks still count the same.
+        number = world.next_number()
+        self._groups: list[tuple[TreeGroup, RankGroup]] = []
         try:
-            for each in self._shape.of_rank(world.rank):
-                name = f"tree {number}/{each.level}/{each.ranks[0]}"
-                self._meetings.append((each, RankGroup(world, name, each.ranks, timeout_seconds)))
-            # whoever is through first may close its connections before others have made theirs
+            for group in shape.of_rank(world.rank):
+                name = f"tree {number}/{group.level}/{group.ranks[0]}"
+                connections = RankGroup(world, name, group.ranks, timeout_seconds)
+                self._groups.append((group, connections))
+            # A rank that continued at once might close its connections before others have theirs.
             self.maximum(torch.zeros(1))
         except BaseException:
-            self.close()  # the error's traceback would keep the connections, and those beyond them would wait
+            # The traceback of the error would keep the connections open, and ranks beyond them
+            # wait.
+            self.close()
             raise
 
     def maximum(self, values: torch.Tensor) -> None:
-        """Let every element be the largest of all ranks', in place."""
-        for _, group in self._meetings:
-            group.end_maximum(group.begin_maximum(values), self._ended)
-        for meeting, group in self._meetings[::-1]:
-            if meeting is not self._shape.meetings[-1]:  # where each has heard all others
-                group.tell(values)
+        """Replace every element by its largest value on any rank, in place."""
+        for _, connections in self._groups:
+            connections.end_maximum(connections.begin_maximum(values), self._ended)
+        for group, connections in self._groups[::-1]:
+            # In the last group every member has the final values from the way up.
+            if group is not self._shape.groups[-1]:
+                connections.broadcast(values)
 
-    def gather(self, message: bytes, sizes: Sequence[int], room: torch.Tensor | None = None) -> list[memoryview]:
-        """The messages of all ranks, by rank; all ranks know how long each is.
+    def gather(
+        self, message: bytes, sizes: Sequence[int], room: torch.Tensor | None = None
+    ) -> list[memoryview]:
+        """Return the messages of all ranks, by rank.
 
-        `room`: memory for all of them, uint8, of which what is returned are parts; default: it is taken here.
+        Args:
+            message: of this rank.
+            sizes: bytes of each rank's message, by rank; equal on all ranks.
+            room: memory for all messages, [sum of sizes] uint8; default: allocated here. The result
+                consists of views of it.
         """
         starts = self._shape.starts(sizes)
-        joined = torch.empty(starts[-1], dtype=torch.uint8) if room is None else room
-        places = {rank: slice(*starts[position : position + 2]) for position, rank in enumerate(self._shape.order)}
+        if room is None:
+            room = torch.empty(starts[-1], dtype=torch.uint8)
+        places = {}
+        for rank, (start, stop) in zip(self._shape.order, itertools.pairwise(starts), strict=True):
+            places[rank] = slice(start, stop)
         if message:
-            joined[places[self._rank]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        for meeting, group in self._meetings:
-            first = meeting.ranks[0]
-            for rank, span in zip(meeting.ranks[1:], meeting.spans[1:], strict=True):
-                for part in _parts(joined[starts[span.start] : starts[span.stop]]):
+            # torch.frombuffer warns of read-only memory, and raises for an empty buffer.
+            values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            room[places[self._rank]] = values
+        for group, connections in self._groups:
+            first = group.ranks[0]
+            for rank, span in zip(group.ranks[1:], group.spans[1:], strict=True):
+                # Messages of the ranks that this member represents are adjacent.
+                for part in _parts(room[starts[span.start] : starts[span.stop]]):
                     if self._rank == rank:
-                        group.begin_send(part, first).wait()
+                        connections.begin_send(part, first).wait()
                     elif self._rank == first:
-                        group.begin_receive(part, rank).wait()
-        for part in _parts(joined):
-            for _, group in self._meetings[::-1]:
-                group.tell(part)
-        told = joined.numpy().data
-        return [told[places[rank]] for rank in range(len(sizes))]
+                        connections.begin_receive(part, rank).wait()
+        for part in _parts(room):
+            for _, connections in self._groups[::-1]:
+                connections.broadcast(part)
+        view = room.numpy().data
+        return [view[places[rank]] for rank in range(len(sizes))]
 
     def close(self) -> None:
-        """End the connections; idempotent."""
-        for _, group in self._meetings:
-            group.close()
+        """Close the connections; idempotent."""
+        for _, connections in self._groups:
+            connections.close()

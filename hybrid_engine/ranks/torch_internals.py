@@ -1,13 +1,14 @@
-"""Private names of torch below the backends, the record of such a name, and torch's modes as in a new process.
+"""Private names of torch used below the backends, and a context with torch's default modes.
 
-Each backend has a module `internals` of the same kind for its library. Tests look every name up in the installed
-version, so an upgrade that lost one says so at once, by name and reason.
+Each backend has a similar module `internals` for its library. Tests look up every name in the
+installed version, so after an upgrade a missing name is reported together with its reason.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_MOST_GROUPS_OF_CALLS = 8
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name that a library does not document.
+    """Undocumented name of a library.
 
     Attributes:
-        target: ``module:attr.path``; the attribute may be one that the class's constructor sets.
-        reason: what it is needed for, where no public name serves.
-        since: the version of the library that brought it, if a supported one lacks it.
+        target: ``module:attr.path``; the attribute may be set by the class's constructor.
+        reason: purpose for which no public name exists.
+        since: first version of the library with the name, if a supported version lacks it.
     """
 
     target: str
@@ -35,89 +39,157 @@ class PrivateName:
 PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.distributed_c10d:_world.pg_map",
-        "says which process groups are alive: destroying one that is gone, as after the job's end, raises, and what "
-        "happens to one in a forked child waits for threads of its parent",
+        "lists the process groups that are alive: destroying one twice, as after the end of the "
+        "job, raises, and destroying one in a forked child waits for threads of its parent",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d:_get_default_store",
-        "the job's store, through which ranks hear of each other while they wait; whoever made the process group was "
-        "the only one to get it by a public name",
+        "returns the job's store, by which ranks exchange failures while they wait; publicly it is "
+        "available only to the code that created the process group",
+    ),
+    PrivateName(
+        "torch.distributed:ProcessGroup._get_backend",
+        "returns the owner of a group's communicator, which can release its memory; the group "
+        "itself has no such method",
+    ),
+    PrivateName(
+        "torch.distributed:ProcessGroup._end_coalescing",
+        "ends a batch of messages that failed to start, which torch leaves open: later calls of "
+        "the thread, in any group, would wait in NCCL for the end of the batch",
+    ),
+    PrivateName(
+        "torch._C._distributed_c10d:Backend.suspend",
+        "releases the memory of an NCCL communicator; looked up before use, because an older torch "
+        "lacks it",
     ),
     PrivateName(
         "torch:UntypedStorage._cdata",
-        "identifies a storage: data_ptr() is 0 for all meta and released storages, and Python objects are transient",
+        "identifies a storage: data_ptr() is 0 for all meta and released storages, and Python "
+        "objects are transient",
     ),
     PrivateName(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
-        "tells tensors that only wrap others, whose own storage is not where the data is",
+        "detects tensors that only wrap others: their storage does not contain the data",
     ),
     PrivateName(
         "torch:Tensor._version",
-        "counts the writes to a tensor: one that writes the bytes that are there leaves no other trace",
+        "counts the writes to a tensor: writing equal bytes leaves no other trace",
     ),
     PrivateName(
         "torch:_foreach_copy_",
-        "copies many boxes in one call: on the CPU without Python in between, on CUDA in one kernel where it can",
+        "copies many boxes in one call: on the CPU without Python in between, on CUDA in one "
+        "kernel if possible",
     ),
     PrivateName(
         "torch:_int_mm",
-        "multiplies 8-bit integers exactly, on CUDA as fast as memory gives them: no public operator does",
+        "multiplies 8-bit integers exactly, on CUDA at the speed of memory, as no public operator "
+        "does",
     ),
 )
 
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:
-    """Whether a process group exists and was not destroyed; False for None."""
+    """Return True if a process group exists and was not destroyed; False for None."""
     return group in dist.distributed_c10d._world.pg_map
 
 
+def nccl_of(group: dist.ProcessGroup | None) -> Any:
+    """Return the NCCL backend of a process group; None without one, or for a destroyed group."""
+    if group is None or not is_alive(group) or "nccl" not in dist.get_backend_config(group):
+        return None
+    return group._get_backend(torch.device("cuda"))
+
+
+@contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Let NCCL groups created inside the block report errors only to waiting threads.
+
+    By default a thread of torch, the watchdog, looks for errors of NCCL as well. If it finds an
+    error first it ends the process, before training state is back on the device. Groups read the
+    variable once, when they are created.
+    """
+    with ExitStack() as undo:
+        previous = os.environ.get(_ERROR_HANDLING)
+        if previous is None:
+            undo.callback(os.environ.pop, _ERROR_HANDLING, None)
+        else:
+            undo.callback(os.environ.__setitem__, _ERROR_HANDLING, previous)
+        os.environ[_ERROR_HANDLING] = "0"
+        yield
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Abort operations of an NCCL group, so that ranks stop waiting for them. Never raises."""
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def end_batch(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End a batch of NCCL messages that failed to start. Never raises: the failure is known.
+
+    torch has left one or several nested groups of calls open.
+    """
+    # The end of the outermost group raises the error of its call, which leaves the loop.
+    with suppress(RuntimeError):
+        for _ in range(_MOST_GROUPS_OF_CALLS):
+            group._end_coalescing(device)
+
+
+def can_suspend() -> bool:
+    """Return True if the backends of this torch can release the memory of communicators."""
+    return hasattr(torch._C._distributed_c10d.Backend, "suspend")
+
+
 def num_writes(tensor: torch.Tensor) -> int:
-    """Return how often torch has written a tensor, or a view of it; 0 for those of which it does not count that."""
+    """Return how often torch has written to a tensor or a view of it; 0 if torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def groups_and_stores() -> dict[dist.ProcessGroup, Any]:
-    """Every process group of torch's that is alive, with its backend and store."""
+    """Return every process group of torch that is alive, with its backend and store."""
     return dict(dist.distributed_c10d._world.pg_map)
 
 
 def job_store() -> dist.Store:
-    """A connection of its own to the store of the default process group: waits over others do not hold it up."""
+    """Return a new connection to the store of the default process group.
+
+    Waits on other connections do not block it.
+    """
     return _get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Number that tells a storage from every other that exists now, with memory or without."""
+    """Return a number that is unique among existing storages, with memory or without."""
     return storage._cdata
 
 
 def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into the destination at its position, casting; on CUDA the copies are queued."""
-    torch._foreach_copy_(destinations, sources)  # type: ignore[arg-type]  # its stub wants lists or tuples
+    """Copy each source into its destination, casting; on CUDA the copies are queued."""
+    torch._foreach_copy_(destinations, sources)  # type: ignore[arg-type]  # stub: lists
 
 
 def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[m, k] int8 times [k, n] int8: [m, n] int32, exact below k = 2**17.
+    """Return [m, k] int8 times [k, n] int8 as [m, n] int32, which is exact for k below 2**17.
 
-    On CUDA m > 16, 8 divides k and n, and `right` is stored column by column: cuBLAS supports no other layout.
+    On CUDA, cuBLAS requires m > 16, k and n divisible by 8, and `right` in column-major order.
     """
     return torch._int_mm(left, right)
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Have torch take the memory that it gives cuBLAS on this thread and stream, unless it has; it keeps it for good.
+    """Make torch allocate the cuBLAS workspaces of this thread and stream, which it keeps forever.
 
-    Otherwise it is taken at the first matrix product, from the memory pool that is in use just then. Kernels of later
-    products write to it, also once the pool has no memory any more.
+    Otherwise the first matrix product allocates them from the memory pool in use at that time, and
+    kernels of later products write to them even after the pool was released.
     """
     ones = torch.ones(32, 32, dtype=torch.bfloat16, device=device)
     torch.mm(ones, ones)  # cuBLAS
-    torch.addmm(ones[0], ones, ones)  # cuBLASLt, which may have a workspace of its own
+    torch.addmm(ones[0], ones, ones)  # cuBLASLt, which may have a separate workspace
     int8_product(ones.to(torch.int8), ones.to(torch.int8).t())
 
 
 def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By attribute, the tensors that hold the data of a tensor subclass which only wraps them; empty for all others."""
+    """Return the inner tensors of a wrapper subclass, by attribute; empty for other tensors."""
     wrapper: Any = tensor
     names = wrapper.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(wrapper) else ()
     return {name: getattr(tensor, name) for name in names}
@@ -125,10 +197,11 @@ def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Compute as outside `torch.autocast` and `torch.inference_mode`, with the default dtype and device of torch.
+    """Disable `torch.autocast` and `torch.inference_mode`; use torch's default dtype and device.
 
-    For what must give the same bits wherever it is called: vLLM's construction and its answers, sums of weights, and a
-    switch, whose tensors outlive the caller's modes. A decorator too. What holds outside is back at the end.
+    Code whose result must not depend on the caller's modes runs inside: vLLM's construction and
+    generation, sums of weights, and a switch, whose tensors outlive the caller's modes. The
+    caller's modes are restored at the end. Also usable as a decorator.
     """
     with ExitStack() as ends:
         for device_type in ("cpu", "cuda"):

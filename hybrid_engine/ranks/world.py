@@ -1,12 +1,12 @@
-"""`World`: the processes of a job, and the store by which they find each other.
+"""`World`: the processes of a job, and the store through which they find each other.
 
-    torchrun, or a script's own process group      World.of_default_group()           one job of all its ranks
-    processes with default groups of their own,    World(store, rank, size)           one job over all of them, for a
-    or with none                                                                      switch: agreements, plan, fills
+    torchrun, or a process group of the script    World.of_default_group()    a job of all its ranks
+    processes with different default groups,      World(store, rank, size)    a job over all of them
+    or without any                                                            for switches only
 
-What ranks connect is named by the world's own numbers: all ranks of a job connect in the same order, whatever else
-their processes have done before. vLLM, FSDP2 and NCCL make groups of torch's, so engines are built in the first kind
-alone.
+Connections are named by the world's own counter. All ranks of a job connect in the same order, so
+they get equal names, even if their processes differed before. vLLM, FSDP2 and NCCL create groups of
+torch, so engines can be built only in the first kind of world.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from hybrid_engine.ranks.torch_internals import job_store
 
 
 class World:
-    """One process's place among those of a job.
+    """Place of one process among the processes of a job.
+
+    Args:
+        store: empty store that all ranks can reach: a FileStore or TCPStore, or better a
+            PrefixStore on one with a different name for each job.
+        rank: number of this process, from 0.
+        size: number of processes.
+        may_end: end this process as a last resort, if it waits for a failed rank in a library and
+            no timeout ends the wait. Must be False in a process that serves others, which then has
+            to limit its waits itself.
+        is_default: the processes are the ranks of torch's default process group.
+        address: address of the interface on which gloo listens; None: torch's choice.
 
     Attributes:
-        rank, size: its number, from 0, and how many there are.
-        is_default: they are the ranks of torch's default process group.
-        may_end: a rank that waits in a library, where no timeout ends it, for one that failed is ended at last. Not to
-            be of a process that serves others, which must then bound its waits itself.
-        address: of the interface on which gloo listens; None: whichever torch takes.
+        rank: as above; so are `size`, `may_end`, `is_default` and `address`.
     """
 
     def __init__(
@@ -40,63 +47,73 @@ class World:
         is_default: bool = False,
         address: str | None = None,
     ) -> None:
-        """`store`: one that all ranks reach, with nothing in it yet: a FileStore, a TCPStore, or better a PrefixStore
-        over one, of a name for each job."""
-        self._store, self._numbers, self._num_meetings = _connected(store), itertools.count(), 0
-        self.rank, self.size, self.may_end, self.is_default = rank, size, may_end, is_default
+        self._store = _connected(store)
+        self._numbers = itertools.count()
+        self._num_meetings = 0
+        self.rank = rank
+        self.size = size
+        self.may_end = may_end
+        self.is_default = is_default
         self.address = address
 
     @classmethod
     def of_default_group(cls) -> World:
-        """The ranks of torch's default process group, for a job of its own. All of them call alike."""
-        store, rank = job_store(), dist.get_rank()
-        number = store.add(f"hybrid_engine/joined/{rank}", 1)  # of the group's jobs, whatever the process did before
-        return cls(dist.PrefixStore(f"hybrid_engine/{number}", store), rank, dist.get_world_size(), is_default=True)
+        """Return a new world of the ranks of torch's default process group. All of them call it."""
+        store = job_store()
+        rank = dist.get_rank()
+        # Number of this job in the group. A counter in the process would include other groups.
+        number = store.add(f"hybrid_engine/joined/{rank}", 1)
+        prefixed = dist.PrefixStore(f"hybrid_engine/{number}", store)
+        return cls(prefixed, rank, dist.get_world_size(), is_default=True)
 
     @property
     def meeting(self) -> str:
-        """The name of the next meeting of all ranks; the first is that where they join."""
+        """Name of the next rendezvous of all ranks; the first one is the start of the job."""
         return f"meeting/{self._num_meetings}"
 
     def begin_meeting(self) -> str:
-        """Its name; the one after it is the next."""
-        name, self._num_meetings = self.meeting, self._num_meetings + 1
+        """Start the next rendezvous and return its name."""
+        name = self.meeting
+        self._num_meetings += 1
         return name
 
     def refuse(self, why: str, meeting: str) -> None:
-        """Tell those who wait in a meeting for all to come that one of them does not."""
+        """Report to the ranks that wait in a rendezvous that this one does not come."""
         self._store.set(f"{meeting}/refused", why)
 
     def refusal(self, meeting: str) -> str:
-        """Why one of them does not come; "" where nobody says so."""
+        """Return why a rank does not come to a rendezvous; "" if none has refused."""
         key = f"{meeting}/refused"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def next_number(self) -> int:
-        """One that makes names differ, the same on all ranks."""
+        """Return a number that makes names unique; the same on all ranks."""
         return next(self._numbers)
 
     def part(self, name: str) -> dist.Store:
-        """A part of the store, by one connection for all parts: for what is connected in turn."""
+        """Return a part of the store, for use in turn: all parts share one connection."""
         return dist.PrefixStore(name, self._store)
 
     def own_connection(self, name: str) -> dist.Store:
-        """The same by a connection of its own: waits over others do not hold it up."""
+        """Return a part of the store with a new connection, which waits on others do not block."""
         return dist.PrefixStore(name, _connected(self._store))
 
 
 def _connected(store: dist.Store) -> dist.Store:
-    """Another connection to a store, with its timeout."""
-    other: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
-    other.set_timeout(store.timeout)  # type: ignore[attr-defined]
-    return other
+    """Return a new connection to `store`, with the same timeout."""
+    connection: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+    connection.set_timeout(store.timeout)  # type: ignore[attr-defined]
+    return connection
 
 
 def store_at(address: str, family: socket.AddressFamily = socket.AF_INET) -> dist.TCPStore:
-    """A store that this address alone reaches, at a port of its own.
+    """Return a new store at a free port of `address`, reachable by this address only.
 
-    By itself, a TCPStore listens on all interfaces, whatever host name it is given, and authenticates nobody.
+    By default a TCPStore listens on all interfaces, for any host name, and does not
+    authenticate its clients.
     """
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

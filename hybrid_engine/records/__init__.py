@@ -1,11 +1,12 @@
-"""What the engines say of their weights: this box of this canonical tensor lies at this place of this buffer.
+"""Records of the engines' weights: which box of which canonical tensor lies where in which buffer.
 
-    regions.py      Region: a box of a tensor, with intersection and subtraction; boxes of a copy between strided views
+    regions.py      Region: a box of a tensor, with intersection and subtraction; copies as boxes
     layout.py       Buffer, Place, Shard (the record), and Layout: the records of one rank or of all
     validation.py   every fault of a layout: bounds, overlaps, gaps, dtypes
-    holdings.py     the records of all ranks in compact form, for the planner; BoxOwners: the ranks that hold a box
-    sides.py        Side: what all ranks of one side hold, of ranks that hold the same once; layouts as messages
+    holdings.py     compact records of all ranks for the planner; BoxOwners: ranks that hold a box
+    sides.py        Side: records of all ranks, once for equal ranks; layouts as messages
 
-Adaptors of engines make a `Layout` of their own rank. Ranks tell each other theirs, which become a `Side`, and that is
-made compact. A `SideLayout` of `layouts` is compact from the start.
+An adaptor of an engine emits the `Layout` of its rank. Ranks exchange their layouts, which form a
+`Side`, which is then converted to compact holdings. A `SideLayout` of `layouts` is compact from
+the start.
 """

@@ -1,11 +1,12 @@
-"""The records of all ranks of one side in compact form: no object per rank and record.
+"""Compact records of all ranks of one side, without an object per rank and record.
 
-A tensor's `BoxOwners` say which boxes of it are held and by which ranks. Tensors with the same owners (the experts of
-one stage, a projection in the layers of one stage) share one tuple of them, so whoever works on the owners works once.
+The `BoxOwners` of a tensor list which boxes of it are held, and by which ranks. Tensors with the
+same owners (the experts of one stage, a projection in the layers of one stage) share one tuple of
+`BoxOwners`, so work on owners is done once for all of them.
 
-    Holdings         who holds which boxes
-    PlacedHoldings   and where in their buffers: from explicit records by `placed_holdings`
-    SideLayout       the same of a side that is computed (layouts/), collected by `SideBuilder`
+    Holdings         boxes of every tensor and the ranks that hold them
+    PlacedHoldings   the same with places in buffers; made of records by `placed_holdings`
+    SideLayout       the same for a side that is computed (layouts/), made by `SideBuilder`
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from hybrid_engine.records.validation import dtype_faults
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxOwners:
-    """One box of a tensor and the ranks that hold (or want) it.
+    """A box of a tensor and the ranks that hold or need it.
 
     Attributes:
-        offsets, lengths: of the box, in elements, one entry per dim.
-        ranks: sorted; a rank is in it once for every place in which it has the box.
+        offsets: start of the box, in elements per dim.
+        lengths: size of the box, in elements per dim.
+        ranks: sorted; a rank occurs once for every place in which it has the box.
     """
 
     offsets: tuple[int, ...]
@@ -38,59 +40,73 @@ class BoxOwners:
 
     @property
     def region(self) -> Region:
-        """The box, of a tensor without a name: equal for all tensors with the same owners."""
+        """The box, without a tensor's name: equal for all tensors with the same owners."""
         return Region("", self.offsets, self.lengths)
 
 
 def contains(ranks: np.ndarray, rank: int) -> bool:
-    """Whether a rank is among sorted ranks."""
+    """Return whether a rank is in a sorted array of ranks."""
     position = ranks.searchsorted(rank)
     return bool(position < len(ranks) and ranks[position] == rank)
 
 
 def presence_of(box: BoxOwners, num_ranks: int) -> np.ndarray:
-    """Bool array by rank: who has the box."""
+    """Return whether each rank owns the box, bool array by rank."""
     present = np.zeros(num_ranks, dtype=bool)
     present[box.ranks] = True
     return present
 
 
 def groups_of_columns(rows: Sequence[np.ndarray], num_columns: int) -> list[np.ndarray]:
-    """Indices of equal columns of a boolean matrix, as groups in a fixed order; each group is sorted."""
+    """Return the indices of equal columns of a boolean matrix, as sorted groups in a fixed order.
+
+    Args:
+        rows: bool arrays of length `num_columns`. Without rows all columns are equal.
+        num_columns: width of the matrix.
+    """
     if num_columns == 0:
         return []
     if not rows:
         return [np.arange(num_columns)]
-    # Eight rows become one byte, and the bytes of a column one opaque value, so that `unique` compares whole columns.
+    # Pack eight rows into a byte, and view the bytes of a column as one opaque value, so that
+    # `unique` compares whole columns.
     packed = np.ascontiguousarray(np.packbits(np.array(rows), axis=0).T)
     keys = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
     _, group_of = np.unique(keys, return_inverse=True)
-    # Sorted by group, the columns of each are neighbours; a stable sort keeps their order, and groups end where the
-    # cumulated sizes say.
+    # Sort columns by group, keeping their order within one (stable), and cut where groups end.
     order = np.argsort(group_of, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(group_of))[:-1])
+    ends = np.cumsum(np.bincount(group_of))
+    return np.split(order, ends[:-1])
 
 
 Boxes = Sequence[BoxOwners] | Sequence[Region]
 
 
 def touching(sources: Boxes, destinations: Boxes) -> list[list[int]]:
-    """For every destination box, the indices of the source boxes that share elements with it; boxes of one tensor."""
+    """Return, per destination box, the indices of the source boxes that share elements with it.
+
+    All boxes are of one tensor.
+    """
     if not sources or not destinations:
         return [[] for _ in destinations]
-    # Two boxes share elements when in every dim the later start is before the earlier end: [destination, source, dim].
-    # A scalar has no dims, and `all` of nothing is true: its one element is common.
-    low, high = _bounds(sources)
-    start, stop = (bound[:, None] for bound in _bounds(destinations))
-    common = np.all(np.maximum(low, start) < np.minimum(high, stop), axis=2)
+    # Boxes share elements if in every dim the later start is before the earlier end:
+    # [destination, source, dim]. A scalar has no dims, and `all` of nothing is true: its single
+    # element is common.
+    source_starts, source_ends = _bounds(sources)
+    starts, ends = _bounds(destinations)
+    latest_start = np.maximum(source_starts, starts[:, None])
+    earliest_end = np.minimum(source_ends, ends[:, None])
+    common = np.all(latest_start < earliest_end, axis=2)
     return [np.flatnonzero(row).tolist() for row in common]
 
 
-def _bounds(owners: Boxes) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends of boxes; int arrays [box, dim]."""
-    shape = len(owners), len(owners[0].offsets)
-    low = np.array([box.offsets for box in owners], dtype=np.int64).reshape(shape)
-    return low, low + np.array([box.lengths for box in owners], dtype=np.int64).reshape(shape)
+def _bounds(boxes: Boxes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the starts and ends of boxes, int arrays [box, dim]."""
+    # `reshape` keeps the second axis of scalars, which have no dims.
+    shape = (len(boxes), len(boxes[0].offsets))
+    starts = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(shape)
+    lengths = np.array([box.lengths for box in boxes], dtype=np.int64).reshape(shape)
+    return starts, starts + lengths
 
 
 TensorOwners = tuple[BoxOwners, ...]
@@ -100,14 +116,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Who holds which boxes of every tensor.
+    """Boxes of every tensor and the ranks that hold them.
 
     Attributes:
-        num_ranks: of the world.
-        shapes: of all tensors that this side knows, in the model's order, held or not.
-        dtypes: of the tensors that are held; one for each, whoever holds it.
-        owners: of the tensors that are held, in the order of `shapes`. Boxes are sorted and differ; equal tuples are
-            one object.
+        num_ranks: size of the world.
+        shapes: all tensors known to this side, in the model's order, whether held or not.
+        dtypes: dtype of each tensor that is held, the same on all ranks.
+        owners: boxes of each tensor that is held, in the order of `shapes`. The boxes of a tensor
+            are sorted and distinct; equal tuples are one object.
     """
 
     num_ranks: int
@@ -117,76 +133,88 @@ class Holdings:
 
     @property
     def model_nbytes(self) -> int:
-        """Bytes of all tensors that are held, each once."""
-        return sum(math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype] for name, dtype in self.dtypes.items())
+        """Bytes of all tensors that are held, each counted once."""
+        return sum(
+            math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype]
+            for name, dtype in self.dtypes.items()
+        )
 
     def nbytes_by_rank(self) -> np.ndarray:
-        """Bytes of the boxes that each rank holds, each place of one counted; int array by rank."""
-        itemsizes: dict[int, int] = {}  # of tensors with the same owners, together
+        """Return the bytes that each rank holds, counting each place; int array by rank."""
+        # Sum the item sizes of tensors with the same owners, and visit their boxes once.
+        itemsizes: dict[int, int] = {}
+        distinct: dict[int, TensorOwners] = {}
         for name, owners in self.owners.items():
-            itemsizes[id(owners)] = itemsizes.get(id(owners), 0) + DTYPE_NBYTES[self.dtypes[name]]
+            key = id(owners)
+            itemsizes[key] = itemsizes.get(key, 0) + DTYPE_NBYTES[self.dtypes[name]]
+            distinct[key] = owners
         total = np.zeros(self.num_ranks, dtype=np.int64)
-        for owners in {id(owners): owners for owners in self.owners.values()}.values():
+        for key, owners in distinct.items():
             for box in owners:
-                np.add.at(total, box.ranks, box.region.numel * itemsizes[id(owners)])
+                # A rank occurs once per place, and `total[ranks] +=` would add it once only.
+                np.add.at(total, box.ranks, box.region.numel * itemsizes[key])
         return total
 
 
 def rank_classes(holdings: Holdings) -> np.ndarray:
-    """Number of its class for each rank; ranks of one class hold the same boxes of everything."""
+    """Return the class number of each rank; ranks of one class hold the same boxes."""
     classes = np.zeros(holdings.num_ranks, dtype=np.int64)
     seen: set[int] = set()
     for owners in holdings.owners.values():
         for box in owners:
-            if id(box.ranks) not in seen:
-                seen.add(id(box.ranks))
-                # Each box splits every class in two, those that hold it (odd) and those that do not (even). `unique`
-                # numbers the halves anew, so that numbers stay below the number of ranks and cannot overflow.
-                _, classes = np.unique(2 * classes + presence_of(box, holdings.num_ranks), return_inverse=True)
+            if id(box.ranks) in seen:
+                continue
+            seen.add(id(box.ranks))
+            # Each box splits a class into holders (odd) and others (even). `unique` renumbers the
+            # halves, which keeps numbers below the number of ranks: they cannot overflow.
+            halves = 2 * classes + presence_of(box, holdings.num_ranks)
+            _, classes = np.unique(halves, return_inverse=True)
     return classes
 
 
 def first_members(classes: np.ndarray) -> np.ndarray:
-    """The first rank of every class."""
+    """Return the first rank of every class."""
     return np.unique(classes, return_index=True)[1]
 
 
 class Interned:
-    """Makes equal arrays of ranks one object, and equal tuples of owners."""
+    """Pool of equal arrays of ranks, and of equal tuples of owners, as one object each."""
 
     def __init__(self) -> None:
         self._ranks: dict[bytes, np.ndarray] = {}
         self._owners: dict[object, TensorOwners] = {}
 
     def ranks(self, ranks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """These ranks, sorted."""
-        found = np.sort(np.asarray(ranks, dtype=np.int64))
-        return self._ranks.setdefault(found.tobytes(), found)
+        """Return the array of these ranks, sorted."""
+        ordered = np.sort(np.asarray(ranks, dtype=np.int64))
+        return self._ranks.setdefault(ordered.tobytes(), ordered)
 
     def owners(self, boxes: Iterable[BoxOwners]) -> TensorOwners:
-        """These boxes, sorted, the owners of one box joined."""
+        """Return the tuple of these boxes, sorted, with the owners of equal boxes joined."""
         by_box: dict[Box, list[np.ndarray]] = {}
         for box in boxes:
             by_box.setdefault((box.offsets, box.lengths), []).append(box.ranks)
-        joined = [
-            (box, parts[0] if len(parts) == 1 else self.ranks(np.concatenate(parts)))
-            for box, parts in sorted(by_box.items())
-        ]
-        key = tuple((box, ranks.tobytes()) for box, ranks in joined)
+        joined = []
+        for bounds, parts in sorted(by_box.items()):
+            # A single array is interned already.
+            ranks = parts[0] if len(parts) == 1 else self.ranks(np.concatenate(parts))
+            joined.append((bounds, ranks))
+        key = tuple((bounds, ranks.tobytes()) for bounds, ranks in joined)
         if key not in self._owners:
-            self._owners[key] = tuple(BoxOwners(*box, ranks) for box, ranks in joined)
+            self._owners[key] = tuple(BoxOwners(*bounds, ranks) for bounds, ranks in joined)
         return self._owners[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBox:
-    """A box that lies at the same place of a buffer on several ranks.
+    """A box at the same place of a buffer on several ranks.
 
     Attributes:
         owners: the box and the ranks.
         buffer: name pattern of the buffer, with `{layer}`, `{expert}` or `{name}`.
-        numel: of the buffer.
-        start, strides: where the box lies in it; elements.
+        numel: elements of the buffer.
+        start: position of the box's first element in the buffer.
+        strides: elements per dim.
     """
 
     owners: BoxOwners
@@ -198,7 +226,13 @@ class PlacedBox:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBoxes:
-    """Boxes of one tensor; `indices` are the values of the names in their buffers' patterns."""
+    """Boxes of one tensor in buffers of one group.
+
+    Attributes:
+        boxes: the boxes. Tensors in equivalent places share the tuple.
+        indices: values for the name patterns of the buffers.
+        group: `Buffer.group`.
+    """
 
     boxes: tuple[PlacedBox, ...]
     indices: Mapping[str, int | str]
@@ -207,105 +241,145 @@ class PlacedBoxes:
 
 @dataclass(frozen=True, eq=False)
 class PlacedHoldings:
-    """All ranks of one side: the holdings, and where each box of them lies.
+    """Holdings of all ranks of one side, with the place of every box.
 
     Attributes:
-        holdings: who holds what.
-        placed: tensor -> its boxes.
+        holdings: boxes and the ranks that hold them.
+        placed: boxes with their places, by tensor.
     """
 
     holdings: Holdings
     placed: Mapping[str, tuple[PlacedBoxes, ...]]
 
     def shards_of(self, rank: int, tensor: str) -> Iterator[tuple[Shard, Buffer]]:
-        """One rank's records of one tensor, with their buffers."""
+        """Yield one rank's records of one tensor, with their buffers."""
         for placed in self.placed.get(tensor, ()):
             for box in placed.boxes:
-                if contains(box.owners.ranks, rank):
-                    buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
-                    region = Region(tensor, box.owners.offsets, box.owners.lengths)
-                    shard = Shard(region, Place(buffer_id, box.start, box.strides))
-                    yield shard, Buffer(box.numel, self.holdings.dtypes[tensor], placed.group)
+                if not contains(box.owners.ranks, rank):
+                    continue
+                buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
+                region = Region(tensor, box.owners.offsets, box.owners.lengths)
+                shard = Shard(region, Place(buffer_id, box.start, box.strides))
+                yield shard, Buffer(box.numel, self.holdings.dtypes[tensor], placed.group)
 
 
 class PlaceIndex:
-    """Finds where a rank has a part of a box, without going through all boxes of the tensor."""
+    """Lookup of the places where a rank has a part of a box.
+
+    A lookup does not visit all boxes of the tensor.
+    """
 
     def __init__(self, side: PlacedHoldings) -> None:
         self._side = side
         self._by_box: dict[int, dict[Box, list[PlacedBox]]] = {}  # by identity of a tuple of boxes
 
     def places(self, tensor: str, owners: BoxOwners, rank: int, part: Region) -> list[Place]:
-        """One for every place in which `rank` has exactly this box, in order of place; `part` lies inside the box."""
-        found = []
+        """Return the place of `part` in each copy that `rank` has of a box, sorted.
+
+        Args:
+            tensor: canonical name.
+            owners: the box.
+            rank: the rank.
+            part: a box inside the box of `owners`.
+        """
+        shift = [low - base for low, base in zip(part.offsets, owners.offsets, strict=True)]
+        places = []
         for placed in self._side.placed[tensor]:
-            for box in self._boxes(placed.boxes).get((owners.offsets, owners.lengths), ()):
+            index = self._indexed(placed.boxes)
+            for box in index.get((owners.offsets, owners.lengths), ()):
                 if contains(box.owners.ranks, rank):
                     buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
-                    start = zip(part.offsets, owners.offsets, strict=True)
-                    found.append(Place(buffer_id, box.start, box.strides).at(low - base for low, base in start))
-        return sorted(found, key=lambda place: (place.buffer, place.offset)) if len(found) > 1 else found
+                    places.append(Place(buffer_id, box.start, box.strides).at(shift))
+        return sorted(places, key=lambda place: (place.buffer, place.offset))
 
-    def _boxes(self, boxes: tuple[PlacedBox, ...]) -> dict[Box, list[PlacedBox]]:
+    def _indexed(self, boxes: tuple[PlacedBox, ...]) -> dict[Box, list[PlacedBox]]:
         index = self._by_box.get(id(boxes))
         if index is None:
-            index = self._by_box[id(boxes)] = {}
+            index = {}
+            self._by_box[id(boxes)] = index
             for box in boxes:
                 index.setdefault((box.owners.offsets, box.owners.lengths), []).append(box)
         return index
 
 
-def placed_holdings(layout: Layout, num_ranks: int, alike: Mapping[int, np.ndarray] | None = None) -> PlacedHoldings:
-    """The compact form of explicit records, e.g. of live engines; padding and exports are left out.
+def placed_holdings(
+    layout: Layout,
+    num_ranks: int,
+    alike: Mapping[int, np.ndarray] | None = None,
+) -> PlacedHoldings:
+    """Return the compact form of explicit records, e.g. of live engines.
 
-    `alike`: for each rank of `layout`, all ranks that hold the same in the same places; default: it alone.
-    Raises PlanError naming every tensor that is held in several dtypes.
+    Padding and exports are left out.
+
+    Args:
+        layout: the records.
+        num_ranks: size of the world.
+        alike: for each rank of `layout`, all ranks that hold the same in the same places. Default:
+            every rank of the world is in `layout`.
+
+    Raises:
+        PlanError: lists every tensor that is held in several dtypes.
     """
+    faults = dtype_faults(layout)
+    if faults:
+        raise PlanError(faults)
     interned = Interned()
 
     @cache
-    def all_of(ranks: tuple[int, ...]) -> np.ndarray:
-        return interned.ranks(ranks if alike is None else np.concatenate([alike[rank] for rank in ranks]))
+    def all_ranks(ranks: tuple[int, ...]) -> np.ndarray:
+        """Return the ranks that hold the same as any of `ranks`."""
+        if alike is None:
+            return interned.ranks(ranks)
+        return interned.ranks(np.concatenate([alike[rank] for rank in ranks]))
 
-    dtypes: dict[str, str] = {}
-    owners: dict[str, TensorOwners] = {}
-    placed: dict[str, tuple[PlacedBoxes, ...]] = {}
+    dtypes = {}
+    owners = {}
+    placed = {}
     shards_by_tensor = layout.shards_by_tensor()
-    if faults := dtype_faults(layout):
-        raise PlanError(faults)
-    for name in (name for name in layout.tensors if name in shards_by_tensor):
-        by_buffer: dict[tuple[str, str], dict[tuple[Box, int, int, tuple[int, ...]], list[int]]] = {}
+    for name in layout.tensors:
+        if name not in shards_by_tensor:
+            continue
+        # (buffer, group) -> (box, numel of the buffer, offset, strides) -> ranks
+        by_buffer: dict[
+            tuple[str, str],
+            dict[tuple[Box, int, int, tuple[int, ...]], list[int]],
+        ] = {}
         for shard in shards_by_tensor[name]:
-            region, place_in = shard.region, shard.place
-            buffer_id = place_in.buffer
-            buffer = layout.buffers[buffer_id]
-            same_place = (region.offsets, region.lengths), buffer.numel, place_in.offset, place_in.strides
-            by_place = by_buffer.setdefault((buffer_id.name, buffer.group), {})
-            by_place.setdefault(same_place, []).append(buffer_id.rank)
+            region = shard.region
+            place = shard.place
+            buffer = layout.buffers[place.buffer]
+            box = (region.offsets, region.lengths)
+            same_place = (box, buffer.numel, place.offset, place.strides)
+            by_place = by_buffer.setdefault((place.buffer.name, buffer.group), {})
+            by_place.setdefault(same_place, []).append(place.buffer.rank)
             dtypes[name] = buffer.dtype
-        placed[name] = tuple(
-            PlacedBoxes(
-                tuple(
-                    PlacedBox(BoxOwners(*box, all_of(tuple(ranks))), "{name}", numel, start, strides)
-                    for (box, numel, start, strides), ranks in by_place.items()
-                ),
-                {"name": buffer_name},
-                group,
-            )
-            for (buffer_name, group), by_place in by_buffer.items()
-        )
-        owners[name] = interned.owners(box.owners for part in placed[name] for box in part.boxes)
-    return PlacedHoldings(Holdings(num_ranks, layout.tensors, dtypes, owners), placed)
+        parts = []
+        for (buffer_name, group), by_place in by_buffer.items():
+            boxes = []
+            for (box, numel, start, strides), ranks in by_place.items():
+                box_owners = BoxOwners(*box, all_ranks(tuple(ranks)))
+                boxes.append(PlacedBox(box_owners, "{name}", numel, start, strides))
+            parts.append(PlacedBoxes(tuple(boxes), {"name": buffer_name}, group))
+        placed[name] = tuple(parts)
+        owners[name] = _joined_owners(interned, parts)
+    holdings = Holdings(num_ranks, layout.tensors, dtypes, owners)
+    return PlacedHoldings(holdings, placed)
+
+
+def _joined_owners(interned: Interned, parts: Iterable[PlacedBoxes]) -> TensorOwners:
+    return interned.owners(box.owners for part in parts for box in part.boxes)
 
 
 @dataclass(frozen=True, eq=False)
 class SideLayout(PlacedHoldings):
-    """All ranks of one side, computed from sizes.
+    """Placed holdings of a side that is computed from sizes.
 
     Attributes:
-        num_elements: elements of the parameters that each rank stores, padding and copies included; int array by rank.
-        num_expert_elements: those of them that belong to experts.
-        is_offered_all: a rank's layout names all tensors of this side (inference), not only those it holds (training).
+        num_elements: elements of the parameters that each rank stores, padding and copies
+            included; int array by rank.
+        num_expert_elements: elements of these that belong to experts; int array by rank.
+        is_offered_all: True if the layout of a rank names all tensors of the side (inference),
+            False if only the tensors it holds (training).
     """
 
     num_elements: np.ndarray
@@ -313,34 +387,33 @@ class SideLayout(PlacedHoldings):
     is_offered_all: bool
 
     def layout_of(self, *ranks: int) -> Layout:
-        """The explicit records of some ranks."""
+        """Return the explicit records of some ranks."""
         shards: list[Shard] = []
         buffers: dict[BufferId, Buffer] = {}
+        held: set[str] = set()
         for tensor in self.placed:
             for rank in ranks:
                 for shard, buffer in self.shards_of(rank, tensor):
                     shards.append(shard)
                     buffers[shard.place.buffer] = buffer
-        held = {shard.region.tensor for shard in shards}
-        shapes = self.holdings.shapes
-        tensors = {name: shape for name, shape in shapes.items() if self.is_offered_all or name in held}
+                    held.add(tensor)
+        tensors = {
+            name: shape
+            for name, shape in self.holdings.shapes.items()
+            if self.is_offered_all or name in held
+        }
         return Layout(tensors, buffers, tuple(shards))
 
     def layout(self) -> Layout:
-        """The explicit records of all ranks."""
+        """Return the explicit records of all ranks."""
         return self.layout_of(*range(self.holdings.num_ranks))
 
 
 class SideBuilder:
-    """Collects the boxes of one side.
+    """Builder of a `SideLayout`, box by box.
 
-    Args:
-        num_ranks: of the world.
-        shapes: canonical tensors in the model's order.
-        dtype: of the weights; `dtypes`: of the tensors that have another one.
-        is_offered_all: see `SideLayout`.
-
-    Tensors that lie alike are recognised by the identity of their tuples of boxes: make such a tuple once.
+    Tensors in equivalent places are recognised by the identity of their tuples of boxes, so create
+    each distinct tuple once.
     """
 
     def __init__(
@@ -352,24 +425,40 @@ class SideBuilder:
         *,
         is_offered_all: bool,
     ) -> None:
+        """Start an empty side.
+
+        Args:
+            num_ranks: size of the world.
+            shapes: canonical tensors in the model's order.
+            dtype: dtype of the weights.
+            dtypes: exceptions to `dtype`, by tensor.
+            is_offered_all: see `SideLayout`.
+        """
         self._num_ranks = num_ranks
-        self._is_offered_all = is_offered_all
         self._shapes = shapes
-        self._dtype, self._dtypes = dtype, dtypes
+        self._dtype = dtype
+        self._dtypes = dtypes
+        self._is_offered_all = is_offered_all
         self._placed: dict[str, list[PlacedBoxes]] = {}
+        # (id of ranks, whether of an expert) -> ranks and elements; keeping the array alive keeps
+        # its id unique.
         self._elements: dict[tuple[int, bool], tuple[np.ndarray, int]] = {}
 
     def add(self, tensor: str, placed: PlacedBoxes) -> None:
-        """More boxes of `tensor`."""
+        """Add boxes of `tensor`."""
         self._placed.setdefault(tensor, []).append(placed)
 
     def add_elements(self, ranks: np.ndarray, numel: int, *, of_expert: bool) -> None:
-        """Each of `ranks` stores a parameter of `numel` elements. Arrays are told apart by identity."""
-        _, before = self._elements.get((id(ranks), of_expert), (ranks, 0))
-        self._elements[id(ranks), of_expert] = ranks, before + numel
+        """Count a parameter of `numel` elements that each of `ranks` stores.
+
+        Counts are kept by the identity of `ranks`, so pass the same array for the same ranks.
+        """
+        key = (id(ranks), of_expert)
+        _, before = self._elements.get(key, (ranks, 0))
+        self._elements[key] = (ranks, before + numel)
 
     def build(self) -> SideLayout:
-        """The finished layout."""
+        """Return the finished side."""
         interned = Interned()
         placed = {name: tuple(self._placed[name]) for name in self._shapes if name in self._placed}
         dtypes = {name: self._dtypes.get(name, self._dtype) for name in placed}
@@ -378,10 +467,18 @@ class SideBuilder:
         for name, parts in placed.items():
             key = tuple(id(part.boxes) for part in parts)
             if key not in by_boxes:
-                by_boxes[key] = interned.owners(box.owners for part in parts for box in part.boxes)
+                by_boxes[key] = _joined_owners(interned, parts)
             owners[name] = by_boxes[key]
-        counts = {of_expert: np.zeros(self._num_ranks, dtype=np.int64) for of_expert in (False, True)}
+        num_elements = np.zeros(self._num_ranks, dtype=np.int64)
+        num_expert_elements = np.zeros(self._num_ranks, dtype=np.int64)
         for (_, of_expert), (ranks, numel) in self._elements.items():
-            np.add.at(counts[of_expert], ranks, numel)
-        holdings = Holdings(self._num_ranks, self._shapes, dtypes, owners)
-        return SideLayout(holdings, placed, counts[False] + counts[True], counts[True], self._is_offered_all)
+            np.add.at(num_elements, ranks, numel)
+            if of_expert:
+                np.add.at(num_expert_elements, ranks, numel)
+        return SideLayout(
+            holdings=Holdings(self._num_ranks, self._shapes, dtypes, owners),
+            placed=placed,
+            num_elements=num_elements,
+            num_expert_elements=num_expert_elements,
+            is_offered_all=self._is_offered_all,
+        )

@@ -1,12 +1,12 @@
 """Layouts: which region of which canonical tensor lies where.
 
-One record, `Shard`, says everything about tensor, pipeline, expert and data parallelism, fused and interleaved
-projections, replicated heads, vocabulary padding and transposition:
+One kind of record, `Shard`, covers tensor, pipeline, expert and data parallelism, fused and
+interleaved projections, replicated heads, vocabulary padding and transposition:
 
     this region of canonical tensor T lives at this strided place of buffer B on rank R
 
-A `Layout` is a list of such records with the sizes of the tensors and buffers they speak of. Adaptors emit one for
-their own rank; `Layout.merge` joins those of all ranks.
+A `Layout` is a list of these records with the sizes of their tensors and buffers. Adaptors emit
+one for their rank; `Layout.merge` joins the layouts of all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ DTYPE_NBYTES = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class BufferId:
-    """A flat buffer: `name` is unique on `rank` (global rank) and within one side, training or inference."""
+    """Identity of a flat buffer.
+
+    `name` is unique on `rank` (global rank) within one side, training or inference.
+    """
 
     rank: int
     name: str
@@ -61,7 +64,7 @@ class Buffer:
         numel: elements.
         dtype: torch's name without the prefix, e.g. "bfloat16".
         group: buffers of one group are filled and committed together (vLLM: the module's name).
-        padding: intervals that belong to no canonical tensor on purpose (vocabulary and bucket padding).
+        padding: intervals that belong to no canonical tensor, for vocabulary or bucket padding.
         exported: peers on the same host can map the buffer's memory and read it directly.
     """
 
@@ -74,7 +77,8 @@ class Buffer:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NBYTES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_NBYTES)}")
-        if empty := [extent for extent in self.padding if extent.start == extent.stop]:
+        empty = [extent for extent in self.padding if extent.start == extent.stop]
+        if empty:
             raise ValueError(f"padding must not be empty, got {empty}; leave it out")
 
     @property
@@ -89,45 +93,54 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A strided place in a buffer, in elements: index i of a box lies at `offset + sum(i_d * strides[d])`."""
+    """A strided place in a buffer, in elements.
+
+    Index i of a box lies at `offset + sum(i_d * strides[d])`.
+    """
 
     buffer: BufferId
     offset: int
     strides: tuple[int, ...]
 
     def at(self, index: Iterable[int]) -> Place:
-        """The place of the sub-box that starts at `index`, relative to this place's own start."""
+        """Return the place of the sub-box that starts at `index`, relative to this place."""
         shift = sum(i * stride for i, stride in zip(index, self.strides, strict=True))
         return Place(self.buffer, self.offset + shift, self.strides)
 
     def extent(self, lengths: Iterable[int]) -> Extent:
-        """From the first to the last element of a box of these lengths, none of them 0, that lies here."""
-        reach = sum((length - 1) * stride for length, stride in zip(lengths, self.strides, strict=True))
+        """Return the interval from the first to the last element of a box at this place.
+
+        Args:
+            lengths: elements of the box per dim, all at least 1.
+        """
+        steps = zip(lengths, self.strides, strict=True)
+        reach = sum((length - 1) * stride for length, stride in steps)
         return Extent(self.offset, self.offset + reach + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The record: `region` lives at `place`. Strides have one entry per dim of the canonical tensor."""
+    """The record: `region` lives at `place`. Strides have one entry per canonical dim."""
 
     region: Region
     place: Place
 
     def __post_init__(self) -> None:
-        if len(self.place.strides) != len(self.region.lengths):
-            raise ValueError(
-                f"{self.region.tensor}: {len(self.place.strides)} strides for {len(self.region.lengths)} dims"
-            )
+        num_strides = len(self.place.strides)
+        num_dims = len(self.region.lengths)
+        if num_strides != num_dims:
+            raise ValueError(f"{self.region.tensor}: {num_strides} strides for {num_dims} dims")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every region of one side (training or inference) lives, on one rank or on all.
+    """Places of all regions of one side (training or inference), on one rank or on all.
 
     Attributes:
-        tensors: canonical name -> shape. On the source side the tensors the ranks hold; on the destination side those
-            the inference engine was offered, including ones it read nothing from.
-        buffers: every buffer that shards speak of.
+        tensors: canonical name -> shape. On the source side the tensors that the ranks hold; on
+            the destination side the tensors that the inference engine was offered, including
+            those it reads nothing from.
+        buffers: all buffers that the shards use.
         shards: the records.
     """
 
@@ -137,51 +150,80 @@ class Layout:
 
     @staticmethod
     def merge(layouts: Iterable[Layout]) -> Layout:
-        """Join the layouts of several ranks. Raises PlanError with every tensor and buffer on which two disagree."""
+        """Join the layouts of several ranks.
+
+        Raises:
+            PlanError: lists every tensor and buffer that two layouts describe differently.
+        """
         tensors: dict[str, tuple[int, ...]] = {}
         buffers: dict[BufferId, Buffer] = {}
         shards: list[Shard] = []
         faults: list[str] = []
-        merged: dict[int, Mapping[str, tuple[int, ...]]] = {}  # by identity: many ranks name the same tensors
+        # Many ranks share one mapping of tensors; merge each once. Keeping the mappings alive keeps
+        # their ids unique.
+        merged: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for layout in layouts:
-            named = {} if id(layout.tensors) in merged else layout.tensors
-            merged[id(layout.tensors)] = layout.tensors
-            for name, shape in named.items():
-                if tensors.setdefault(name, shape) != shape:
-                    faults.append(f"{name}: shape {tensors[name]} on one rank, {shape} on another")
+            if id(layout.tensors) not in merged:
+                merged[id(layout.tensors)] = layout.tensors
+                for name, shape in layout.tensors.items():
+                    if tensors.setdefault(name, shape) != shape:
+                        faults.append(
+                            f"{name}: shape {tensors[name]} on one rank, {shape} on another"
+                        )
             for buffer_id, buffer in layout.buffers.items():
                 if buffers.setdefault(buffer_id, buffer) != buffer:
-                    faults.append(f"{buffer_id}: described twice, as {buffers[buffer_id]} and as {buffer}")
+                    faults.append(
+                        f"{buffer_id}: described twice, as {buffers[buffer_id]} and as {buffer}"
+                    )
             shards.extend(layout.shards)
         if faults:
             raise PlanError(faults)
         return Layout(tensors, buffers, tuple(shards))
 
     def on(self, rank: int) -> Layout:
-        """The same layout, of one rank, as that of another."""
+        """Return this layout of one rank as the layout of another."""
+        # One id object per buffer, shared by all its shards.
         ids = {buffer_id: BufferId(rank, buffer_id.name) for buffer_id in self.buffers}
-        shards = (replace(each, place=replace(each.place, buffer=ids[each.place.buffer])) for each in self.shards)
-        return Layout(self.tensors, {ids[buffer_id]: one for buffer_id, one in self.buffers.items()}, tuple(shards))
+        buffers = {ids[buffer_id]: buffer for buffer_id, buffer in self.buffers.items()}
+        shards = []
+        for shard in self.shards:
+            place = replace(shard.place, buffer=ids[shard.place.buffer])
+            shards.append(replace(shard, place=place))
+        return Layout(self.tensors, buffers, tuple(shards))
 
     def without(self, tensors: Collection[str]) -> Layout:
-        """The layout without the shards of some tensors."""
-        return replace(self, shards=tuple(shard for shard in self.shards if shard.region.tensor not in tensors))
+        """Return the layout without the shards of some tensors."""
+        kept = tuple(shard for shard in self.shards if shard.region.tensor not in tensors)
+        return replace(self, shards=kept)
 
     def shards_by_tensor(self) -> dict[str, list[Shard]]:
-        """Canonical name -> its shards, in order of rank and of place; the order in which they were emitted is lost."""
+        """Return the shards by canonical name, sorted by rank and place.
+
+        The result does not depend on the order in which the shards were emitted.
+        """
+        ordered = sorted(
+            self.shards,
+            key=lambda shard: (shard.place.buffer, shard.place.offset, shard.region),
+        )
         grouped: dict[str, list[Shard]] = {}
-        for shard in self._sorted_shards():
+        for shard in ordered:
             grouped.setdefault(shard.region.tensor, []).append(shard)
         return grouped
 
-    def _sorted_shards(self) -> list[Shard]:
-        return sorted(self.shards, key=lambda shard: (shard.place.buffer, shard.place.offset, shard.region))
 
+def differences(layout: Layout, other: Layout) -> list[str]:
+    """Return the sorted names of tensors of which two layouts hold different elements.
 
-def differences(one: Layout, other: Layout) -> list[str]:
-    """Tensors of which two layouts hold different elements, in whatever pieces, places and buffers; sorted."""
-    ours, theirs = _regions(one), _regions(other)
-    return sorted(name for name in ours.keys() | theirs.keys() if not _same(ours.get(name, []), theirs.get(name, [])))
+    Pieces, places and buffers may differ.
+    """
+    regions = _regions(layout)
+    other_regions = _regions(other)
+    names = regions.keys() | other_regions.keys()
+    return sorted(
+        name
+        for name in names
+        if not _cover_the_same(regions.get(name, []), other_regions.get(name, []))
+    )
 
 
 def _regions(layout: Layout) -> dict[str, list[Region]]:
@@ -191,5 +233,8 @@ def _regions(layout: Layout) -> dict[str, list[Region]]:
     return regions
 
 
-def _same(one: list[Region], other: list[Region]) -> bool:
-    return set(one) == set(other) or not (subtract_all(one, other) or subtract_all(other, one))
+def _cover_the_same(regions: list[Region], others: list[Region]) -> bool:
+    # Comparing sets is cheap and settles the usual case.
+    if set(regions) == set(others):
+        return True
+    return not subtract_all(regions, others) and not subtract_all(others, regions)

@@ -1,16 +1,17 @@
-"""What all ranks of one side hold, said once for ranks that hold the same.
+"""Records of all ranks of one side, stored once for ranks that hold the same.
 
-Data parallel replicas have equal layouts but for their ranks, and thousands of ranks differ in a few dozen. So a rank's
-layout is told as two messages without a rank, each of which many ranks share:
+Data parallel replicas have equal layouts except for their ranks, and thousands of ranks have a few
+dozen different ones. The layout of a rank is therefore sent as two messages that do not contain
+the rank, and that many ranks have in common:
 
     names      tensors and their shapes
     records    buffers, and which box of which tensor lies where in them
 
-    Side.from_messages(...)             of what ranks told each other (`Agreement.share`)
-    Side.of(layouts), split(layout)     of explicit records
+    Side.from_messages(...)             from the messages of all ranks (`Agreement.share`)
+    Side.of(layouts), split(layout)     from explicit records
       .layout                           the records of the first rank of every kind
-      .placed                           who holds what, of all ranks: what plans are made of
-      .of_rank(rank), .buffers[id]      of any rank
+      .placed                           the compact records of all ranks, from which plans are made
+      .of_rank(rank), .buffers[id]      the records of any rank
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ from hybrid_engine.records.validation import undeclared_faults
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 _Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
-"""Whether it can be is for `validation` to say, which names the tensor."""
+"""Any number that int64 arithmetic can handle. `validation` checks its meaning and names the
+tensor."""
 
 
-class _Names(Record, frozen=True):
+class _NamesMessage(Record, frozen=True):
+    """Tensors and their shapes, in the model's order."""
+
     names: list[str]
     shapes: list[tuple[_Number, ...]]
 
 
-class _Buffer(Record, frozen=True):
+class _BufferMessage(Record, frozen=True):
+    """Message form of `Buffer`, with padding as (start, stop)."""
+
     name: str
     numel: _Number
     dtype: str
@@ -50,58 +56,72 @@ class _Buffer(Record, frozen=True):
     exported: bool
 
 
-class _Shard(Record, frozen=True):
-    tensor: _Index  # index of the tensor
-    buffer: _Index  # index of the buffer
+class _ShardRecord(Record, frozen=True):
+    """Message form of `Shard`, with its tensor and its buffer as indices."""
+
+    tensor: _Index
+    buffer: _Index
     offset: _Number
     strides: tuple[_Number, ...]
     starts: tuple[_Number, ...]
     lengths: tuple[_Number, ...]
 
 
-class _Records(Record, frozen=True):
-    buffers: list[_Buffer]
-    shards: list[_Shard]
+class _RecordsMessage(Record, frozen=True):
+    buffers: list[_BufferMessage]
+    shards: list[_ShardRecord]
 
 
 def layout_messages(layout: Layout) -> tuple[bytes, bytes]:
-    """A rank's layout as names and records, without its rank: equal for ranks that hold the same in the same places.
+    """Return the names and the records of a rank's layout, encoded without the rank.
 
-    Raises PlanError naming every record of a tensor or buffer that the layout does not declare.
+    Ranks that hold the same in the same places have equal messages.
+
+    Raises:
+        PlanError: lists every record of a tensor or buffer that the layout does not declare.
     """
-    return _names_message(layout.tensors), _records_message(layout, _numbers_of(layout.tensors))
+    return _names_message(layout.tensors), _records_message(layout, _numbered(layout.tensors))
 
 
 def _names_message(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
-    return encode(_Names(list(tensors), list(tensors.values())))
+    return encode(_NamesMessage(list(tensors), list(tensors.values())))
 
 
-def _numbers_of(tensors: Iterable[str]) -> dict[str, int]:
+def _numbered(tensors: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(tensors)}
 
 
-def _records_message(layout: Layout, number_of: Mapping[str, int]) -> bytes:
-    """`number_of`: the layout's tensors."""
-    if faults := undeclared_faults(layout):
+def _records_message(layout: Layout, tensor_numbers: Mapping[str, int]) -> bytes:
+    """Encode a rank's buffers and shards, sorted so that their order does not matter.
+
+    Args:
+        layout: of one rank.
+        tensor_numbers: ordinal of each tensor of the layout.
+    """
+    faults = undeclared_faults(layout)
+    if faults:
         raise PlanError(faults)
+    # By name only: the rank is not part of the message.
     ids = sorted(layout.buffers, key=lambda buffer_id: buffer_id.name)
-    buffer_of = {buffer_id: number for number, buffer_id in enumerate(ids)}
-    buffers = [
-        _Buffer(
-            each.name,
-            found.numel,
-            found.dtype,
-            found.group,
-            [(extent.start, extent.stop) for extent in found.padding],
-            found.exported,
+    buffer_numbers = {buffer_id: number for number, buffer_id in enumerate(ids)}
+    buffers = []
+    for buffer_id in ids:
+        buffer = layout.buffers[buffer_id]
+        padding = [(extent.start, extent.stop) for extent in buffer.padding]
+        buffers.append(
+            _BufferMessage(
+                buffer_id.name,
+                buffer.numel,
+                buffer.dtype,
+                buffer.group,
+                padding,
+                buffer.exported,
+            )
         )
-        for each in ids
-        for found in (layout.buffers[each],)
-    ]
     shards = [
-        _Shard(
-            number_of[shard.region.tensor],
-            buffer_of[shard.place.buffer],
+        _ShardRecord(
+            tensor_numbers[shard.region.tensor],
+            buffer_numbers[shard.place.buffer],
             shard.place.offset,
             shard.place.strides,
             shard.region.offsets,
@@ -109,48 +129,77 @@ def _records_message(layout: Layout, number_of: Mapping[str, int]) -> bytes:
         )
         for shard in layout.shards
     ]
-    shards.sort(key=lambda row: (row.buffer, row.offset, row.tensor, row.starts, row.lengths, row.strides))
-    return encode(_Records(buffers, shards))
-
-
-def _tensors_from(names: bytes) -> dict[str, tuple[int, ...]]:
-    named: _Names = decode(names, _Names)
-    if len(named.names) != len(named.shapes):
-        raise MessageError(f"not a layout: {len(named.names)} names and {len(named.shapes)} shapes")
-    return dict(zip(named.names, named.shapes, strict=True))
-
-
-def _layout_from(tensors: dict[str, tuple[int, ...]], names: Sequence[str], records: bytes, rank: int) -> Layout:
-    found: _Records = decode(records, _Records)
-    try:
-        ids = [BufferId(rank, each.name) for each in found.buffers]
-        buffers = {
-            buffer_id: Buffer(
-                each.numel, each.dtype, each.group, tuple(Extent(*extent) for extent in each.padding), each.exported
-            )
-            for buffer_id, each in zip(ids, found.buffers, strict=True)
-        }
-        shards = tuple(
-            Shard(
-                Region(names[each.tensor], each.starts, each.lengths),
-                Place(ids[each.buffer], each.offset, each.strides),
-            )
-            for each in found.shards
+    shards.sort(
+        key=lambda shard: (
+            shard.buffer,
+            shard.offset,
+            shard.tensor,
+            shard.starts,
+            shard.lengths,
+            shard.strides,
         )
-        return Layout(tensors, buffers, shards)
+    )
+    return encode(_RecordsMessage(buffers, shards))
+
+
+def _decoded_tensors(message: bytes) -> dict[str, tuple[int, ...]]:
+    names: _NamesMessage = decode(message, _NamesMessage)
+    if len(names.names) != len(names.shapes):
+        raise MessageError(
+            f"not a layout: {len(names.names)} names and {len(names.shapes)} shapes",
+            code="not-a-layout",
+        )
+    return dict(zip(names.names, names.shapes, strict=True))
+
+
+def _decoded_layout(
+    tensors: dict[str, tuple[int, ...]],
+    message: bytes,
+    rank: int,
+) -> Layout:
+    """Decode the records of one rank.
+
+    Args:
+        tensors: decoded names message. All layouts with this message share the object.
+        message: the records.
+        rank: the rank that holds them.
+    """
+    records: _RecordsMessage = decode(message, _RecordsMessage)
+    names = list(tensors)
+    try:
+        ids = [BufferId(rank, record.name) for record in records.buffers]
+        buffers = {}
+        for buffer_id, record in zip(ids, records.buffers, strict=True):
+            padding = tuple(Extent(start, stop) for start, stop in record.padding)
+            buffers[buffer_id] = Buffer(
+                record.numel,
+                record.dtype,
+                record.group,
+                padding,
+                record.exported,
+            )
+        shards = []
+        for shard in records.shards:
+            region = Region(names[shard.tensor], shard.starts, shard.lengths)
+            place = Place(ids[shard.buffer], shard.offset, shard.strides)
+            shards.append(Shard(region, place))
+        return Layout(tensors, buffers, tuple(shards))
     except (ValueError, IndexError) as error:
-        raise MessageError(f"not a layout: {error}") from None
+        raise MessageError(f"not a layout: {error}", code="not-a-layout") from None
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """What all ranks of one side, training or inference, hold.
+    """Records of all ranks of one side, training or inference.
+
+    Ranks are of one kind if they hold the same regions in the same places.
 
     Attributes:
-        kinds: ranks that hold the same in the same places, as the layout of the first of them; in order of those.
+        kinds: layout of the first rank of each kind, in order of these ranks.
         kind_of: number of the kind of every rank, int array.
-        fingerprint: a digest of everything a plan depends on; the same on every rank and in every run. The order of
-            tensors is in it (it is the order of the plan), those of buffers and shards are not.
+        fingerprint: digest of everything that a plan depends on, equal on every rank and in every
+            run. It covers the order of tensors, which is the order of the plan, but not the order
+            of buffers and shards.
     """
 
     kinds: tuple[Layout, ...]
@@ -159,97 +208,140 @@ class Side:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Side:
-        """Of the layouts of all ranks, by rank. Raises PlanError."""
-        return cls._numbered(map(layout_messages, layouts))
+        """Create a side from the layouts of all ranks, by rank.
+
+        Raises:
+            PlanError: as `layout_messages`.
+        """
+        return cls._from_pairs(map(layout_messages, layouts))
 
     @classmethod
     def split(cls, layout: Layout, num_ranks: int) -> Side:
-        """Of explicit records of all ranks, each of which then declares all of the tensors. Raises PlanError."""
+        """Create a side from one layout with the records of all ranks.
+
+        Each rank then declares all tensors of the layout.
+
+        Raises:
+            PlanError: as `layout_messages`.
+        """
         buffers: list[dict[BufferId, Buffer]] = [{} for _ in range(num_ranks)]
         shards: list[list[Shard]] = [[] for _ in range(num_ranks)]
         for buffer_id, buffer in layout.buffers.items():
             buffers[buffer_id.rank][buffer_id] = buffer
         for shard in layout.shards:
             shards[shard.place.buffer.rank].append(shard)
-        names, number_of = _names_message(layout.tensors), _numbers_of(layout.tensors)
-        of_ranks = (Layout(layout.tensors, *own) for own in zip(buffers, map(tuple, shards), strict=True))
-        return cls._numbered((names, _records_message(each, number_of)) for each in of_ranks)
+        names = _names_message(layout.tensors)
+        numbers = _numbered(layout.tensors)
+        pairs = []
+        for rank in range(num_ranks):
+            part = Layout(layout.tensors, buffers[rank], tuple(shards[rank]))
+            pairs.append((names, _records_message(part, numbers)))
+        return cls._from_pairs(pairs)
 
     @classmethod
-    def _numbered(cls, of_ranks: Iterable[tuple[bytes, bytes]]) -> Side:
+    def _from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> Side:
+        """Create a side from the names and the records of every rank."""
         messages: dict[bytes, int] = {}
-        told = [[messages.setdefault(message, len(messages)) for message in own] for own in of_ranks]
-        return cls.from_messages(told, list(messages))
+        by_rank = [
+            [messages.setdefault(message, len(messages)) for message in pair] for pair in pairs
+        ]
+        return cls.from_messages(by_rank, list(messages))
 
     @classmethod
-    def from_messages(cls, told: Sequence[Sequence[int]], messages: Sequence[bytes]) -> Side:
-        """Of what ranks told each other: for every rank the numbers of its names and records among the `messages`.
+    def from_messages(cls, by_rank: Sequence[Sequence[int]], messages: Sequence[bytes]) -> Side:
+        """Create a side from the messages that ranks exchanged.
 
-        Raises MessageError.
+        Args:
+            by_rank: for every rank, the indices of its names and its records in `messages`.
+            messages: the distinct messages of all ranks.
+
+        Raises:
+            MessageError: a message is not a layout.
         """
-        numbers: dict[tuple[int, ...], int] = {}
-        firsts: list[int] = []
-        kind_of = np.empty(len(told), dtype=np.int64)
-        for rank, parts in enumerate(told):
-            kind_of[rank] = number = numbers.setdefault(tuple(parts), len(numbers))
+        kind_numbers: dict[tuple[int, ...], int] = {}
+        firsts: list[int] = []  # first rank of each kind
+        kind_of = np.empty(len(by_rank), dtype=np.int64)
+        for rank, indices in enumerate(by_rank):
+            number = kind_numbers.setdefault(tuple(indices), len(kind_numbers))
+            kind_of[rank] = number
             if number == len(firsts):
                 firsts.append(rank)
-        tensors = {number: _tensors_from(messages[number]) for number in {told[rank][0] for rank in firsts}}
-        names = {number: list(each) for number, each in tensors.items()}
-        kinds = [
-            _layout_from(tensors[told[rank][0]], names[told[rank][0]], messages[told[rank][1]], rank) for rank in firsts
-        ]
+        # Each names message is decoded once: layouts share its tensors, and `Layout.merge` relies
+        # on that identity.
+        tensors = {}
+        kinds = []
+        # Little-endian, so that hosts of both byte orders agree.
         digest = hashlib.sha256(kind_of.astype("<i8").tobytes())
         for rank in firsts:
-            for part in told[rank]:
-                digest.update(hashlib.sha256(messages[part]).digest())
+            names_index, records_index = by_rank[rank]
+            if names_index not in tensors:
+                tensors[names_index] = _decoded_tensors(messages[names_index])
+            kinds.append(
+                _decoded_layout(tensors[names_index], messages[records_index], rank),
+            )
+            for index in (names_index, records_index):
+                digest.update(hashlib.sha256(messages[index]).digest())
         return cls(tuple(kinds), kind_of, digest.hexdigest())
 
     @property
     def num_ranks(self) -> int:
-        """Of the job."""
+        """Number of ranks of the job."""
         return len(self.kind_of)
 
     def kind(self, rank: int) -> Layout:
-        """What a rank holds, as the layout of the first rank that holds the same."""
+        """Return the records of a rank as the layout of the first rank of its kind."""
         return self.kinds[self.kind_of[rank]]
 
     def of_rank(self, rank: int) -> Layout:
-        """What a rank holds."""
+        """Return the records of a rank."""
         return self.kind(rank).on(rank)
 
     @cached_property
     def layout(self) -> Layout:
-        """The records of the first rank of every kind. Raises PlanError with every tensor on which two disagree."""
+        """Records of the first rank of every kind.
+
+        Raises:
+            PlanError: lists every tensor that two kinds describe differently.
+        """
         return Layout.merge(self.kinds)
 
     @cached_property
     def placed(self) -> PlacedHoldings:
-        """Who holds what, and where. Raises PlanError naming every tensor that is held in several dtypes."""
+        """Compact records of all ranks.
+
+        Raises:
+            PlanError: lists every tensor that ranks hold in several dtypes.
+        """
         return self.placed_of(self.layout)
 
     def placed_of(self, layout: Layout) -> PlacedHoldings:
-        """As `placed`, of a part of `layout`."""
+        """Return the compact records of a part of `self.layout`; errors as `placed`."""
         _, firsts = np.unique(self.kind_of, return_index=True)
-        alike = {int(rank): np.flatnonzero(self.kind_of == kind) for kind, rank in enumerate(firsts)}
+        alike = {
+            int(rank): np.flatnonzero(self.kind_of == kind) for kind, rank in enumerate(firsts)
+        }
         return placed_holdings(layout, self.num_ranks, alike)
 
     def holds_any(self) -> np.ndarray:
-        """By rank, whether it holds anything."""
-        return np.array([bool(kind.buffers) for kind in self.kinds])[self.kind_of]
+        """Return whether each rank holds any buffer, bool array by rank."""
+        has_buffers = np.array([bool(kind.buffers) for kind in self.kinds])
+        return has_buffers[self.kind_of]
 
     @cached_property
     def buffers(self) -> Mapping[BufferId, Buffer]:
-        """The buffers of all ranks."""
-        return _Buffers(self)
+        """Buffers of all ranks."""
+        return _BuffersOfSide(self)
 
 
-class _Buffers(Mapping[BufferId, Buffer]):
-    """Looks up the kind of the buffer's rank: there is no entry per rank."""
+class _BuffersOfSide(Mapping[BufferId, Buffer]):
+    """Mapping of the buffers of all ranks, without an entry per rank: lookups go by kind."""
 
     def __init__(self, side: Side) -> None:
         self._kind_of = side.kind_of
-        self._by_name = [{buffer_id.name: one for buffer_id, one in kind.buffers.items()} for kind in side.kinds]
+        self._by_name = [
+            {buffer_id.name: buffer for buffer_id, buffer in kind.buffers.items()}
+            for kind in side.kinds
+        ]
 
     def __getitem__(self, buffer_id: BufferId) -> Buffer:
         if not 0 <= buffer_id.rank < len(self._kind_of):
@@ -258,7 +350,8 @@ class _Buffers(Mapping[BufferId, Buffer]):
 
     def __iter__(self) -> Iterator[BufferId]:
         for rank, kind in enumerate(self._kind_of):
-            yield from (BufferId(rank, name) for name in self._by_name[kind])
+            for name in self._by_name[kind]:
+                yield BufferId(rank, name)
 
     def __len__(self) -> int:
         return sum(len(self._by_name[kind]) for kind in self._kind_of)

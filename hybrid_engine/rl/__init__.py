@@ -1,20 +1,23 @@
-"""Reinforcement learning on one set of devices: GRPO and PPO as one loop, and the functions that it is made of.
+"""Reinforcement learning on one set of devices: GRPO and PPO as one loop, and its functions.
 
-    train(model, prompts, reward, GrpoConfig(...), out="runs/mine")     loop.py: every step, metrics, resuming
+    train(model, prompts, reward, GrpoConfig(...), out="runs/mine")     loop.py
 
-    Loop.learn(n)  rollout_context   vLLM          samples_per_prompt completions of each prompt, or conversations with
-                                                   an environment                                 (conversations.py)
-                   reward            rank 0        as environments are: functions, or coroutines      (asking.py)
-                   forward_context   reference     with a KL term alone
-                   group_advantages  GRPO                                                        (losses.py)
-                   train_context     critic        PPO: values, advantages, value_loss           (critic.py)
-                   train_context     the trainer   minibatches, policy_loss                      (losses.py)
-    Loop.finish    rollout_context   vLLM          the evaluation
-    out/           run_files.py: the rows of metrics, and the checkpoint from which the same call goes on
+    Loop.learn(n)
+      rollout_context   vLLM        samples_per_prompt completions of each prompt, or
+                                    conversations with an environment           conversations.py
+      reward            rank 0      functions and coroutines of the user        user_callbacks.py
+      forward_context   reference   its log-probabilities, if there is a KL term
+      group_advantages  GRPO                                                    losses.py
+      train_context     critic      PPO: values, advantages, value_loss         critic.py
+      train_context     trainer     minibatches, policy_loss                    losses.py
+    Loop.finish
+      rollout_context   vLLM        evaluation
+    out/                            metrics, and the checkpoint from which the
+                                    same call resumes            run_files.py, run_record.py
+      rows of metrics   all ranks   figures, seconds, bytes, memory             step_metrics.py
 
-config.py has the options: `GrpoConfig` or `PpoConfig`, whose type is the algorithm.
-
-docs/rl.md is the user's page.
+config.py has the options. The type of the configuration, `GrpoConfig` or `PpoConfig`, selects the
+algorithm. docs/rl.md is the user's page.
 """
 
 from __future__ import annotations

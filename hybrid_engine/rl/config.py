@@ -1,12 +1,14 @@
-"""What a run of GRPO or PPO does, beside the configuration of its engines: `GrpoConfig`, `PpoConfig`."""
+"""Settings of GRPO and PPO runs: `GrpoConfig` and `PpoConfig`. Engines have their own settings."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+import torch
+from pydantic import BeforeValidator, Field
 
 from hybrid_engine.config.keys import (
     MAY_CHANGE,
@@ -21,139 +23,202 @@ from hybrid_engine.config.keys import (
 )
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.rl.losses import Aggregation
+from hybrid_engine.ports import Batch
+from hybrid_engine.rl.losses import (
+    Aggregation,
+    Baseline,
+    Clipping,
+    KlEstimator,
+    Loss,
+    Ratio,
+    Scale,
+    policy_loss,
+)
 from hybrid_engine.rl.run_files import defaults_of, flat
 from hybrid_engine.trainer.learning_rate import learning_rate
 
 
 class LoopConfig(Section):
-    """Settings that both algorithms have. Immutable; raises ConfigError with everything that is wrong."""
+    """Settings that both algorithms share. Immutable; raises ConfigError with all violations."""
 
     steps: Count = 100
-    """Steps of the run: in each, completions are drawn, scored and learned from."""
+    """Number of steps. Each draws completions, scores them and learns from them."""
     prompts_per_step: Count = 8
-    """Prompts of a step. They come in a new order in each pass over all prompts."""
+    """Prompts per step. Each pass over all prompts has a new order."""
     samples_per_prompt: Annotated[Count, Field(le=2**14)] = 8
     """Completions of each prompt."""
     max_tokens: Count = 256
-    """Most tokens of a completion; of a conversation, of all that follows the prompt."""
+    """Upper bound of the tokens of a completion; of all tokens after a conversation's prompt."""
     max_tokens_per_turn: Count | None = None
-    """Most tokens of an answer in a conversation; default: max_tokens."""
+    """Upper bound of the tokens of an answer in a conversation; default: max_tokens."""
     temperature: Annotated[Positive, Field(ge=0.01, le=2)] = 1.0
     """Temperature of sampling, and of all log-probabilities."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, beside the model's own end tokens."""
+    """Token ids that end a completion, in addition to the model's own end tokens."""
     stop: tuple[str, ...] = ()
-    """Texts before which a completion ends."""
+    """Strings that end a completion; they are not part of it."""
     epochs: Count = 1
-    """Times that each completion is learned from."""
+    """Passes over the completions of a step."""
     minibatches: Count = 1
-    """Optimizer steps per epoch: each learns from an equal part of the completions."""
+    """Optimizer steps per epoch; each learns from an equal part of the completions."""
     learning_rate: Positive | None = None
     """Learning rate after the warm-up; default: `actor_config.optimizer.lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from the warm-up to the last step, towards 0."""
+    """Shape in which the learning rate falls towards 0, from the warm-up to the last step."""
     warmup_steps: Steps = 0
-    """Steps in which the learning rate rises linearly; the last of them has all of it."""
+    """Steps in which the learning rate rises linearly; the last of them has the full rate."""
     clip_ratio: Annotated[Positive, Field(lt=1)] = 0.2
-    """A token whose probability fell by more than this share since the step began is not pushed further down."""
+    """A token whose probability fell by more than this share in a step is not pushed down more."""
     clip_ratio_high: Positive | None = None
-    """The same of a token whose probability rose; default: clip_ratio."""
+    """The same limit for a token whose probability rose; default: clip_ratio."""
+    ratio: Ratio = "token"
+    """Ratio of new to old probability: of each token, or one for a sequence (GSPO)."""
+    clipping: Clipping = "ppo"
+    """PPO's lesser gain, or a clipped ratio that weights every log-probability (CISPO)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage a token's loss is at most this many times the advantage."""
     kl_coefficient: NonNegative = 0.0
-    """Weight of the KL to the model that the run began with. 0 keeps no such copy."""
+    """Weight of the KL to the initial model. With 0 no copy of that model is kept."""
+    kl_estimator: KlEstimator = "k3"
+    """Estimator of the KL in the loss."""
     aggregation: Aggregation = "token"
-    """The mean that a loss is: over all tokens of an optimizer step, over sequences of their own means (sequence), or
-    over sequences of their sums over max_tokens (constant)."""
+    """Mean that a loss is: over all tokens of an optimizer step (token), over the means of
+    sequences (sequence), or over the sums of sequences divided by max_tokens (constant)."""
     importance_cap: Positive | None = None
-    """Truncated importance sampling: weight tokens by how much more probable the trainer finds them than vLLM did, up
-    to this. None: no weights."""
+    """Truncated importance sampling: weight each token by its probability in the trainer over its
+    probability in vLLM, but at most by this. None: no weights."""
+    mask_truncated: bool = False
+    """Learn nothing from completions that ended at max_tokens."""
     evaluate_every: Count = 10
-    """Steps between two calls of `evaluate`; the last step is always followed by one."""
+    """Steps between two calls of `evaluate`; the last step is always followed by a call."""
     save_every: Count = 50
-    """Steps between two checkpoints; there is always one after the last step."""
+    """Steps between two checkpoints; the last step always has one."""
     seed: Seed = 0
-    """Seed of prompts, completions and minibatches. Step n depends on this and n alone."""
+    """Seed of prompts, completions and minibatches. Step n depends only on the seed and n."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**given)
+            super().__init__(**values)
         except pydantic.ValidationError as error:
             raise ConfigError(violations_of(error, type(self), f"{self.name}.")) from None
 
     @property
     def name(self) -> str:
-        """Of the class, as messages call it."""
+        """Name of the class, for messages."""
         return type(self).__name__
 
     @property
     def completions_per_step(self) -> int:
-        """Completions of a step: B."""
+        """Number of completions of a step, B."""
         return self.prompts_per_step * self.samples_per_prompt
 
+    def policy_loss(self) -> Callable[[Batch, torch.Tensor], Loss]:
+        """Return the loss of the policy by these settings."""
+        return policy_loss(
+            self.clip_ratio,
+            self.kl_coefficient,
+            clip_ratio_high=self.clip_ratio_high,
+            importance_cap=self.importance_cap,
+            ratio_of=self.ratio,
+            clipping=self.clipping,
+            dual_clip=self.dual_clip,
+            kl_estimator=self.kl_estimator,
+        )
+
     def learning_rate_share(self, step: int) -> float:
-        """Share of the learning rate, from 0 to 1, that step 1, 2, ... has."""
+        """Return the factor, from 0 to 1, of the learning rate in a step; the first step is 1."""
         schedule = ScheduleConfig(
-            lr_decay_style=self.schedule, lr_warmup_steps=self.warmup_steps, lr_decay_steps=self.steps + 1
+            lr_decay_style=self.schedule,
+            lr_warmup_steps=self.warmup_steps,
+            lr_decay_steps=self.steps + 1,  # the last step still learns: 0 would be one step later
         )
         return learning_rate(schedule, 1.0, step)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether what happens `every` so many steps does after this one."""
+        """Return whether something that happens `every` so many steps is due after `step`."""
         return step % every == 0 or step == self.steps
 
     def defaults(self) -> dict[str, Any]:
-        """What a setting is that a run began without: it is older than the option."""
+        """Return the defaults, which hold for runs that are older than an option."""
         return {self.name: defaults_of(self)}
 
     def shared(self) -> dict[str, Any]:
-        """All that a resumed run must have in common with the run that it continues."""
-        free = {"evaluate_every", "save_every", *(["steps"] if self.schedule == "constant" else [])}
+        """Return the settings that a resumed run must share with the run that it continues."""
+        free = {"evaluate_every", "save_every"}
+        # Any other schedule depends on the number of steps.
+        if self.schedule == "constant":
+            free.add("steps")
         return {self.name: self.model_dump(mode="json", exclude=free)}
 
 
 def shared_engine_settings(engines: HybridConfig, world_size: int) -> dict[str, Any]:
-    """Settings of the engines that a resumed run must have in common with the run that it continues.
+    """Return the engines' settings that a resumed run must share with the run that it continues.
 
-    All but those that are marked MAY_CHANGE. Trained weights come from the checkpoint, which also has the digest of
-    those that a KL is measured from.
+    These are all settings that are not marked MAY_CHANGE. Trained weights come from the checkpoint,
+    which also has the digest of the weights from which a KL is measured.
     """
-    has_any_size = engines.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
-    shared = {"world_size": "any" if has_any_size else world_size, **engines.model_dump(exclude=_free_in(engines))}
-    found: dict[str, Any] = json.loads(json.dumps(shared, default=str, sort_keys=True))
-    return found
+    # FSDP2's checkpoints can be loaded on any number of ranks.
+    has_any_size = engines.actor_config.fsdp is not None
+    settings = {
+        "world_size": "any" if has_any_size else world_size,
+        **engines.model_dump(exclude=_free_keys(engines)),
+    }
+    # As JSON has them, because they are compared with the values in run.json.
+    shared: dict[str, Any] = json.loads(json.dumps(settings, default=str, sort_keys=True))
+    return shared
 
 
 def free_engine_settings(engines: HybridConfig) -> frozenset[str]:
-    """Dotted keys of the engines that may change in a run, though an older one may have written them down."""
-    return frozenset(flat(_free_in(engines)))
+    """Return the dotted keys of the engines' settings that may change within a run.
+
+    Older versions may have recorded them.
+    """
+    return frozenset(flat(_free_keys(engines)))
 
 
-def _free_in(section: Section) -> dict[str, Any]:
-    """The keys of a section that are marked MAY_CHANGE, and those of the sections inside it, as pydantic excludes
-    them."""
+def _free_keys(section: Section) -> dict[str, Any]:
+    """Return the keys marked MAY_CHANGE, nested like the section, in pydantic's `exclude` form."""
     free: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if MAY_CHANGE in field.metadata:
             free[name] = True
-        elif isinstance(value, Section) and (inside := _free_in(value)):
-            free[name] = inside
+        elif isinstance(value, Section):
+            inner = _free_keys(value)
+            if inner:
+                free[name] = inner
     return free
 
 
+def _scale_of(value: object) -> object:
+    """Return the word of a flag, of which `scale_rewards` once was one."""
+    if isinstance(value, bool):
+        return "group" if value else "none"
+    return value
+
+
 class GrpoConfig(LoopConfig):
-    """GRPO: an advantage is how much better a completion is than others of the same prompt."""
+    """Settings of GRPO: the advantage of a completion is relative to others of the same prompt."""
 
     samples_per_prompt: Annotated[Count, Field(ge=2, le=2**14)] = 8
-    """Completions of each prompt: the group in which rewards are compared."""
-    scale_rewards: bool = True
-    """Divide advantages by the standard deviation of rewards in their group."""
+    """Completions of each prompt, the group in which rewards are compared."""
+    baseline: Baseline = "group"
+    """Subtract the mean of the group's rewards, or of the group's other rewards (RLOO)."""
+    scale_rewards: Annotated[Scale, BeforeValidator(_scale_of)] = "group"
+    """Divide advantages by the standard deviation of their group's rewards, or of all advantages of
+    a step (REINFORCE++). true is group, false is none."""
+
+    @pydantic.field_serializer("scale_rewards", when_used="json")
+    def _scale_as_recorded(self, value: Scale) -> Scale | bool:
+        """Return the flag that runs of older versions have recorded."""
+        return {"group": True, "none": False}.get(value, value)
 
 
 class PpoConfig(LoopConfig):
-    """PPO: advantages of tokens come from a critic, the model of `critic_config`, which learns beside the actor.
+    """Settings of PPO: a critic, the model of `critic_config`, gives each token its advantage.
 
-    Its optimizer steps are `critic_epochs` x `minibatches` a step.
+    The critic is trained with the actor, in `critic_epochs` x `minibatches` optimizer steps per
+    step.
     """
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -161,10 +226,10 @@ class PpoConfig(LoopConfig):
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of generalized advantage estimation: 0 trusts the critic, 1 the rewards."""
     value_clip: Positive | None = 0.2
-    """A value that moved further than this in a step is not pushed further. None: no limit."""
+    """A value that moved by more than this in a step is not pushed further. None: no limit."""
     critic_learning_rate: Positive | None = None
     """Learning rate of the critic, by the same schedule; default: `critic_config.optimizer.lr`."""
     critic_epochs: Count = 1
-    """Times that the critic learns from each completion."""
+    """Passes of the critic over the completions of a step."""
     critic_warmup_steps: Steps = 0
-    """First steps, in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""

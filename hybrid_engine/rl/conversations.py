@@ -1,11 +1,12 @@
-"""Conversations of several turns by token ids: what the policy drew is never tokenized again.
+"""Conversations of several turns by token ids: tokens that the policy drew are never re-tokenized.
 
-    given     the prompt's token ids, of its chat template
-    drawn     an answer: vLLM goes on from all token ids so far
-    given     what the environment replies: messages in the rest of the template, a text, or token ids
-    drawn     the next answer; and so on, until the environment ends it or `max_tokens` are behind the prompt
+    prompt    token ids of the prompt, by its chat template
+    answer    drawn by vLLM from all token ids so far
+    reply     from the environment: messages (rendered by the template), a text, or token ids
+    answer    drawn by vLLM; and so on, until the environment ends the conversation, or
+              `max_tokens` tokens follow the prompt
 
-So the token ids that are trained on are those that vLLM was given and drew, and log-probabilities belong to them.
+Training uses exactly the token ids that vLLM received and drew, so log-probabilities match them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hybrid_engine.errors import ArgumentError, ConfigError, Violation, nearest, shortened
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.rl.asking import ask_each
-from hybrid_engine.trainer.batches.making import required_whole
+from hybrid_engine.rl.user_callbacks import run_callbacks
+from hybrid_engine.trainer.batches.batch_building import required_whole
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
@@ -26,29 +27,30 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import Samplings
 
     Reply = Sequence[Message] | str | Sequence[int] | None
-    """Messages, a text or token ids, which the conversation goes on with; None ends it."""
+    """Messages, a text or token ids that continue the conversation; None ends it."""
 
 Environment = Callable[[Any], "Callable[[Completion], Reply]"]
-"""(prompt) -> what replies to each answer of one conversation; called on rank 0 alone."""
+"""(prompt) -> function that replies to each answer of one conversation; called on rank 0 only."""
 
 
-_REPLIES = "Reply with messages, a text, token ids, or None to end the conversation"
-_OF_ALL_TURNS = ("tools", "chat_template_kwargs")
-_OF_ONE_ANSWER = ("add_generation_prompt", "continue_final_message")
+_REPLY_REMEDY = "Reply with messages, a text, token ids, or None to end the conversation"
+_CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
+_SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one conversation, each of which begins with all of the one before.
+    """Turns of one conversation; each turn begins with all token ids of the turn before it.
 
     Attributes:
-        turns: answers. The prompt of each is all that vLLM was given for it.
-        is_cut: the environment's last reply did not fit, and is not in it.
-        messages: the chat with answers and replies, of which texts and token ids are in the assistant's message that
-            they go on in; on rank 0 and of prompts that are chats, else empty.
-        environment: what replied; on rank 0, for the reward.
+        turns: the answers. The prompt of each is everything that vLLM received for it.
+        is_cut: True if the last reply was dropped because it did not fit into `max_tokens`.
+        messages: the chat with answers and replies. Replies that are texts or token ids are part
+            of the assistant's message that they continue. Empty above rank 0, and for prompts that
+            are not chats.
+        environment: the function that replied; on rank 0 only, for the reward.
 
-    Raises ValueError for turns that are none of one conversation.
+    Raises ValueError if the turns do not form one conversation.
     """
 
     turns: tuple[Completion, ...]
@@ -57,52 +59,64 @@ class Conversation:
     environment: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        before: tuple[int, ...] = ()
+        # Token ids that the next prompt must begin with. If a turn were tokenized again, its ids
+        # could differ from the drawn ids, and log-probabilities would not match.
+        context: tuple[int, ...] = ()
         for number, turn in enumerate(self.turns):
-            if turn.prompt_token_ids[: len(before)] != before:
-                raise ValueError(f"turn {number} was given other token ids than the turns before it have")
+            if turn.prompt_token_ids[: len(context)] != context:
+                raise ValueError(
+                    f"the prompt of turn {number} does not begin with the {len(context)} token ids "
+                    "of the turns before it"
+                )
             if turn.temperature != self.temperature:
-                raise ValueError(f"turn {number} was drawn at temperature {turn.temperature}, not {self.temperature}")
-            before = (*turn.prompt_token_ids, *turn.token_ids)
+                raise ValueError(
+                    f"turn {number} was drawn at temperature {turn.temperature}, turn 0 at "
+                    f"{self.temperature}"
+                )
+            context = (*turn.prompt_token_ids, *turn.token_ids)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """What the first turn was given."""
+        """Token ids of the first turn's prompt."""
         return self.turns[0].prompt_token_ids
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All behind the prompt, drawn and given."""
+        """Token ids after the prompt: answers and replies."""
         last = self.turns[-1]
-        return (*last.prompt_token_ids, *last.token_ids)[len(self.prompt_token_ids) :]
+        whole = (*last.prompt_token_ids, *last.token_ids)
+        return whole[len(self.prompt_token_ids) :]
 
     @property
     def is_drawn(self) -> tuple[bool, ...]:
-        """Of each of `token_ids`, whether the policy drew it."""
+        """True for each of `token_ids` that the policy drew, False for tokens of replies."""
         drawn: list[bool] = []
         for turn in self.turns:
-            given = len(turn.prompt_token_ids) - len(self.prompt_token_ids) - len(drawn)
-            drawn += [False] * given + [True] * len(turn.token_ids)
+            # Before the answer of a turn, after all that came earlier, stands the reply to the
+            # previous answer.
+            reply_end = len(turn.prompt_token_ids) - len(self.prompt_token_ids)
+            drawn += [False] * (reply_end - len(drawn))
+            drawn += [True] * len(turn.token_ids)
         return tuple(drawn)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Of the tokens that were drawn."""
+        """Log-probabilities of the tokens that the policy drew."""
         return tuple(value for turn in self.turns for value in turn.logprobs)
 
     @property
     def temperature(self) -> float:
-        """Of all turns."""
+        """Sampling temperature of every turn."""
         return self.turns[0].temperature
 
     @property
     def finish_reason(self) -> str:
-        """Of the last turn; "length" where the conversation was cut."""
+        """Finish reason of the last turn, or "length" if the conversation was cut."""
         return "length" if self.is_cut else self.turns[-1].finish_reason
 
     @property
     def text(self) -> str:
-        """Of the last answer."""
+        """Text of the last answer."""
         return self.turns[-1].text
 
 
@@ -116,115 +130,189 @@ def converse(
     names: Sequence[int] | None = None,
     **chat: Unpack[ChatArguments],
 ) -> list[list[Conversation]]:
-    """`n` conversations of each prompt. Collective, in the rollout context; prompts are the same on all ranks.
+    """Hold `n` conversations for each prompt, each with its own random streams.
+
+    Collective, in the rollout context; prompts are the same on all ranks.
 
     Args:
         engine: a worker, or another engine.
-        prompts: texts, chats or lists of token ids, or mappings that have one of these under "prompt".
-        sampling: of every turn, ours or `vllm.SamplingParams`, one for all prompts or a list with one for each;
-            `max_tokens` bounds all that follows the prompt, drawn and given.
-        environment: called on rank 0 with an element of `prompts`, for each conversation. What it returns is called
-            with each answer that `max_tokens` did not cut off, and returns the reply: messages, where prompts are
-            chats, a text or token ids, which are appended as they are, or None to end the conversation. Where it is a
-            coroutine function, all conversations of a turn are replied to together.
-        max_tokens_per_turn: bounds each answer; one that it cuts off ("length") is replied to like any other.
-        names: of prompts, in messages; default: their places in the list.
-        chat: `tools`, `chat_template_kwargs`; as of `generate`.
+        prompts: texts, chats or lists of token ids, or mappings that have one of these under
+            "prompt".
+        sampling: parameters of every turn, ours or `vllm.SamplingParams`: one for all prompts, or
+            a list with one for each prompt. `max_tokens` bounds everything after the prompt,
+            answers and replies together.
+        environment: called on rank 0 with an element of `prompts` for each conversation. It
+            returns a function that is called with each answer, except those that `max_tokens` cut
+            off, and returns the reply: messages, if the prompts are chats; a text or token ids,
+            which are appended unchanged; or None to end the conversation. If it is a coroutine
+            function, the replies of all conversations of a turn are awaited together.
+        max_tokens_per_turn: bounds each answer. An answer that it cuts off ("length") gets a
+            reply like any other.
+        names: numbers of the prompts in messages; default: their indices.
+        chat: `tools` and `chat_template_kwargs`, as in `generate`.
 
-    Each conversation draws by streams of its own. Raises on rank 0 ArgumentError for an environment that fails or
-    replies anything else, and RemoteError with its text on the others; and what `generate_sequences` raises.
+    Raises:
+        ArgumentError: on rank 0, an environment failed or returned an invalid reply.
+        RemoteError: on other ranks, with the text of that error.
+
+    Also raises the errors of `generate_sequences`.
     """
     from hybrid_engine.backends.vllm.requests import asked_for
 
     with engine.job.agreement.phase("checking a conversation"):
-        violations = [*no_arguments(chat, ("environment", "sampling", "max_tokens_per_turn", "names"))]
+        own_arguments = ("environment", "sampling", "max_tokens_per_turn", "names")
+        violations = [*unknown_arguments(chat, own_arguments)]
         if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
-            violations.append(Violation("prompts", f"got {shortened(prompts)}", "Pass a list of prompts"))
+            problem, remedy = f"got {shortened(prompts)}", "Pass a list of prompts"
+            violations.append(Violation("prompts", problem, remedy, code="not-a-list"))
         if max_tokens_per_turn is not None:
             remedy = "Pass a number of tokens, at least 1"
-            violations += required_whole(max_tokens_per_turn, "max_tokens_per_turn", remedy, least=1)
+            violations += required_whole(
+                max_tokens_per_turn, "max_tokens_per_turn", remedy, least=1
+            )
         if violations:
             raise ArgumentError(violations)
-        bounded = asked_for(sampling, len(prompts), _bounded).each
-    host = _Host(engine, environment, chat)
-    most = max_tokens_per_turn
-    first = bounded if most is None else [_of_turn(one, one.max_tokens, most) for one in bounded]
-    groups = engine.generate_sequences([prompt_of(each) for each in prompts], list(first), **chat)
-    starts = [group[0].prompt_token_ids for group in groups]
-    engine.inference.check_prompts(starts, [one.max_tokens for one in bounded])  # said now, not in a later turn
-    everyone = [
-        _UnderWay(prompt, f"prompt {name}, completion {number}", one)
-        for prompt, name, one, group in zip(prompts, names or range(len(prompts)), bounded, groups, strict=True)
+        samplings = asked_for(sampling, len(prompts), _require_bound).each
+    runner = _EnvironmentRunner(engine, environment, chat)
+    first_samplings = list(samplings)
+    if max_tokens_per_turn is not None:
+        first_samplings = [
+            _sampling_of_turn(params, params.max_tokens, max_tokens_per_turn)
+            for params in samplings
+        ]
+    first_prompts = [prompt_of(prompt) for prompt in prompts]
+    groups = engine.generate_sequences(first_prompts, first_samplings, **chat)
+    # A later turn may use all of max_tokens. Fail now, not after some turns, if there is no room.
+    engine.inference.check_prompts(
+        [group[0].prompt_token_ids for group in groups], [params.max_tokens for params in samplings]
+    )
+    # Flat, in the order of the prompts: a turn generates for all active conversations at once.
+    conversations = [
+        _ConversationState(prompt, f"prompt {name}, completion {number}", params)
+        for prompt, name, params, group in zip(
+            prompts, names or range(len(prompts)), samplings, groups, strict=True
+        )
         for number in range(len(group))
     ]
-    going, answers, turn = everyone, [one for group in groups for one in group], 1
-    host.begin(everyone)
-    while going:
-        for each, answer in zip(going, answers, strict=True):
-            each.answered(answer)
-        asked = [each for each in going if each.turns[-1].finish_reason != "length" or each.room]
-        going = [each for each, reply in zip(asked, host.replies(asked), strict=True) if each.take(reply)]
+    runner.begin(conversations)
+    active = conversations
+    answers = [answer for group in groups for answer in group]
+    turn = 1
+    while active:
+        for state, answer in zip(active, answers, strict=True):
+            state.add_answer(answer)
+        # An answer that max_tokens cut off ends its conversation. If only max_tokens_per_turn cut
+        # it off, there is room left.
+        answered = [
+            state for state in active if state.turns[-1].finish_reason != "length" or state.room
+        ]
+        replies = runner.replies(answered)
+        active = [
+            state for state, reply in zip(answered, replies, strict=True) if state.add_reply(reply)
+        ]
         turn += 1
-        if going:
-            how = [_of_turn(each.sampling, each.room, most, turn) for each in going]
-            drawn = engine.generate_sequences([each.context for each in going], how)
-            answers = [answer for (answer,) in drawn]
-    done = iter(everyone)
-    return [[next(done).ended() for _ in group] for group in groups]
+        if active:
+            params_of_turn = [
+                _sampling_of_turn(state.sampling, state.room, max_tokens_per_turn, turn)
+                for state in active
+            ]
+            completions = engine.generate_sequences(
+                [state.context for state in active], params_of_turn
+            )
+            answers = [answer for (answer,) in completions]
+    finished = iter(conversations)
+    return [[next(finished).result() for _ in group] for group in groups]
 
 
-def no_arguments(chat: Iterable[str], others: Iterable[str]) -> Iterator[Violation]:
-    """Report names that are no arguments of a conversation. `others`: further arguments that may be meant."""
-    for name in chat:
-        if name in _OF_ONE_ANSWER:
-            yield Violation(name, "every turn begins with an answer of the model", "Leave it out")
-        elif name not in _OF_ALL_TURNS:
-            meant = nearest(name, [*_OF_ALL_TURNS, *others])
-            yield Violation(name, "is no argument of this call", f"Did you mean {meant}?" if meant else "Leave it out")
+def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Iterator[Violation]:
+    """Report keyword arguments that a conversation does not take.
+
+    Args:
+        names: names of the further keyword arguments of the call.
+        known: arguments of the call, for the suggestion if a name is misspelled.
+    """
+    for name in names:
+        if name in _SINGLE_ANSWER_ARGUMENTS:
+            problem = "not available here: every turn begins with an answer of the model"
+            yield Violation(name, problem, "Leave it out", code="not-supported")
+        elif name not in _CHAT_ARGUMENTS:
+            suggestion = nearest(name, [*_CHAT_ARGUMENTS, *known])
+            remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
+            problem = "this call has no such argument"
+            yield Violation(name, problem, remedy, code="unknown-argument")
 
 
-def prompt_of(each: Any) -> Any:
-    """What is asked, of an element of `prompts`."""
-    return each["prompt"] if isinstance(each, Mapping) and "prompt" in each else each
+def prompt_of(element: Any) -> Any:
+    """Return the prompt of an element of `prompts`, which may be a mapping with further values."""
+    if isinstance(element, Mapping) and "prompt" in element:
+        return element["prompt"]
+    return element
 
 
-def _bounded(sampling: Any) -> Any:
-    """A sampling of either kind, which vLLM need not be installed for. Raises ArgumentError for one without an end."""
+def _require_bound(sampling: Any) -> Any:
+    """Return `sampling`, ours or vLLM's. Raises ArgumentError if it has no `max_tokens`.
+
+    Does not import vLLM, which need not be installed here.
+    """
     from hybrid_engine.backends.vllm import Sampling
 
-    is_one = isinstance(sampling, Sampling) or hasattr(sampling, "clone")
-    if is_one and getattr(sampling, "max_tokens", None) is not None:
+    # vLLM's SamplingParams have `clone`.
+    is_sampling = isinstance(sampling, Sampling) or hasattr(sampling, "clone")
+    if is_sampling and getattr(sampling, "max_tokens", None) is not None:
         return sampling
-    remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, with max_tokens, which bounds a conversation"
-    raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
+    remedy = (
+        "Pass hybrid_engine.Sampling or vllm.SamplingParams, with max_tokens to bound the "
+        "conversation"
+    )
+    problem = f"got {shortened(sampling)}"
+    raise ArgumentError([Violation("sampling", problem, remedy, code="unbounded-sampling")])
 
 
-def _of_turn(sampling: Any, room: int, most: int | None, turn: int = 1) -> Any:
-    """The sampling of a turn that has `room`, and may have `most` tokens: from the second on one answer, by a seed of
-    the turn."""
-    num = min(room, most or room)
-    values: dict[str, Any] = {"max_tokens": num, "min_tokens": min(num, sampling.min_tokens)}
+def _sampling_of_turn(sampling: Any, room: int, limit: int | None, turn: int = 1) -> Any:
+    """Return the sampling of a turn for which `room` tokens are left.
+
+    The turn draws at most `limit` tokens. From the second turn on it draws one answer, with a seed
+    that depends on the turn.
+    """
+    max_tokens = min(room, limit or room)
+    # vLLM refuses min_tokens above max_tokens, which a short rest of the room would cause.
+    changes: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": min(max_tokens, sampling.min_tokens),
+    }
     if turn > 1:
-        values |= {"n": 1, "seed": None if sampling.seed is None else text_digest(str(sampling.seed), str(turn))}
+        # The n completions of a prompt are n conversations by now. With the seed of the first
+        # turn, every turn would draw the same random numbers.
+        changes["n"] = 1
+        changes["seed"] = None
+        if sampling.seed is not None:
+            changes["seed"] = text_digest(str(sampling.seed), str(turn))
     if not hasattr(sampling, "clone"):
-        return replace(sampling, **values)
+        return replace(sampling, **changes)
+    # vLLM's class is not a dataclass, and the object belongs to the caller.
     params = sampling.clone()
-    for name, value in values.items():
+    for name, value in changes.items():
         setattr(params, name, value)
     return params
 
 
 @dataclass
-class _UnderWay:
-    """A conversation that goes on. All ranks have turns and context, rank 0 the rest.
+class _ConversationState:
+    """State of an unfinished conversation. All ranks have turns and context, rank 0 the rest.
 
     Attributes:
-        place: in messages.
-        sampling: as the caller has it; its `max_tokens` bounds all behind the prompt.
-        context: all token ids so far, which the next turn is given.
-        messages: of a chat, before the assistant's message that the last answer is in; None where the prompt is none.
-        begun: of that message, what is before the last answer.
-        replied: messages of the last reply; or the last answer and the reply as text, which join that message.
+        prompt: the element of `prompts`.
+        place: prompt and completion, for messages.
+        sampling: the caller's sampling; its `max_tokens` bounds everything after the prompt.
+        turns: the answers so far.
+        context: all token ids so far, the prompt of the next turn.
+        is_cut: the last reply did not fit.
+        messages: the chat before the assistant's message that has the last answer; None if the
+            prompt is not a chat.
+        prefix: text of that assistant's message before the last answer.
+        last_reply: messages of the last reply. For a reply of text or token ids: the text of the
+            last answer and the reply, which are both part of the assistant's message.
+        respond: the environment's function.
     """
 
     prompt: Any
@@ -234,98 +322,129 @@ class _UnderWay:
     context: list[int] = field(default_factory=list)
     is_cut: bool = False
     messages: list[Message] | None = None
-    begun: str = ""
-    replied: Sequence[Message] | str = ""
+    prefix: str = ""
+    last_reply: Sequence[Message] | str = ""
     respond: Any = None
 
     @property
     def room(self) -> int:
-        """Tokens that may follow the context."""
+        """Number of tokens that may follow the context."""
         num_taken = len(self.context) - len(self.turns[0].prompt_token_ids)
         return int(self.sampling.max_tokens) - num_taken
 
-    def answered(self, answer: Completion) -> None:
-        """Note what was drawn."""
+    def add_answer(self, answer: Completion) -> None:
+        """Append an answer to turns and context."""
         self.turns.append(answer)
         self.context = [*answer.prompt_token_ids, *answer.token_ids]
 
-    def take(self, reply: list[int] | None) -> bool:
-        """Go on with a reply, where that leaves room for an answer of one token at least; whether it does."""
+    def add_reply(self, reply: list[int] | None) -> bool:
+        """Append a reply if it leaves room for an answer of at least one token.
+
+        Returns whether the conversation continues.
+        """
+        # A reply that fills the room is dropped as well: tokens after the last answer are not
+        # trained on.
         self.is_cut = reply is not None and len(reply) >= self.room
         if reply is None or self.is_cut:
             return False
         self.context += reply
-        if isinstance(self.replied, str):
-            self.begun += self.replied
+        # Text continues the assistant's message. A message of another role after it would make
+        # templates fail that require alternating roles.
+        if isinstance(self.last_reply, str):
+            self.prefix += self.last_reply
         elif self.messages is not None:
-            self.messages += [self._said(), *self.replied]
-            self.begun = ""
+            self.messages += [self._assistant_message(), *self.last_reply]
+            self.prefix = ""
         return True
 
-    def ended(self) -> Conversation:
-        messages = () if self.messages is None else (*self.messages, self._said())
+    def result(self) -> Conversation:
+        messages: tuple[Message, ...] = ()
+        if self.messages is not None:
+            messages = (*self.messages, self._assistant_message())
         return Conversation(tuple(self.turns), self.is_cut, messages, self.respond)
 
-    def _said(self) -> Message:
-        return {"role": "assistant", "content": self.begun + self.turns[-1].text}
+    def _assistant_message(self) -> Message:
+        return {"role": "assistant", "content": self.prefix + self.turns[-1].text}
 
 
-class _Host:
-    """Environments of all conversations, on rank 0; the others hear what they reply."""
+class _EnvironmentRunner:
+    """Environments of all conversations. They run on rank 0, which sends the replies to all."""
 
-    def __init__(self, engine: HybridEngine[Any], environment: Environment, chat: ChatArguments) -> None:
-        self._engine, self._environment, self._chat = engine, environment, chat
+    def __init__(
+        self, engine: HybridEngine[Any], environment: Environment, chat: ChatArguments
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._chat = chat
         self._tokenizer: ModelTokenizer = engine.inference.tokenizer
 
-    def begin(self, everyone: Sequence[_UnderWay]) -> None:
-        """Make an environment for each. Raises as `converse` where that fails."""
+    def begin(self, conversations: Sequence[_ConversationState]) -> None:
+        """Create the environment of each conversation. Raises as `converse` if that fails."""
         from hybrid_engine.backends.vllm.prompts import form_of
 
         job = self._engine.job
         with job.agreement.phase("environment"):
-            if self._engine.rank == 0:
-                calls = [(each.place, self._environment, (each.prompt,)) for each in everyone]
-                made = ask_each("environment", calls, job.timeout_seconds)
-                for each, respond in zip(everyone, made, strict=True):
-                    asked = prompt_of(each.prompt)
-                    each.messages = list(asked) if form_of(asked) == "a chat" else None
-                    if not callable(respond):
-                        problem = f"for {each.place} it returned {shortened(respond)}"
-                        raise ArgumentError(
-                            [Violation("environment", problem, "Return what is called with each answer")]
-                        )
-                    each.respond = respond
+            if self._engine.rank != 0:
+                return
+            calls = [(state.place, self._environment, (state.prompt,)) for state in conversations]
+            responders = run_callbacks("environment", calls, job.timeout_seconds)
+            for state, respond in zip(conversations, responders, strict=True):
+                prompt = prompt_of(state.prompt)
+                state.messages = list(prompt) if form_of(prompt) == "a chat" else None
+                if not callable(respond):
+                    problem = f"for {state.place} it returned {shortened(respond)}"
+                    remedy = "Return a function that takes an answer and returns the reply"
+                    violation = Violation("environment", problem, remedy, code="not-callable")
+                    raise ArgumentError([violation])
+                state.respond = respond
 
-    def replies(self, going: Sequence[_UnderWay]) -> list[list[int] | None]:
-        """Token ids of the reply to each last answer; None ends the conversation. Raises as `begin`."""
-        job, found = self._engine.job, list[list[int] | None]()
+    def replies(self, conversations: Sequence[_ConversationState]) -> list[list[int] | None]:
+        """Return the token ids of the reply to each last answer; None ends the conversation.
+
+        Raises as `begin`.
+        """
+        job = self._engine.job
+        local: list[list[int] | None] = []
         with job.agreement.phase("environment"):
             if self._engine.rank == 0:
-                calls = [(each.place, each.respond, (each.turns[-1],)) for each in going]
-                said = ask_each("environment", calls, job.timeout_seconds)
-                found = [self._reply(each, reply) for each, reply in zip(going, said, strict=True)]
-        replies: list[list[int] | None] = job.agreement.gather(found, list[list[int] | None], "environment")[0]
+                calls = [
+                    (state.place, state.respond, (state.turns[-1],)) for state in conversations
+                ]
+                results = run_callbacks("environment", calls, job.timeout_seconds)
+                local = [
+                    self._take_reply(state, reply)
+                    for state, reply in zip(conversations, results, strict=True)
+                ]
+        gathered = job.agreement.gather(local, list[list[int] | None], "environment")
+        replies: list[list[int] | None] = gathered[0]
         return replies
 
-    def _reply(self, each: _UnderWay, reply: Any) -> list[int] | None:
+    def _take_reply(self, state: _ConversationState, reply: Any) -> list[int] | None:
+        """Return the token ids of a reply, and note its messages in `state`."""
         from hybrid_engine.backends.vllm.prompts import form_of
 
         if reply is None:
             return None
         try:
-            token_ids = self._token_ids(reply, each)
+            token_ids = self._token_ids(reply, state)
             if not token_ids:
-                raise ValueError("the reply has no tokens, and None would end the conversation")
-            token_ids = token_ids[: max(1, each.room)]  # one that does not fit is left out, however long it is
+                raise ValueError("the reply has no tokens; None would end the conversation")
+            # A reply that does not fit is dropped anyway. Its length must not fail the check.
+            token_ids = token_ids[: max(1, state.room)]
             self._engine.inference.check_prompts([token_ids], 1)
         except (ConfigError, ValueError) as error:
-            raise ArgumentError([Violation("environment", f"for {each.place}: {error}", _REPLIES)]) from error
-        if each.messages is not None:
-            is_chat = form_of(reply) == "a chat"
-            each.replied = reply if is_chat else self._tokenizer.decode([*each.turns[-1].token_ids, *token_ids])
+            problem = f"for {state.place}: {error}"
+            violation = Violation("environment", problem, _REPLY_REMEDY, code="invalid-reply")
+            raise ArgumentError([violation]) from error
+        if state.messages is not None:
+            state.last_reply = reply
+            if form_of(reply) != "a chat":
+                answer = state.turns[-1].token_ids
+                state.last_reply = self._tokenizer.decode([*answer, *token_ids])
         return token_ids
 
-    def _token_ids(self, reply: Any, each: _UnderWay) -> list[int]:
+    def _token_ids(self, reply: Any, state: _ConversationState) -> list[int]:
+        """Return the token ids of a reply. Raises ValueError if it is invalid."""
         from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
 
         form = form_of(reply)
@@ -335,7 +454,11 @@ class _Host:
             return self._tokenizer.encode([reply], add_special_tokens=False)[0]
         if form != "a chat":
             raise ValueError(f"the reply is {form}")
-        if each.messages is None:
-            raise ValueError("the reply has messages, but the prompt is no chat, so no template says how they go on")
+        if state.messages is None:
+            raise ValueError(
+                "the reply has messages, but the prompt is not a chat, so there is no template "
+                "to render them with"
+            )
         rendering = rendering_of(self._chat, self._tokenizer)
-        return self._tokenizer.encode_reply(each.messages, each.turns[-1].token_ids, reply, rendering)
+        answer = state.turns[-1].token_ids
+        return self._tokenizer.encode_reply(state.messages, answer, reply, rendering)

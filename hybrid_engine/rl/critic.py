@@ -1,4 +1,4 @@
-"""PPO's part of a step: the critic, the advantages that its values give, its own optimizer steps."""
+"""PPO's part of a step: the critic, the advantages from its values, and its optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ import torch
 
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
-from hybrid_engine.trainer.companions import ValueModel, explained_variance, generalized_advantages, value_loss
-from hybrid_engine.trainer.companions.advantages import whitened
+from hybrid_engine.trainer.reference_and_critic import (
+    ValueModel,
+    explained_variance,
+    generalized_advantages,
+    value_loss,
+)
+from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 Batch = dict[str, torch.Tensor]
 
 
 class Critic:
-    """The critic of one rank, with the policy's present weights unless `critic_config` names a model of its own.
+    """Critic of one rank. All methods are collective.
 
-    All methods are collective.
+    It is initialized from `critic_config.model` if there is one, otherwise from the present weights
+    of the policy.
 
     Args:
-        worker: of the actor, in any state.
+        worker: worker of the actor, in any state.
         config: the settings.
 
-    Raises ConfigError without a `critic_config`, and StateError where that has a schedule of learning rates, or
-    `device_budget_gib` no room for both models' parameters.
+    Raises ConfigError without a `critic_config`, and StateError if that has its own schedule of
+    learning rates.
     """
 
     def __init__(self, worker: ActorHybridWorker, config: PpoConfig) -> None:
@@ -34,32 +40,47 @@ class Critic:
         self.config = config
         self.model = ValueModel(worker, load_weights=has_own_model)
         self._learning_rate = config.critic_learning_rate or self.model.engine.learning_rate
+        # Fails now, not in the first step, if the critic has its own schedule.
         self.model.set_learning_rate(self._learning_rate)
         self._loss = value_loss(config.value_clip)
+        # Only the head is new: the body is the policy's.
         if not has_own_model:
             with worker.forward_context():
                 self.model.copy_actor()
 
-    def learn(self, batch: Batch, rewards: torch.Tensor, step: int, generator: torch.Generator) -> dict[str, float]:
-        """Add `advantages` [B, S] to the batch, and learn from what its completions came to: rewards [B].
+    def learn(
+        self, batch: Batch, rewards: torch.Tensor, step: int, generator: torch.Generator
+    ) -> dict[str, float]:
+        """Add `advantages` [B, S] to the batch, and train the critic on the rewards [B].
 
-        Returns means of what the optimizer steps reported, and the share of the variance of returns that the values
-        explained before them.
+        Also adds `old_values` and `returns`, [B, S].
+
+        Returns the means of value_loss and value_clip_fraction over the optimizer steps, and
+        explained_variance, the share of the variance of returns that the values explained before
+        these steps.
         """
-        config, mask = self.config, batch["mask"]
+        config = self.config
+        mask = batch["mask"]
         with self.model.train_context():
-            batch["old_values"] = values = self.model.values(batch)
-            found = generalized_advantages(at_last_tokens(rewards, mask), values, batch, config.gamma, config.lam)
-            batch["advantages"], batch["returns"] = whitened(found.advantages, mask), found.returns
+            values = self.model.values(batch)
+            batch["old_values"] = values
+            estimate = generalized_advantages(
+                at_last_tokens(rewards, mask), values, batch, config.gamma, config.lam
+            )
+            # The actor's advantages are normalized. The critic's targets must keep their scale.
+            batch["advantages"] = whitened(estimate.advantages, mask)
+            batch["returns"] = estimate.returns
             self.model.set_learning_rate(self._learning_rate * config.learning_rate_share(step))
-            reports = [
-                self.model.update(part, self._loss)
-                for _ in range(config.critic_epochs)
-                for part in losses.minibatches(batch, config.minibatches, generator)
-            ]
+            reports = []
+            for _ in range(config.critic_epochs):
+                parts = losses.minibatches(batch, config.minibatches, generator)
+                reports += [self.model.update(part, self._loss) for part in parts]
         means = losses.mean_of(reports)
-        row = {name: means[name] for name in ("value_loss", "value_clip_fraction")}
-        return {**row, "explained_variance": explained_variance(values, found.returns, mask)}
+        return {
+            "value_loss": means["value_loss"],
+            "value_clip_fraction": means["value_clip_fraction"],
+            "explained_variance": explained_variance(values, estimate.returns, mask),
+        }
 
     def save(self, directory: Path) -> None:
         """Write the critic's part of a checkpoint."""
@@ -67,13 +88,17 @@ class Critic:
             self.model.save_checkpoint(directory)
 
     def load(self, directory: Path) -> None:
-        """Take up what `save` wrote."""
+        """Load the critic's part of a checkpoint."""
         with self.model.train_context():
             self.model.load_checkpoint(directory)
 
 
 def at_last_tokens(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Rewards [B] of whole completions, [B, S]: where `mask` [B, S] has its last 1 of a row; 0 elsewhere."""
+    """Put the rewards [B] of completions at their last tokens.
+
+    Returns [B, S], with the reward where `mask` [B, S] has the last 1 of a row, and 0 elsewhere.
+    """
     positions = torch.arange(mask.shape[1]).expand_as(mask)
+    # A row without response tokens has -1 here, which equals no position.
     last = torch.where(mask.bool(), positions, -1).amax(dim=1, keepdim=True)
     return torch.where(positions == last, rewards[:, None], 0.0)

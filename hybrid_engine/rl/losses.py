@@ -1,10 +1,21 @@
-"""GRPO's advantages, and the minibatches and losses of GRPO and PPO, as pure functions of tensors. Advantages and loss
-of PPO's critic are in trainer/companions/advantages.py.
+"""GRPO's advantages, and minibatches and losses of GRPO and PPO, as pure functions of tensors.
 
-Shapes: P prompts, n samples of each, B = P * n sequences, S tokens per sequence; everything fp32.
-Papers: GRPO, arXiv 2402.03300 section 4.1 (group-normalised advantages, KL in the loss); PPO, arXiv 1707.06347 eq. 7
-(clipped ratio); DAPO, arXiv 2503.14476 (`clip_ratio_high`, the mean over tokens); Dr. GRPO, arXiv 2503.20783
-(advantages that are not scaled, a constant length); the KL estimator "k3", http://joschu.net/blog/kl-approx.html.
+The advantages and the loss of PPO's critic are in trainer/reference_and_critic/advantages.py.
+
+Shapes: P prompts, n samples of each, B = P * n sequences, S tokens per sequence; b sequences in a
+micro batch. All tensors are fp32.
+
+Papers:
+    GRPO          arXiv 2402.03300 section 4.1: group-normalized advantages, KL in the loss
+    PPO           arXiv 1707.06347 eq. 7: clipped ratio
+    DAPO          arXiv 2503.14476: `clip_ratio_high`, the mean over tokens
+    Dr. GRPO      arXiv 2503.20783: advantages that are not scaled, a constant length
+    RLOO          arXiv 2402.14740: the baseline is the mean of the group's other rewards
+    REINFORCE++   arXiv 2501.03262: the group's mean, scaled over all completions of a step
+    GSPO          arXiv 2507.18071 eq. 5: one ratio for a sequence
+    CISPO         arXiv 2506.13585 eq. 4: a clipped ratio without gradient weights log-probabilities
+    dual clip     arXiv 1912.09729 eq. 5: a bound for negative advantages
+    k1, k2, k3    http://joschu.net/blog/kl-approx.html: estimators of the KL
 """
 
 from __future__ import annotations
@@ -19,49 +30,89 @@ from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
-from hybrid_engine.trainer.batches.making import mask_of
+from hybrid_engine.trainer.batches.batch_building import mask_of
 
 Aggregation = Literal["token", "sequence", "constant"]
+Baseline = Literal["group", "others"]
+Scale = Literal["group", "batch", "none"]
+Ratio = Literal["token", "sequence"]
+Clipping = Literal["ppo", "cispo"]
+KlEstimator = Literal["k1", "k2", "k3"]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def group_advantages(rewards: torch.Tensor, epsilon: float = 1e-4, *, scale: bool = True) -> torch.Tensor:
-    """Rewards [P, n] minus the mean of their group and, with `scale`, over its standard deviation (with n, not n - 1).
+def group_advantages(
+    rewards: torch.Tensor,
+    epsilon: float = 1e-4,
+    *,
+    baseline: Baseline = "group",
+    scale: Scale = "group",
+) -> torch.Tensor:
+    """Return the rewards [P, n] minus a baseline, divided by a scale.
 
-    Groups that agree get zeros.
+    Groups with equal rewards get zeros.
+
+    Args:
+        rewards: [P, n], n at least 2.
+        epsilon: is added to the standard deviation.
+        baseline: "group": the mean of the group. "others": the mean of the group's other rewards.
+        scale: "group": the standard deviation of the group's rewards (by n, not n - 1). "batch":
+            that of all P * n advantages. "none": 1.
     """
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon) if scale else centred
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    if baseline == "others":
+        size = rewards.shape[1]
+        advantages = advantages * (size / (size - 1))
+    if scale == "group":
+        return advantages / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
+    if scale == "batch":
+        return advantages / (advantages.std(correction=0) + epsilon)
+    return advantages
 
 
 def align_log_probs(values: Sequence[Sequence[float]], batch: Batch) -> torch.Tensor:
-    """Put per-sequence lists, one value per response token, where `mask` [B, S] has its ones; zeros elsewhere.
+    """Align per-sequence lists, one value per response token, with the ones of `mask` [B, S].
 
-    Raises BatchError for rows of several sequences, and where a list is not as long as its row has response tokens.
+    Returns [B, S], with zeros elsewhere.
+
+    Raises BatchError for rows of several sequences, and if a list is not as long as its row has
+    response tokens.
     """
     mask = mask_of(batch)
     require_one_sequence_a_row(batch, "align_log_probs", in_order=True)
     lengths = [len(sequence) for sequence in values]
-    if (counts := mask.bool().sum(dim=1).tolist()) != lengths:
-        problem = f"lists of {shortened(lengths)} values, and mask has {shortened(counts)} response tokens a row"
-        raise BatchError([Violation("values", problem, "Pass a list for each row, with a value for each such token")])
+    counts = mask.bool().sum(dim=1).tolist()
+    if counts != lengths:
+        problem = (
+            f"lists of {shortened(lengths)} values, but mask has {shortened(counts)} response "
+            "tokens per row"
+        )
+        remedy = "Pass a list for each row, with a value for each of its response tokens"
+        raise BatchError([Violation("values", problem, remedy, code="wrong-length")])
+    # Indexing by a mask goes row by row, so the values are concatenated in the order of the rows.
+    flat = [value for sequence in values for value in sequence]
     aligned = torch.zeros_like(mask)
-    aligned[mask.bool()] = torch.tensor([value for sequence in values for value in sequence], dtype=mask.dtype)
+    aligned[mask.bool()] = torch.tensor(flat, dtype=mask.dtype)
     return aligned
 
 
-def loss_weights(batch: Batch, aggregation: Aggregation = "token", length: int | None = None) -> torch.Tensor:
-    """Weights [B, S] for `weighted_mean`, made of the rows of a whole optimizer step.
+def loss_weights(
+    batch: Batch, aggregation: Aggregation = "token", length: int | None = None
+) -> torch.Tensor:
+    """Return the weights [B, S] for `weighted_mean`, from the rows of a whole optimizer step.
+
+    An update takes the mean over micro batches and data parallel ranks, which have equal numbers
+    of rows, so the loss does not depend on how they split the batch.
 
     Args:
         batch: `mask` [B, S] is 1 for the tokens that count.
-        aggregation: "token": the mean over all tokens. "sequence": the mean over sequences of their means. "constant":
-            the mean over sequences of their sums, over `length`. The last two take a row for a sequence.
-        length: tokens, for "constant".
+        aggregation: "token": the mean over all tokens. "sequence": the mean over the means of
+            sequences. "constant": the mean over the sums of sequences, divided by `length`. The
+            last two require one sequence per row.
+        length: number of tokens, for "constant".
 
-    An update takes the mean over micro batches and data parallel ranks, which have equally many rows each: so the loss
-    does not depend on how these split the batch. Raises BatchError where no token counts, and, but for "token", for
-    rows of several sequences.
+    Raises BatchError if no token counts, and, except with "token", for rows of several sequences;
+    ValueError for "constant" without a length.
     """
     mask = mask_of(batch)
     if aggregation == "token":
@@ -69,8 +120,12 @@ def loss_weights(batch: Batch, aggregation: Aggregation = "token", length: int |
     require_one_sequence_a_row(batch, f'aggregation "{aggregation}"')
     if aggregation == "constant":
         if length is None:
-            raise ValueError('aggregation "constant" needs a length in tokens, e.g. the max_tokens of the completions')
+            raise ValueError(
+                'aggregation "constant" needs a length in tokens, e.g. the max_tokens of the '
+                "completions"
+            )
         return mask / length
+    # Each token counts as 1 / (tokens of its sequence). clamp: a sequence may have none.
     return mean_weights(mask / mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
@@ -81,42 +136,57 @@ def minibatches(
     aggregation: Aggregation = "token",
     length: int | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Shuffle the B rows and cut them into `number` equal parts, each for one optimizer step.
+    """Shuffle the B rows and cut them into `number` equal parts, one per optimizer step.
 
-    Each has `weights` of its own, by `loss_weights`, and `token_weights` for the figures of `policy_loss`.
+    Each part gets its own `weights`, by `loss_weights`, and `token_weights` for the figures of
+    `policy_loss`. With `learned_mask` [B, S] only the tokens where it is 1 have weights.
     """
     order = torch.randperm(batch["tokens"].shape[0], generator=generator)
-    parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in order.chunk(number)]
-    return [
-        {
-            **part,
-            "weights": loss_weights(part, aggregation, length),
-            "token_weights": mean_weights(part["mask"]),
-        }
-        for part in parts
-    ]
+    parts = []
+    for rows in order.chunk(number):
+        part = {name: tensor[rows] for name, tensor in batch.items()}
+        # Of the part, not of the whole batch: the weights must be a mean for each optimizer step.
+        learned = part.pop("learned_mask", part["mask"])
+        if learned.any():
+            part["weights"] = loss_weights({**part, "mask": learned}, aggregation, length)
+        else:
+            # Every completion of the part was truncated: its optimizer step has no gradient.
+            part["weights"] = torch.zeros_like(learned)
+        part["token_weights"] = mean_weights(part["mask"])
+        parts.append(part)
+    return parts
 
 
 def mean_of(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means of the reports of several optimizer steps; they have the same names."""
+    """Return the means of the reports of several optimizer steps, which have the same names."""
     return {name: fmean(report[name] for report in reports) for name in reports[0]}
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scalar: values [b, S] summed over tokens with `weights` and averaged over sequences."""
+    """Return the scalar mean over sequences of the sums over tokens of values * weights [b, S]."""
     return (values * weights).sum(dim=1).mean()
 
 
-def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """Estimate per token of KL(policy || reference) from tokens the policy drew; never negative."""
+def kl_estimate(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstimator = "k3"
+) -> torch.Tensor:
+    """Estimate KL(policy || reference) per token, from tokens that the policy drew.
+
+    k1 and k3 are unbiased, k2 and k3 are never negative. The gradient of k1 is zero in expectation,
+    that of k2 is the gradient of the KL.
+    """
     difference = ref_log_probs - log_probs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
     return difference.exp() - difference - 1
 
 
 def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
-    """Mean negative log-probability of demonstrations' tokens, for a supervised warm-up.
+    """Compute the mean negative log-probability of demonstrations, for a supervised warm-up.
 
-    Reads `weights` [b, S]; `log_probs` [b, S] are those of the labels, with gradient.
+    Reads `weights` [b, S]. `log_probs` [b, S] are the labels' log-probabilities, with gradient.
     """
     loss = -weighted_mean(log_probs, micro_batch["weights"])
     return loss, {"loss": loss.detach()}
@@ -128,45 +198,82 @@ def policy_loss(
     *,
     clip_ratio_high: float | None = None,
     importance_cap: float | None = None,
+    ratio_of: Ratio = "token",
+    clipping: Clipping = "ppo",
+    dual_clip: float | None = None,
+    kl_estimator: KlEstimator = "k3",
 ) -> Callable[[Batch, torch.Tensor], Loss]:
-    """Make the loss of the policy: clipped policy gradient plus `kl_coefficient` times the KL to the reference.
+    """Create the policy's loss: clipped policy gradient plus `kl_coefficient` times the KL.
 
-    The function returned reads `weights`, `old_log_probs`, all [b, S], and `advantages` [b], or [b, S] where a critic
-    gave each token its own; `ref_log_probs` [b, S] if the batch has them, which a KL term needs.
+    The returned function reads `weights` and `old_log_probs`, [b, S], and `advantages` [b], or
+    [b, S] if a critic gave each token its own. It reads `ref_log_probs` [b, S] if the batch has
+    them; a KL term needs them.
+
+    It reports loss and policy_loss, by `weights`, and by `token_weights` [b, S], if there are any:
+
+        clip_fraction   share of tokens whose ratio was outside the bounds
+        kl              KL to the reference, if there is one
+        importance      mean importance weight, with `importance_cap`
 
     Args:
-        clip_ratio: a ratio of new to old probability counts from 1 - clip_ratio ...
+        clip_ratio: lower bound; the ratio of new to old probability is clipped to at least
+            1 - clip_ratio.
         kl_coefficient: weight of the KL.
-        clip_ratio_high: ... to 1 + clip_ratio_high; default: 1 + clip_ratio.
-        importance_cap: multiply each token's policy term by the probability that the trainer gave it before the step,
-            over the one that the sampler drew it with (`sampled_log_probs` [b, S], of `align_log_probs`), or by this,
-            if that is less. No gradient passes through it.
-
-    It reports loss and policy_loss, by `weights`; and, by `token_weights` [b, S] if there are any, clip_fraction, the
-    share of tokens whose ratio was outside these bounds; kl, with a reference; importance, the mean of that weight.
+        clip_ratio_high: upper bound; the ratio is clipped to at most 1 + clip_ratio_high. Default:
+            clip_ratio.
+        importance_cap: multiply each token's policy term by its importance weight, but at most by
+            this. The weight is the probability in the trainer before the step, divided by the
+            probability in the sampler (`sampled_log_probs` [b, S], of `align_log_probs`). It has
+            no gradient.
+        ratio_of: "token": each token has its ratio. "sequence": all tokens of a row have the
+            geometric mean of their ratios, by `mask` [b, S].
+        clipping: "ppo": the lesser of the clipped and the plain gain. "cispo": the clipped ratio,
+            without gradient, weights the log-probability, so that every token has a gradient.
+        dual_clip: with "ppo" and a negative advantage, the loss of a token is at most this many
+            times the advantage; above 1.
+        kl_estimator: see `kl_estimate`.
     """
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
 
     def loss_function(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
-        weights, advantages = micro_batch["weights"], micro_batch["advantages"]
-        by_token = micro_batch.get("token_weights", weights)
-        advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-        ratio = (log_probs - micro_batch["old_log_probs"]).exp()
+        weights = micro_batch["weights"]
+        # Figures are means over tokens, independent of the aggregation of the loss.
+        token_weights = micro_batch.get("token_weights", weights)
+        advantages = micro_batch["advantages"]
+        if advantages.dim() != 2:
+            advantages = advantages[:, None]
+        old_log_probs = micro_batch["old_log_probs"]
+        log_ratio = log_probs - old_log_probs
+        if ratio_of == "sequence":
+            mask = micro_batch["mask"]
+            length = mask.sum(dim=1, keepdim=True).clamp(min=1)
+            log_ratio = (log_ratio * mask).sum(dim=1, keepdim=True) / length
+            log_ratio = log_ratio.expand_as(log_probs)
+        ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - clip_ratio, 1 + high)
-        gains = torch.minimum(ratio * advantages, clipped * advantages)
-        report = {"clip_fraction": weighted_mean((ratio != clipped).float(), by_token)}
+        if clipping == "cispo":
+            gains = clipped.detach() * advantages * log_probs
+        else:
+            # The pessimistic bound of PPO: clipping never increases the gain.
+            gains = torch.minimum(ratio * advantages, clipped * advantages)
+            if dual_clip is not None:
+                bounded = torch.maximum(gains, dual_clip * advantages)
+                gains = torch.where(advantages < 0, bounded, gains)
+        report = {"clip_fraction": weighted_mean((ratio != clipped).float(), token_weights)}
         if importance_cap is not None:
-            correction = (
-                (micro_batch["old_log_probs"] - micro_batch["sampled_log_probs"]).exp().clamp(max=importance_cap)
-            )
-            gains = gains * correction.detach()
-            report["importance"] = weighted_mean(correction, by_token)
-        loss = policy = -weighted_mean(gains, weights)
+            importance = (old_log_probs - micro_batch["sampled_log_probs"]).exp()
+            importance = importance.clamp(max=importance_cap)
+            gains = gains * importance.detach()
+            report["importance"] = weighted_mean(importance, token_weights)
+        policy = -weighted_mean(gains, weights)
+        loss = policy
+        # Without a KL term the figure is still reported if the batch has a reference.
         if kl_coefficient or "ref_log_probs" in micro_batch:
-            kl = kl_estimate(log_probs, micro_batch["ref_log_probs"])
+            kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], kl_estimator)
             loss = policy + kl_coefficient * weighted_mean(kl, weights)
-            report["kl"] = weighted_mean(kl, by_token)
-        report |= {"loss": loss, "policy_loss": policy}
+            report["kl"] = weighted_mean(kl, token_weights)
+        report["loss"] = loss
+        report["policy_loss"] = policy
         return loss, {name: value.detach() for name, value in report.items()}
 
     return loss_function

@@ -1,19 +1,20 @@
-"""A run's files, from which the same call goes on where it stopped.
+"""Files of a run, from which the same call resumes.
 
     OUT/lock                        locked by the job that writes here
-    OUT/run.json                    the settings that a resumed run must share
+    OUT/run.json                    settings that a resumed run must share
     OUT/metrics.jsonl               a row per step
     OUT/events.out.tfevents.*       the same for TensorBoard
     OUT/metrics.1.jsonl, ...        rows of attempts that ended before their first checkpoint
     OUT/metrics.1.events.*, ...     their events, under a name that TensorBoard does not read
-    OUT/first-checkpoint            written after the first checkpoint, which is its step; it stays
-    OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json, by us
+    OUT/first-checkpoint            written after the first checkpoint, has its step; never removed
+    OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json
 
-progress.json is written last and in one go: a checkpoint without it does not count, and is removed when the run is
-resumed. Rows of steps after the newest checkpoint are dropped then: those steps are repeated. Before the first
-checkpoint all steps are repeated, and the rows are set aside. A run whose checkpoints went missing is refused.
+progress.json is written last and atomically: a checkpoint without it is incomplete, and is removed
+when the run is resumed. Rows of steps after the newest checkpoint are dropped then, because those
+steps are repeated. Before the first checkpoint all steps are repeated, and the rows are set aside.
+A run whose checkpoints are missing is refused.
 
-All files are read as if a stranger had put them there: damage is a FileError that names the file.
+All files are read as untrusted input: damage is a FileError that names the file.
 """
 
 from __future__ import annotations
@@ -46,23 +47,28 @@ logger = logging.getLogger("hybrid_engine")
 Row = dict[str, Any]
 
 _EVENTS = "events.out.tfevents."
-_MOST_ROW_NBYTES = 1 << 20
-_MOST_JSON_NBYTES = 1 << 24
+_MAX_ROW_NBYTES = 1 << 20
+_MAX_JSON_NBYTES = 1 << 24
 _REMEDY = "Restore it from a copy, or begin a new run in another directory"
-_CHECKPOINT_REMEDY = "Remove its directory to go on from the checkpoint before it, or begin a new run elsewhere"
+_CHECKPOINT_REMEDY = (
+    "Remove its directory to resume from the checkpoint before it, or begin a new run elsewhere"
+)
 
-# All that is there when the first attempt ended before it had anything to keep.
-_BEFORE_THE_FIRST_ROW = re.compile(r"lock|log-rank\d+\.txt")
+# Files of an attempt that ended before it wrote run.json.
+_FILES_BEFORE_RUN = re.compile(r"lock|log-rank\d+\.txt")
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
+@pydantic.dataclasses.dataclass(
+    frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid")
+)
 class Progress:
-    """Where a run is.
+    """Progress of a run, as a checkpoint records it.
 
     Attributes:
-        step: steps done.
-        row: the metrics of that step as far as they were known when the checkpoint was written; "step" is its number.
-        reference: digest of the weights from which the run measures its KL; None where it measures none.
+        step: number of completed steps.
+        row: metrics of that step that were known when the checkpoint was written; its "step" is
+            the number.
+        reference: digest of the weights from which the run measures its KL; None without a KL.
     """
 
     step: Annotated[int, pydantic.Field(ge=0)]
@@ -72,6 +78,7 @@ class Progress:
     @pydantic.model_validator(mode="after")
     def _require_row_of_step(self) -> Self:
         step = self.row.get("step")
+        # Not isinstance: True is an int, and equals 1.
         if type(step) is not int or step != self.step:
             raise ValueError(f"its row is of step {shortened(step)}")
         return self
@@ -81,88 +88,106 @@ _PROGRESS = pydantic.TypeAdapter(Progress)
 
 
 class MetricsFile:
-    """Rows of metrics as JSON lines, in the order of the number that each has under `key`."""
+    """Rows of metrics as JSON lines, in ascending order of their numbers, the values of `key`."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
+        self.path = path
+        self.key = key
 
     def rows(self) -> list[Row]:
-        """The rows so far. A last line that was cut off does not count. Raises FileError naming a damaged line."""
+        """Return the rows, without a last line that was cut off.
+
+        Raises FileError that names a damaged line.
+        """
         return [row for row, _ in self._read()]
 
     def check(self) -> None:
-        """Raise FileError naming a damaged line, if there is one."""
+        """Raise FileError that names a damaged line, if there is one."""
         for _ in self._read():
             pass
 
     def has(self, number: int) -> bool:
-        """Whether there is a row with this number."""
+        """Return whether there is a row with this number."""
         return any(row[self.key] == number for row, _ in self._read())
 
     def _read(self) -> Iterator[tuple[Row, int]]:
-        """Yield each row and the offset of the byte behind it, one line in memory at a time."""
+        """Yield each row and the offset in bytes of its end, with one line in memory at a time."""
+        # lexists, here and below: a link that leads nowhere is damage, not a missing file.
         if not os.path.lexists(self.path):
             return
-        previous, end = -1, 0
+        previous = -1
+        end = 0
         with naming("reading", self.path, _REMEDY), open_regular(self.path) as file:
-            for number in itertools.count(1):
-                line = file.readline(_MOST_ROW_NBYTES)
-                if not line.endswith(b"\n") and len(line) < _MOST_ROW_NBYTES:
+            for line_number in itertools.count(1):
+                line = file.readline(_MAX_ROW_NBYTES)
+                # The end of the file, or a last line that a kill has cut off.
+                if not line.endswith(b"\n") and len(line) < _MAX_ROW_NBYTES:
                     return
                 end += len(line)
                 try:
-                    row = self._row_in(line, previous)
+                    row = self._parse(line, previous)
                 except (ValueError, RecursionError) as error:
-                    remedy = "Remove or correct it"
-                    raise FileError(f"line {number} of {self.path}: {clipped(str(error))}. {remedy}") from error
+                    raise FileError(
+                        f"line {line_number} of {self.path}: {clipped(str(error))}. "
+                        "Remove or correct it",
+                        code="damaged-row",
+                    ) from error
                 previous = row[self.key]
                 yield row, end
 
-    def _row_in(self, line: bytes, previous: int) -> Row:
-        """The row that a line is. Raises ValueError unless its number is more than the `previous` one."""
-        if len(line) == _MOST_ROW_NBYTES:
-            raise ValueError(f"it is longer than {_MOST_ROW_NBYTES} bytes")
+    def _parse(self, line: bytes, previous: int) -> Row:
+        """Return the row of a line. Raises ValueError unless its number is above `previous`."""
+        if len(line) == _MAX_ROW_NBYTES:
+            raise ValueError(f"it is longer than {_MAX_ROW_NBYTES} bytes")
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise ValueError(f"a row is a mapping, found {shortened(row)}")
+            raise ValueError(f"a row must be a mapping, got {shortened(row)}")
         number = row.get(self.key)
         if type(number) is not int or number <= previous:
-            raise ValueError(f"{self.key} is a whole number above {previous}, found {shortened(number)}")
+            raise ValueError(
+                f"{self.key} must be a whole number above {previous}, got {shortened(number)}"
+            )
         return row
 
     def append(self, row: Row) -> None:
-        """Add a row, whole or not at all. Raises FileError, also for a row that could not be read again."""
-        append_text(self.path, _line_for(self.path, row))
+        """Append a row, completely or not at all.
+
+        Raises FileError, also for a row that is too long to be read again.
+        """
+        append_text(self.path, _line_of(row, self.path))
 
     def cut_after(self, last: int) -> None:
         """Keep the rows whose number is at most `last`. Raises FileError."""
-        kept = max((end for row, end in self._read() if row[self.key] <= last), default=0)
+        size = max((end for row, end in self._read() if row[self.key] <= last), default=0)
         if self.path.exists():
             with naming("cutting", self.path):
-                os.truncate(self.path, kept)
+                os.truncate(self.path, size)
                 sync(self.path)
 
     def set_aside(self, events: Iterable[Path]) -> Path | None:
-        """Give the file and the events of its rows other names; return the file's. None without a file.
+        """Rename the file and the events of its rows; return the new path, None without a file.
 
         Raises FileError.
         """
         if not os.path.lexists(self.path):
             return None
-        names = (self.path.with_suffix(f".{number}{self.path.suffix}") for number in itertools.count(1))
-        aside = next(path for path in names if not os.path.lexists(path))
-        for path in events:  # first: after a kill, the file that is still there has the rest renamed with it
+        for number in itertools.count(1):
+            target = self.path.with_suffix(f".{number}{self.path.suffix}")
+            if not os.path.lexists(target):
+                break
+        # The events first. If the process is killed in between, metrics.jsonl is still here, and
+        # the next call renames the remaining events to the same number.
+        for path in events:
             with naming("renaming", path):
-                path.rename(aside.with_suffix(path.name.replace(_EVENTS, ".events.", 1)))
+                path.rename(target.with_suffix(path.name.replace(_EVENTS, ".events.", 1)))
         with naming("renaming", self.path):
-            self.path.rename(aside)
-        return aside
+            self.path.rename(target)
+        return target
 
     def remove(self) -> None:
-        """Remove the rows, those set aside and their events too. Raises FileError."""
-        set_aside = re.compile(
-            rf"{re.escape(self.path.stem)}\.\d+({re.escape(self.path.suffix)}|\.events\..+)", re.ASCII
-        )
+        """Remove the rows, and all rows and events that were set aside. Raises FileError."""
+        stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
+        set_aside = re.compile(rf"{stem}\.\d+({suffix}|\.events\..+)", re.ASCII)
         with naming("removing", self.path):
             self.path.unlink(missing_ok=True)
             for path in self.path.parent.iterdir():
@@ -171,22 +196,29 @@ class MetricsFile:
 
 
 class Events:
-    """Rows as TensorBoard's scalars, where it is installed; nothing elsewhere.
+    """Rows as TensorBoard's scalars. Does nothing if TensorBoard is not installed.
 
     Args:
         out: directory of the events.
-        groups: of tags, by the names of figures that are not told by the library's own: {"accuracy": "eval"}.
-        left_out: names of a row that are not figures.
+        groups: groups of the tags of further figures by their names, e.g. {"accuracy": "eval"}.
+        left_out: names in a row that are not figures.
     """
 
     def __init__(
-        self, out: Path, groups: Mapping[str, str] | None = None, left_out: Collection[str] = ("step",)
+        self,
+        out: Path,
+        groups: Mapping[str, str] | None = None,
+        left_out: Collection[str] = ("step",),
     ) -> None:
-        self._out, self._groups, self._left_out = out, dict(groups or {}), left_out
+        self._out = out
+        self._groups = dict(groups or {})
+        self._left_out = left_out
         self._writer: Any = None
 
     def add(self, number: int, row: Row) -> None:
-        """Write the figures of a row; what an interrupted run wrote for its number and later ones is hidden.
+        """Write the figures of a row.
+
+        The first call hides what an interrupted run wrote for this and later numbers.
 
         Raises FileError.
         """
@@ -195,70 +227,81 @@ class Events:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._writer = SummaryWriter(str(self._out), purge_step=number)
-            if self._writer is not None:
-                for name, value in row.items():
-                    if value is not None and name not in self._left_out:
-                        self._writer.add_scalar(self.tag(name), value, number)
-                self._writer.flush()
+            if self._writer is None:
+                return
+            for name, value in row.items():
+                if value is not None and name not in self._left_out:
+                    self._writer.add_scalar(self.tag(name), value, number)
+            self._writer.flush()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Turn errors of TensorBoard's writer, whose thread raises them from then on, into one FileError."""
+        """Raise FileError for errors of TensorBoard's writer, once."""
         try:
             with naming("writing TensorBoard's events in", self._out):
                 yield
         except FileError:
-            self._writer = None  # it would raise the same again when it is closed
+            # The writer's thread keeps its error: closing the writer would raise it again.
+            self._writer = None
             raise
 
     def tag(self, name: str) -> str:
-        """Group and name: reshard, time (seconds), memory, check, one of `groups`, or train."""
+        """Return group/name; the group is reshard, time, memory, check, one of `groups` or train.
+
+        Figures of the group time are in seconds.
+        """
         if name.startswith(("reshard", "bytes")):
             return f"reshard/{name.removeprefix('reshard_')}"
         if name.endswith("seconds"):
             return f"time/{name.removesuffix('_seconds')}"
         if name in ("peak_bytes", "rss_bytes"):
             return f"memory/{name}"
-        return f"{'check' if name.startswith('logprob_diff') else self._groups.get(name, 'train')}/{name}"
+        if name.startswith("logprob_diff"):
+            return f"check/{name}"
+        return f"{self._groups.get(name, 'train')}/{name}"
 
     def close(self) -> None:
-        """End the file. Raises FileError."""
+        """Close the file. Raises FileError."""
         with self._naming():
             if self._writer is not None:
                 self._writer.close()
 
 
 class RunFiles:
-    """The files of one run. Any rank may read; only rank 0 may call the methods that write.
+    """Files of one run. Any rank may read them; only rank 0 may call the methods that write.
 
     Args:
         out: directory of the run, shared by all ranks.
-        key: what a step is called: the number of a row, and the name of a checkpoint.
-        num_kept: newest checkpoints to keep. That of step 0, from which a run began, stays beside them.
-        others: names of further files of a run, which go with it when it is started over.
+        key: name of a step: the key of its number in a row, and the prefix of its checkpoint.
+        num_kept: number of newest checkpoints to keep. The checkpoint of step 0, with which a run
+            began, is kept in addition.
+        others: names of further files of the run, which are removed when it is started over.
     """
 
-    def __init__(self, out: Path, key: str = "step", *, num_kept: int = 1, others: Sequence[str] = ()) -> None:
+    def __init__(
+        self, out: Path, key: str = "step", *, num_kept: int = 1, others: Sequence[str] = ()
+    ) -> None:
         self.out = out
         self.metrics = MetricsFile(out / "metrics.jsonl", key)
         self.checkpoints = out / "checkpoints"
-        self._num_kept, self._others = num_kept, tuple(others)
+        self._num_kept = num_kept
+        self._others = tuple(others)
         self._settings_file = out / "run.json"
         self._first_checkpoint_file = out / "first-checkpoint"
 
     def checkpoint(self, step: int) -> Path:
-        """Directory of that step's checkpoint."""
+        """Return the directory of a step's checkpoint."""
         return self.checkpoints / f"{self.metrics.key}-{step:06d}"
 
     def weights(self, step: int) -> Path:
-        """Where `ActorHybridWorker.save_checkpoint` writes."""
+        """Return the directory for `ActorHybridWorker.save_checkpoint`."""
         return self.checkpoint(step) / "weights"
 
     def critic(self, step: int) -> Path:
-        """Where `ValueModel.save_checkpoint` writes."""
+        """Return the directory for `ValueModel.save_checkpoint`."""
         return self.checkpoint(step) / "critic"
 
-    # -- reading ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------
 
     def check(
         self,
@@ -268,96 +311,131 @@ class RunFiles:
         unrecorded: Collection[str] = (),
         free: Collection[str] = (),
     ) -> None:
-        """Raise ConfigError unless this directory is new, or has a run that may be resumed or, else, started over.
+        """Check that the directory is new, or has a run that may be resumed or started over.
 
         Args:
-            settings: those that a resumed run must share.
-            resume: whether the run is to go on.
-            defaults: of these settings, as far as they have any. A run that began before there was an option goes on
-                with its default.
-            unrecorded: sections of the settings that older runs did not write down. Such a run goes on with any.
-            free: dotted names of settings that may change, though older runs wrote them down.
+            settings: settings that a resumed run must share.
+            resume: whether the run is to be resumed, not started over.
+            defaults: defaults of these settings, as far as there are any. A run that is older than
+                an option resumes with the option's default.
+            unrecorded: sections of the settings that older runs did not record. Such a run resumes
+                with any values of them.
+            free: dotted names of settings that may change, though older runs recorded them.
 
-        Raises FileError about a file of the run that cannot be read.
+        Raises:
+            ConfigError: the directory has something else, or the run cannot be resumed.
+            FileError: a file of the run cannot be read.
         """
         with naming("reading the run in", self.out, _REMEDY):
             if not os.path.lexists(self._settings_file):
-                names = sorted(path.name for path in self.out.iterdir()) if os.path.lexists(self.out) else []
-                if foreign := [name for name in names if not _BEFORE_THE_FIRST_ROW.fullmatch(name)]:
-                    raise self._not_a_run(f"holds {', '.join(map(clipped, foreign[:3]))} but no run.json")
+                names = []
+                if os.path.lexists(self.out):
+                    names = sorted(path.name for path in self.out.iterdir())
+                foreign = [name for name in names if not _FILES_BEFORE_RUN.fullmatch(name)]
+                if foreign:
+                    shown = ", ".join(map(clipped, foreign[:3]))
+                    raise self._not_a_run(f"holds {shown} but no run.json")
                 return
-            before = self._settings()
-            settings = {key: value for key, value in settings.items() if key in before or key not in unrecorded}
-            known = flat(defaults or {})
-            new = settings.keys() - before.keys()
-            if before.keys() - settings.keys() or new - _at_defaults(settings, known):
-                sections = [first_of([clipped(name) for name in sorted(each)], 5) for each in (before, settings)]
+            recorded = self._settings()
+            settings = {
+                key: value
+                for key, value in settings.items()
+                if key in recorded or key not in unrecorded
+            }
+            flat_defaults = flat(defaults or {})
+            # A section that the run has not recorded is newer than the run. The run resumes
+            # without it if the section changes nothing, that is, has its defaults.
+            changed = []
+            for section in settings.keys() - recorded.keys():
+                values = flat({section: settings[section]})
+                if any(
+                    key not in flat_defaults or flat_defaults[key] != value
+                    for key, value in values.items()
+                ):
+                    changed.append(section)
+            if recorded.keys() - settings.keys() or changed:
+                old, new = (
+                    first_of([clipped(name) for name in sorted(sections)], 5)
+                    for sections in (recorded, settings)
+                )
                 raise self._not_a_run(
-                    f"has a run.json of {sections[0] or 'nothing'}, not of {sections[1]}", " of this kind"
+                    f"has a run.json of {old or 'nothing'}, not of {new}", " of this kind"
                 )
             if resume and self.progress() is not None:
                 self.metrics.check()
-                self._require_same(before, settings, known, free)
+                self._require_same(recorded, settings, flat_defaults, free)
                 return
-            # an older run has no file of its first checkpoint, but a model once it is finished
-            signs = [path for path in (self._first_checkpoint_file, self.out / "model") if os.path.lexists(path)]
+            # There is no complete checkpoint. Runs of older versions have no file of their first
+            # checkpoint, but a model once they are finished.
+            signs = [self._first_checkpoint_file, self.out / "model"]
+            signs = [path for path in signs if os.path.lexists(path)]
             if resume and signs:
-                problem = f"{self.out} has no complete checkpoint, but had one: {signs[0].name} is there"
+                problem = (
+                    f"{self.out} has no complete checkpoint, but had one: {signs[0].name} is there"
+                )
                 remedy = "Put its checkpoint back, or begin a new run in another directory"
-                raise ConfigError([Violation("out", problem, remedy)])
+                raise ConfigError([Violation("out", problem, remedy, code="checkpoint-is-missing")])
 
     def _settings(self) -> dict[str, Any]:
-        """Those of the run that is here. Raises FileError."""
+        """Return the recorded settings. Raises FileError."""
         with naming("reading", self._settings_file, _REMEDY):
-            found = json.loads(read_regular(self._settings_file, _MOST_JSON_NBYTES))
-        if not isinstance(found, dict):
+            recorded = json.loads(read_regular(self._settings_file, _MAX_JSON_NBYTES))
+        if not isinstance(recorded, dict):
             raise self._not_a_run("has a run.json that is not a mapping")
-        return found
+        return recorded
 
-    def _not_a_run(self, why: str, kind: str = "") -> ConfigError:
-        return ConfigError([Violation("out", f"{self.out} {why}, so it is not a run{kind}", "Use another directory")])
+    def _not_a_run(self, reason: str, kind: str = "") -> ConfigError:
+        problem = f"{self.out} {reason}, so it is not a run{kind}"
+        return ConfigError([Violation("out", problem, "Use another directory", code="not-a-run")])
 
     def _require_same(
         self,
-        found: Mapping[str, Any],
+        recorded: Mapping[str, Any],
         settings: Mapping[str, Any],
         defaults: Mapping[str, Any],
         free: Collection[str],
     ) -> None:
-        """Raise ConfigError naming every setting in which the run found here differs; `defaults` are flat.
+        """Raise ConfigError with every setting that differs from the recorded run.
 
-        What has a default, but is not among the settings, may change.
+        `defaults` are flat. A setting that has a default, but is not in `settings`, may change.
         """
-        before, now = flat(found), flat(settings)
-        # a section that is None is no option that the run did not have
-        missing = {key for key in now.keys() - before.keys() if not before.keys() & set(_sections_of(key))}
-        before |= {key: defaults[key] for key in missing & defaults.keys()}
-        free = before.keys() - now.keys() & {*free, *defaults}  # settings that a run had to share once
-        violations = [
-            Violation(
-                key,
-                f"the run in {self.out} has {shortened(before.get(key))}, this one {shortened(now.get(key))}",
-                "Use the old value, or another directory for a new run",
-            )
-            for key in sorted((before.keys() | now.keys()) - free)
-            if before.get(key) != now.get(key)
+        old = flat(recorded)
+        new = flat(settings)
+        # Keys of a section that was None when the run was recorded are not new options: their old
+        # value is None, not the default.
+        new_options = [
+            key for key in new.keys() - old.keys() if not old.keys() & set(_sections_of(key))
         ]
+        old |= {key: defaults[key] for key in new_options if key in defaults}
+        # Runs of older versions recorded settings that may change by now.
+        ignored = (old.keys() - new.keys()) & {*free, *defaults}
+        violations = []
+        for key in sorted((old.keys() | new.keys()) - ignored):
+            if old.get(key) != new.get(key):
+                problem = (
+                    f"the run in {self.out} has {shortened(old.get(key))}, "
+                    f"this one {shortened(new.get(key))}"
+                )
+                remedy = "Use the old value, or another directory for a new run"
+                violations.append(Violation(key, problem, remedy, code="differs-from-run"))
         if violations:
             raise ConfigError(violations)
 
     def progress(self) -> Progress | None:
-        """That of the newest checkpoint; None when there is none. Raises FileError."""
-        complete = self._complete()
+        """Return the progress of the newest complete checkpoint, if any. Raises FileError."""
+        complete = self._complete_steps()
         if not complete:
             return None
         path = self._progress_file(complete[-1])
         with naming("reading", path, _CHECKPOINT_REMEDY):
             try:
-                progress = _PROGRESS.validate_json(read_regular(path, _MOST_JSON_NBYTES))
+                progress = _PROGRESS.validate_json(read_regular(path, _MAX_JSON_NBYTES))
             except pydantic.ValidationError as error:
-                (first, *_) = error.errors(include_url=False)
+                first = error.errors(include_url=False)[0]
                 place = ".".join(str(part) for part in first["loc"])
-                raise ValueError(clipped(f"{place}: {first['msg']}".removeprefix(": "))) from error
+                text = f"{place}: {first['msg']}".removeprefix(": ")
+                raise ValueError(clipped(text)) from error
+            # A copy of another checkpoint under this name.
             if progress.step != complete[-1]:
                 raise ValueError(f"it is of step {progress.step}")
         return progress
@@ -366,104 +444,131 @@ class RunFiles:
         return self.checkpoint(step) / "progress.json"
 
     def _steps(self) -> list[int]:
-        """Those with a checkpoint, complete or not, in their order. What else is there is somebody else's, and stays.
+        """Return the steps with a checkpoint, complete or not, in ascending order.
 
-        Raises FileError where the place of a checkpoint is taken by a file, or by a link that leads nowhere.
+        Other files in the directory belong to the user. They are ignored, and stay.
+
+        Raises FileError if the path of a checkpoint is a file, or a link that leads nowhere.
         """
         name_of_step = re.compile(re.escape(self.metrics.key) + r"-(\d{6,})", re.ASCII)
         steps = []
         with naming("reading the checkpoints in", self.checkpoints, _REMEDY):
-            for path in self.checkpoints.iterdir() if os.path.lexists(self.checkpoints) else ():
+            if not os.path.lexists(self.checkpoints):
+                return []
+            for path in self.checkpoints.iterdir():
                 match = name_of_step.fullmatch(path.name)
+                # The comparison rejects names with too many zeros, which are not ours.
                 if match is None or self.checkpoint(int(match[1])).name != path.name:
                     continue
                 if not path.is_dir():
-                    raise FileError(f"reading {path}: it is not a directory. Put the checkpoint back, or remove this")
+                    raise FileError(
+                        f"reading {path}: it is not a directory. Put the checkpoint back, or "
+                        "remove this",
+                        code="not-a-directory",
+                    )
                 steps.append(int(match[1]))
         return sorted(steps)
 
-    def _complete(self) -> list[int]:
+    def _complete_steps(self) -> list[int]:
         return [step for step in self._steps() if os.path.lexists(self._progress_file(step))]
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+    # -- writing ------------------------------------------------------------------------------
 
     def lock(self) -> Lock:
-        """Keep other jobs out until the lock is closed, at the latest when this process ends.
+        """Lock out other jobs until the lock is closed or this process ends.
 
-        Raises ConfigError when another job is writing here, FileError where this one cannot.
+        Raises:
+            ConfigError: another job is writing here.
+            FileError: this process cannot write here.
         """
         with naming("locking", self.out / "lock", "Remove it"):
             self.out.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.out / "lock")
-            if (holder := lock.take(f"process {os.getpid()} on {socket.gethostname()}\n")) is not None:
+            holder = lock.take(f"process {os.getpid()} on {socket.gethostname()}\n")
+            if holder is not None:
                 problem = f"another job is writing {self.out}: {holder}"
-                raise ConfigError([Violation("out", problem, "Wait until it has ended, or use another one")])
+                remedy = "Wait until it has ended, or use another directory"
+                raise ConfigError([Violation("out", problem, remedy, code="run-is-locked")])
         return lock
 
     def begin(self, settings: Mapping[str, Any], resume: bool = True) -> None:
-        """Clear away what is not continued: of a run that is, steps after its newest checkpoint; else all of it.
+        """Remove what is not continued, and record the settings. Call `check` before.
 
-        Rows and events of a run that was to go on, but has no checkpoint yet, are set aside, and a warning says where.
-        Files that are no run's stay. Call `check` before. Raises FileError.
+        If the run is resumed, these are the steps after its newest checkpoint; otherwise all its
+        files. Rows and events of a run that was to be resumed, but has no checkpoint, are set
+        aside with a warning. Files that do not belong to a run stay.
+
+        Raises FileError.
         """
         progress = self.progress() if resume else None
-        complete = [] if progress is None else self._complete()
-        if progress is None:  # it goes before the checkpoints of a run that is started over, and comes after the first
+        complete = [] if progress is None else self._complete_steps()
+        if progress is None:
+            # Before the checkpoints: if the process is killed in between, the next call must not
+            # find this file without a checkpoint, which would look like a loss.
             with naming("removing", self._first_checkpoint_file):
                 self._first_checkpoint_file.unlink(missing_ok=True)
         for step in set(self._steps()) - set(complete):
             self._remove(step)
         if progress is not None:
             self.metrics.cut_after(progress.step)
-            self._write(settings)  # with options that are new, as they are now: a default may change
-            return
-        events = list(self.out.glob(f"{_EVENTS}*"))
-        if not resume:
-            self.metrics.remove()
-        elif (aside := self.metrics.set_aside(events)) is not None:
-            events = []
-            problem = "%s has rows of metrics, but no complete checkpoint: it begins again, and these rows are now %s"
-            logger.warning(problem, self.out, aside.name)
-        with naming("clearing", self.out):
-            for path in [*map(self.out.joinpath, self._others), *events]:
-                path.unlink(missing_ok=True)
-        self._write(settings)
-
-    def _write(self, settings: Mapping[str, Any]) -> None:
+        else:
+            events = list(self.out.glob(f"{_EVENTS}*"))
+            if not resume:
+                self.metrics.remove()
+            else:
+                aside = self.metrics.set_aside(events)
+                if aside is not None:
+                    events = []
+                    logger.warning(
+                        "%s has rows of metrics, but no complete checkpoint: it begins again, "
+                        "and these rows are now %s",
+                        self.out,
+                        aside.name,
+                    )
+            with naming("clearing", self.out):
+                for path in [*map(self.out.joinpath, self._others), *events]:
+                    path.unlink(missing_ok=True)
+        # Also in a resumed run: options that are newer than the run are recorded with the values
+        # that they have now, since their defaults may change.
         write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")
 
     def complete(self, progress: Progress) -> None:
-        """Call when the weights are written: makes the checkpoint count, and removes older ones."""
-        _line_for(self._progress_file(progress.step), progress.row)
+        """Mark a checkpoint as complete, after its weights were written; remove older ones."""
+        _line_of(progress.row, self._progress_file(progress.step))  # raises if it is too long
         write_text(self._progress_file(progress.step), json.dumps(asdict(progress)) + "\n")
         if not os.path.lexists(self._first_checkpoint_file):
             write_text(self._first_checkpoint_file, f"{progress.step}\n")
-        for step in self._complete()[: -self._num_kept]:
+        for step in self._complete_steps()[: -self._num_kept]:
             if step:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove a checkpoint; of one that is a link, the link: what it leads to was put elsewhere to be kept."""
-        place = self.checkpoint(step)
-        with naming("removing", place):
-            if place.is_symlink():
-                place.unlink()
+        """Remove a checkpoint. Of a link only the link: its target was moved away to be kept."""
+        directory = self.checkpoint(step)
+        with naming("removing", directory):
+            if directory.is_symlink():
+                directory.unlink()
                 return
-            self._progress_file(step).unlink(missing_ok=True)  # first: half a checkpoint must not count
-            shutil.rmtree(place)
+            # First, so that half a checkpoint is never complete.
+            self._progress_file(step).unlink(missing_ok=True)
+            shutil.rmtree(directory)
 
 
 class Lock:
-    """A lock on a file, held by this process alone.
+    """Lock on a file, held by this process only.
 
-    flock belongs to the open file, of which a fork has a copy: processes that a reward's pool has forked, and that
-    outlive a killed rank, would hold its lock. So a forked child closes its copy at once. One that is started anew
-    (spawn, subprocess) gets none, since the descriptor is closed on exec. fcntl.lockf belongs to the process, but ends
-    with the first close of any descriptor of the file, as that of a copy of the run's directory.
+    flock belongs to the open file description, which a forked child shares. Children that a
+    reward's process pool has forked, and that outlive a killed rank, would keep its lock. So a
+    forked child closes its copy at once. Processes that are started with exec (spawn, subprocess)
+    get none, because the descriptor is closed on exec.
+
+    fcntl.lockf belongs to the process, but ends when any descriptor of the file is closed, for
+    example after the run's directory was copied.
     """
 
     def __init__(self, path: Path) -> None:
-        # a link would lead to a file that is somebody else's, and opening a pipe could wait
+        # Not through a link, which could lead to a file of the user; and without blocking, because
+        # opening a pipe could wait forever.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._descriptor: int | None = os.open(path, flags, 0o666)
         _LOCKS.add(self)
@@ -472,23 +577,26 @@ class Lock:
             raise ValueError("it is not a regular file")
 
     def take(self, owner: str) -> str | None:
-        """Take the lock and write the owner into the file; return the present owner, and close, where there is one."""
+        """Lock the file and write `owner` into it.
+
+        If another process holds the lock, return the owner that it wrote, and close this lock.
+        """
         assert self._descriptor is not None, "it was closed"
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, owner.encode(), 0)
         except BlockingIOError:
-            holder = clipped(os.pread(self._descriptor, 200, 0).decode(errors="replace").strip())
+            text = os.pread(self._descriptor, 200, 0).decode(errors="replace")
             self.close()
-            return holder
+            return clipped(text.strip())
         except BaseException:
             self.close()
             raise
         return None
 
     def close(self) -> None:
-        """Give the lock up. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -512,49 +620,46 @@ os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def defaults_of(section: pydantic.BaseModel) -> dict[str, Any]:
-    """The defaults of a section and of those inside it, as JSON has them; fields without one are left out.
+    """Return the defaults of a section and its subsections, as JSON values.
 
-    Of a section that is off by default that is its default, whatever it would be made of.
+    Fields without a default are left out. A subsection that is off by default has the default None
+    and no defaults of its fields.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         value = getattr(section, name)
         if isinstance(value, pydantic.BaseModel) and (field.is_required() or default is not None):
-            found[name] = defaults_of(value)
+            defaults[name] = defaults_of(value)
         elif not field.is_required():
-            found[name] = json.loads(json.dumps(default, default=str))
-    return found
+            defaults[name] = json.loads(json.dumps(default, default=str))
+    return defaults
 
 
-def _line_for(path: Path, row: Row) -> str:
-    """A row as a line of JSON. Raises FileError about `path` where it is too long to be read again."""
+def _line_of(row: Row, path: Path) -> str:
+    """Return a row as a line of JSON. Raises FileError about `path` if it is too long to read."""
     line = json.dumps(row) + "\n"
-    if len(line) >= _MOST_ROW_NBYTES:
-        problem = f"the row has {len(line)} bytes, and no more than {_MOST_ROW_NBYTES - 1} can be read again"
-        remedy = "Return fewer or shorter columns from `evaluate` and `reward`"
-        raise FileError(f"writing {path}: {problem}. {remedy}")
+    if len(line) >= _MAX_ROW_NBYTES:
+        raise FileError(
+            f"writing {path}: the row has {len(line)} bytes, and at most {_MAX_ROW_NBYTES - 1} "
+            "can be read again. Return fewer or shorter columns from `evaluate` and `reward`",
+            code="row-too-long",
+        )
     return line
 
 
-def _at_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:
-    """Sections in which every setting has its default; `defaults` are flat."""
-    return {
-        section
-        for section, values in settings.items()
-        if all(key in defaults and defaults[key] == value for key, value in flat({section: values}).items())
-    }
-
-
 def _sections_of(key: str) -> list[str]:
-    """Dotted names of the sections that a dotted key is in."""
+    """Return the dotted names of the sections that contain a dotted key."""
     parts = key.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one mapping with dotted keys."""
-    by_key: dict[str, Any] = {}
+    """Flatten nested sections to one mapping with dotted keys."""
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
-        by_key.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
-    return by_key
+        if isinstance(value, Mapping):
+            flattened.update(flat(value, f"{prefix}{key}."))
+        else:
+            flattened[f"{prefix}{key}"] = value
+    return flattened

@@ -1,6 +1,6 @@
-"""Answers of vLLM's route /v1/completions: typed, and checked against the request before any is used.
+"""Responses of vLLM's route /v1/completions, typed and validated against the request before use.
 
-answer of a server -> checked_choices(answer, Expected(...)) -> list[Choice], in the order of their index
+response of a server -> checked_choices(answer, Expected(...)) -> list[Choice], sorted by index
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from hybrid_engine.errors import GenerationError, ServerError, clipped, first_of
 from hybrid_engine.serving.invitation import DrawnWith
 
 _ROUNDING = 1e-3
-"""Nats by which rounding may lift the log-probability of a certain token above 0."""
+"""Nats by which rounding may raise the log-probability of a certain token above 0."""
 
 _MOST_PROBLEMS = 8
+"""Maximum number of problems in a message."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Weights that a server says a choice was drawn with.
+    """Weights with which a server generated a choice, as it reports them.
 
     Attributes:
-        job: of the trainers that filled the server.
-        versions: of all its tokens.
+        job: job of the trainers that filled the server.
+        versions: weight versions of the choice's tokens, without repeats.
     """
 
     job: str
@@ -39,7 +40,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One completion, as the route describes it; the route's other fields are left out."""
+    """One completion, with the fields of the route that are used here."""
 
     index: int
     token_ids: list[int]
@@ -51,30 +52,30 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def log_probs(self) -> list[float]:
-        """Of its tokens; empty where the answer has none."""
+        """Log-probabilities of the tokens in nats; empty if the response has none."""
         return [] if self.logprobs is None else self.logprobs.token_logprobs
 
     @property
     def refusal(self) -> str:
-        """Why the server refused the request; empty where it did not. vLLM itself aborts without a reason."""
+        """Reason for which the server refused the request, or "". Aborts by vLLM itself have no reason."""
         is_refused = self.finish_reason == "abort" and self.stop_reason is not None
         return clipped(str(self.stop_reason), 500) if is_refused else ""
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _CompletionAnswer(msgspec.Struct, frozen=True):
     choices: list[Choice]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a request asked for.
+    """Properties that the response to a request must have.
 
     Attributes:
-        num_choices: completions of all prompts of the request.
-        max_tokens: most tokens of each.
-        vocab_size: token ids are below it.
-        has_logprobs: the request asked for them.
-        weights: job and version that it asked for; None: any.
+        num_choices: number of completions over all prompts of the request.
+        max_tokens: maximum number of tokens per completion.
+        vocab_size: exclusive upper bound of token ids.
+        has_logprobs: the request asked for log-probabilities.
+        weights: requested job and version; None: any.
     """
 
     num_choices: int
@@ -85,42 +86,57 @@ class Expected:
 
 
 def checked_choices(answer: object, expected: Expected) -> list[Choice]:
-    """Return the choices, ordered by index.
+    """Validate a response and return its choices, sorted by index.
 
-    Raises GenerationError where the server ended a completion early, or computed NaN; ServerError where it refused the
-    request, with its reason, and naming everything else that is not as expected.
+    Raises GenerationError if the server ended a completion early or computed a non-finite log-probability; ServerError
+    with the server's reason if it refused the request, or with every deviation from `expected`.
     """
     try:
-        choices = msgspec.convert(answer, _Answer).choices
+        choices = msgspec.convert(answer, _CompletionAnswer).choices
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ServerError(f"the answer is not one of /v1/completions: {clipped(str(error), 500)}") from None
-    if refused := sorted({choice.refusal for choice in choices} - {""}):
-        raise ServerError(f"the server refused the request: {first_of(refused, 3, '; ')}")
-    if ended := sorted({choice.finish_reason for choice in choices} - {"stop", "length"}):
-        raise GenerationError(f"completions ended by {first_of(ended, 3)}")
+        raise ServerError(
+            f"not a response of /v1/completions: {clipped(str(error), 500)}",
+            code="not-a-completion",
+        ) from None
+    refused = sorted({choice.refusal for choice in choices} - {""})
+    if refused:
+        raise ServerError(
+            f"the server refused the request: {first_of(refused, 3, '; ')}", code="request-refused"
+        )
+    aborted = sorted({choice.finish_reason for choice in choices} - {"stop", "length"})
+    if aborted:
+        raise GenerationError(
+            f"completions ended by {first_of(aborted, 3)}", code="completion-aborted"
+        )
     choices = sorted(choices, key=lambda choice: choice.index)
     problems = [problem for choice in choices for problem in _problems(choice, expected)]
     if [choice.index for choice in choices] != list(range(expected.num_choices)):
         indexes = first_of([str(choice.index) for choice in choices], 10)
-        problems.insert(0, f"choices with index {indexes or 'none'}, but {expected.num_choices} were asked for")
+        problems.insert(
+            0,
+            f"choices with index {indexes or 'none'}, but the request asked for {expected.num_choices}",
+        )
     if problems:
         raise ServerError(
-            f"the answer is not what was asked for: {first_of(problems, _MOST_PROBLEMS, '; ')}. Check that the server "
-            "runs the model of the trainers, and the same release of hybrid-engine"
+            f"the response does not match the request: {first_of(problems, _MOST_PROBLEMS, '; ')}. Check that the "
+            "server runs the model of the trainers, and the same release of hybrid-engine",
+            code="unexpected-completion",
         )
     for choice in choices:
         for position, value in enumerate(choice.log_probs):
             if not math.isfinite(value):
                 raise GenerationError(
                     f"the log-probability of token {position} of choice {choice.index} is {value}: the server computes "
-                    "with weights or caches that have such values"
+                    "with weights or caches that contain such values",
+                    code="not-finite",
                 )
     return choices
 
 
 def _problems(choice: Choice, expected: Expected) -> Iterator[str]:
-    """Describe what of a choice was not asked for."""
-    num_tokens, place = len(choice.token_ids), f"choice {choice.index}"
+    """Yield every deviation of a choice from the request."""
+    num_tokens = len(choice.token_ids)
+    place = f"choice {choice.index}"
     if not 1 <= num_tokens <= expected.max_tokens:
         yield f"{place} has {num_tokens} tokens, max_tokens is {expected.max_tokens}"
     for token_id in choice.token_ids:
@@ -129,16 +145,19 @@ def _problems(choice: Choice, expected: Expected) -> Iterator[str]:
             break
     if expected.has_logprobs and len(choice.log_probs) != num_tokens:
         yield f"{place} has {len(choice.log_probs)} log-probabilities of {num_tokens} tokens"
-    if above := [value for value in choice.log_probs if _ROUNDING < value < math.inf]:
+    # NaN and infinity are reported separately, as a GenerationError.
+    above = [value for value in choice.log_probs if _ROUNDING < value < math.inf]
+    if above:
         yield f"{place}: a log-probability is {max(above)}, above 0"
     if expected.weights is not None:
         yield from _other_weights(choice, expected.weights)
 
 
 def _other_weights(choice: Choice, wanted: DrawnWith) -> Iterator[str]:
+    """Yield a problem unless the choice was generated with the requested weights."""
     drawn = choice.hybrid_engine
     if drawn is None:
-        yield f"choice {choice.index} does not say which weights it was drawn with, {wanted} was asked for"
+        yield f"choice {choice.index} does not report its weights, but the request asked for {wanted}"
     elif (drawn.job, drawn.versions) != (wanted.job, [str(wanted.version)]):
         versions = first_of(drawn.versions, 3)
-        yield f"choice {choice.index} was drawn with version {versions} of job {drawn.job}, not with {wanted}"
+        yield f"choice {choice.index} was generated with version {versions} of job {drawn.job}, not with {wanted}"

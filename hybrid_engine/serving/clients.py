@@ -1,9 +1,9 @@
-"""How a publisher calls a server: vLLM's own requests, over HTTP or of a Ray actor.
+"""Clients with which a publisher calls vLLM servers, over HTTP or as Ray actors.
 
-A request over HTTP has the key of VLLM_API_KEY, where this process has one, and the proof that it has the token.
+HTTP requests carry the key in VLLM_API_KEY and the proof of the token, if this process has them.
 
-vLLM's calls for weights have the names of its `VLLMWeightSyncClient`; those that a publisher needs beside them have the
-names of its HTTP routes. Whoever has another way to reach a server writes a class of this shape.
+Calls for weight transfer have the names of vLLM's `VLLMWeightSyncClient`, and the other calls the names of its HTTP
+routes. To reach servers in another way, write a class with the methods of `VllmServer`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,52 @@ import functools
 import json
 import os
 import socket
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as NotDone
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
 
-from hybrid_engine.errors import ConfigError, DependencyError, ServerError, Violation, clipped, shortened
-from hybrid_engine.serving.addresses import addresses_of, public_ones
-from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_request
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    HybridEngineError,
+    ServerError,
+    Violation,
+    clipped,
+    shortened,
+)
+from hybrid_engine.ranks.background import in_background
+from hybrid_engine.ranks.world import World
+from hybrid_engine.serving.invitation import (
+    PROOF_HEADER,
+    TOKEN,
+    ServerMessage,
+    addresses_of,
+    proof_of_request,
+    public_ones,
+)
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests in flight: they end with the tokens so far, are finished first, or go on after it."""
+"""Treatment of requests in flight: end with the tokens so far, finish first, or continue after the pause."""
 
 
 API_KEY = "VLLM_API_KEY"
-"""Environment variable with the key of servers that were started with --api-key, or with this variable."""
+"""Environment variable with the key of servers that were started with --api-key or with this variable."""
 
 _T = TypeVar("_T")
 
 
 @runtime_checkable
 class VllmServer(Protocol):
-    """A server, as a publisher calls it. Each call raises ServerError where the server refuses, or is not there."""
+    """Interface of a server. Every call raises ServerError if the server refuses or cannot be reached."""
 
     def num_workers(self) -> int:
-        """Of all its replicas."""
+        """Return the number of workers over all replicas."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -57,31 +76,34 @@ class VllmServer(Protocol):
     def resume(self) -> None: ...
 
 
-def server_of(given: object, timeout_seconds: float, *, allow_public: bool = False) -> VllmServer:
-    """A server of its name, a Ray actor, or what is one already.
+def server_of(server: object, timeout_seconds: float, *, allow_public: bool = False) -> VllmServer:
+    """Return the client of a server.
 
     Args:
-        given: a name as `named_server` takes it; the handle of a Ray actor with the methods of a `VllmServer`, for
-            example `backends.vllm.server.async_server.VllmActor`; or any `VllmServer`.
-        timeout_seconds: longest wait for an answer; for a switch, which has waits of its own, there is none.
-        allow_public: take addresses that others than this host and its private network can reach.
+        server: a name (see `named_server`); the handle of a Ray actor with the methods of a `VllmServer`, for
+            example `backends.vllm.server.async_server.VllmActor`; or a `VllmServer`, which is returned.
+        timeout_seconds: timeout of a response. Calls that wait for a switch have no timeout, because the switch has its
+            own.
+        allow_public: accept addresses outside this host and its private networks.
 
     Raises ConfigError for anything else.
     """
-    if isinstance(given, str):
-        return named_server(given, timeout_seconds, allow_public=allow_public)
-    if hasattr(given, "_ray_actor_id"):
-        return RayServer(given, timeout_seconds)
-    if isinstance(given, VllmServer):
-        return given
+    if isinstance(server, str):
+        return named_server(server, timeout_seconds, allow_public=allow_public)
+    if hasattr(server, "_ray_actor_id"):
+        return RayServer(server, timeout_seconds)
+    if isinstance(server, VllmServer):
+        return server
     remedy = "Give http://HOST:PORT, ray:NAME, a Ray actor, or a serving.clients.VllmServer"
-    raise ConfigError([Violation("servers", f"got {shortened(given)}", remedy)])
+    raise ConfigError(
+        [Violation("servers", f"got {shortened(server)}", remedy, code="invalid-server")]
+    )
 
 
 def named_server(name: str, timeout_seconds: float, *, allow_public: bool = False) -> Server:
-    """The server at `http://HOST:PORT`, or the Ray actor of `ray:NAME`.
+    """Return the client of the server at `http://HOST:PORT`, or of the Ray actor `ray:NAME`.
 
-    Raises ConfigError for what is neither, and DependencyError where Ray is not installed.
+    Raises ConfigError for other names and unknown actors, DependencyError if Ray is not installed.
     """
     kind, _, actor = name.partition(":")
     if kind != "ray":
@@ -89,46 +111,50 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
     try:
         import ray
     except ImportError as error:
-        raise DependencyError(f"servers: {name} needs Ray: pip install 'hybrid-engine[ray]'") from error
+        raise DependencyError(
+            f"servers: {name} needs Ray: pip install 'hybrid-engine[ray]'", code="ray-is-missing"
+        ) from error
     try:
         return RayServer(ray.get_actor(actor), timeout_seconds)
     except ValueError as error:
         remedy = "Start the actor first, with options(name=...), in the namespace of this process"
-        raise ConfigError([Violation("servers", f"{name}: {error}", remedy)]) from None
+        raise ConfigError(
+            [Violation("servers", f"{name}: {error}", remedy, code="unknown-actor")]
+        ) from None
 
 
 class Server(ABC):
-    """The calls of a `VllmServer`, each as one call of this server's own."""
+    """Base class of clients: implements each method of a `VllmServer` by one `_call`."""
 
     @abstractmethod
     def num_workers(self) -> int:
-        """Of all its replicas."""
+        """Return the number of workers over all replicas."""
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer of vLLM's route /v1/completions to this body, for which it may take its time."""
-        answer: Mapping[str, Any] = self._call("complete", ends=False, body=body)
+        """Call vLLM's route /v1/completions with this body, without a timeout, and return the response."""
+        answer: Mapping[str, Any] = self._call("complete", has_timeout=False, body=body)
         return answer
 
     def describe(self) -> str:
-        """What the server can compute, as the JSON of a `comparison.Description`."""
+        """Return the server's `comparison.Description` as JSON."""
         return str(self._call("describe"))
 
     def probe(self, tokens: list[list[int]]) -> str:
-        """Log-probabilities of `tokens` [B, L], of a server that is paused: JSON of a `comparison.ServerAnswer`."""
+        """Return the `comparison.ServerAnswer` to `tokens` [B, L] as JSON. The server must be paused."""
         return str(self._call("probe", tokens=tokens))
 
     @abstractmethod
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
-        """Make the call of this name; `ends`: within the timeout. Raises ServerError."""
+    def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
+        """Make the call `name` with these arguments. Raises ServerError."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", ends=False, init_info=init_info)
+        self._call("init_weight_transfer_engine", has_timeout=False, init_info=init_info)
 
     def start_weight_update(self) -> None:
         self._call("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._call("update_weights", ends=False, update_info=update_info)
+        self._call("update_weights", has_timeout=False, update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish_weight_update", weight_version=weight_version)
@@ -137,48 +163,62 @@ class Server(ABC):
         self._call("update_weight_version", new_version=new_version)
 
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        # requests that are finished first take as long as they take
-        self._call("pause", ends=mode != "wait", mode=mode, clear_cache=clear_cache)
+        # With mode "wait" the response comes only after the requests in flight, which may take any time.
+        self._call("pause", has_timeout=mode != "wait", mode=mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
         self._call("resume")
 
 
 class _NoRouteError(ServerError):
-    """The server is there, and has no such route."""
+    """The server can be reached, but has no such route."""
 
 
 class HttpServer(Server):
-    """`vllm serve`, with VLLM_SERVER_DEV_MODE=1 in its environment: without it vLLM has no routes for weights."""
+    """Client of `vllm serve`. Without VLLM_SERVER_DEV_MODE=1 in its environment, vLLM has no routes for weights.
+
+    Args:
+        url: http://HOST:PORT.
+        timeout_seconds: timeout of a response, except for calls that wait for a switch.
+        allow_public: accept addresses outside this host and its private networks. vLLM's routes for weights have no
+            authentication.
+
+    Raises ConfigError for an invalid URL, and for a public address without `allow_public`.
+    """
 
     def __init__(self, url: str, timeout_seconds: float, *, allow_public: bool = False) -> None:
-        """Raises ConfigError for what is no URL, or for one that anybody can reach: these routes ask no password."""
-        self.url, self._timeout = url.rstrip("/"), timeout_seconds
-        if not allow_public and (reachable := _public_addresses(self.url)):
-            problem = f"{url} is at {', '.join(reachable)}, and vLLM's routes for weights authenticate nobody"
-            remedy = "Bind the server to the loopback or a private address, or allow_public where a firewall guards it"
-            raise ConfigError([Violation("servers", problem, remedy)])
+        self.url = url.rstrip("/")
+        self._timeout = timeout_seconds
+        if allow_public:
+            return
+        public = _public_addresses(self.url)
+        if public:
+            problem = f"{url} is at {', '.join(public)}, and vLLM's routes for weights have no authentication"
+            remedy = "Bind the server to the loopback or a private address, or set allow_public behind a firewall"
+            raise ConfigError([Violation("servers", problem, remedy, code="public-address")])
 
     def num_workers(self) -> int:
-        return _read(_WorldSize, self.get("get_world_size"), f"{self.url}/get_world_size").world_size
+        response = self.get("get_world_size")
+        return _read(_WorldSize, response, f"{self.url}/get_world_size").world_size
 
     def describe(self) -> str:
-        return self._of_core("hybrid_engine_describe")
+        return self._core_rpc("hybrid_engine_describe")
 
     def probe(self, tokens: list[list[int]]) -> str:
-        return self._of_core("hybrid_engine_probe", tokens)
+        return self._core_rpc("hybrid_engine_probe", tokens)
 
-    def _of_core(self, method: str, *args: object) -> str:
+    def _core_rpc(self, method: str, *args: object) -> str:
+        """Call a method of the engine's workers; exactly one result is expected."""
         answer = self._call("collective_rpc", method=method, args=args)
         (text,) = _read(_Results, answer, f"{self.url}/collective_rpc, {method}").results
         return text
 
     def get(self, route: str) -> Any:
-        """The answer of another route."""
+        """Return the response of another route."""
         return self._request("GET", route, self._timeout)
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer of another route, for which it may take its time."""
+        """Return the response of another route, without a timeout."""
         return self._request("POST", route, None, json=body)
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -186,39 +226,52 @@ class HttpServer(Server):
         return answer
 
     def update_weight_version(self, new_version: str) -> None:
-        """vLLM 0.26 has no route for it, and no version to be asked for."""
+        """Set the reported version. Does nothing on vLLM 0.26, which has no such route and reports no version."""
         with contextlib.suppress(_NoRouteError):
             super().update_weight_version(new_version)
 
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
-        seconds = self._timeout if ends else None
+    def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
+        seconds = self._timeout if has_timeout else None
         if name == "pause":
             query = {key: str(value).lower() for key, value in fields.items()}
             return self._request("POST", name, seconds, params=query)
         return self._request("POST", name, seconds, json=fields or None)
 
-    def _request(self, method: str, route: str, seconds: float | None, **said: Any) -> Any:
+    def _request(self, method: str, route: str, seconds: float | None, **options: Any) -> Any:
         import requests
 
         where = f"{self.url}/{route}"
         try:
-            # a redirect could take what is said of a job to anybody
-            said |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
-            # A session for each call: threads share none, and none has a connection that was idle for 5 s, which a
-            # server closes, perhaps while the next call is on its way.
+            # A redirect could carry the job's name and proof to another host.
+            options |= {"allow_redirects": False, "timeout": (self._timeout, seconds)}
+            # A new session per call: sessions are not thread-safe, and a server closes connections that were idle for
+            # 5 s, possibly while the next request is in flight.
             with requests.Session() as session:
-                session.trust_env = False  # a proxy is not to see this
-                adapter, session.auth = _kept_alive()(), _authenticated
+                session.trust_env = False  # requests must not pass through a proxy
+                session.auth = _authenticated
+                adapter = _keep_alive_adapter()()
                 for prefix in ("http://", "https://"):
                     session.mount(prefix, adapter)
-                response = session.request(method, where, **said)
+                response = session.request(method, where, **options)
                 if response.status_code == requests.codes.not_found:
-                    raise _NoRouteError(f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1")
-                if response.status_code // 100 != 2:  # a redirect is no answer
-                    raise ServerError(f"{where}: {response.status_code}: {clipped(response.text, 2000)}")
+                    raise _NoRouteError(
+                        f"{where}: no such route: start the server with VLLM_SERVER_DEV_MODE=1",
+                        code="no-route",
+                    )
+                if response.status_code // 100 != 2:  # includes redirects
+                    raise ServerError(
+                        f"{where}: {response.status_code}: {clipped(response.text, 2000)}",
+                        code="request-failed",
+                    )
                 return json.loads(response.content) if response.content else None
-        except (requests.RequestException, ValueError, RecursionError) as error:  # the last two of JSON
-            raise ServerError(f"{where}: {clipped(str(error), 2000)}") from error
+        except (
+            requests.RequestException,
+            ValueError,
+            RecursionError,
+        ) as error:  # JSON raises the last two
+            raise ServerError(
+                f"{where}: {clipped(str(error), 2000)}", code="request-failed"
+            ) from error
 
 
 class _WorldSize(msgspec.Struct, frozen=True):
@@ -230,78 +283,181 @@ class _Results(msgspec.Struct, frozen=True):
 
 
 def _read(kind: type[_T], answer: object, where: str) -> _T:
-    """Return an answer of this type. Raises ServerError for another."""
+    """Convert a response to type `kind`. Raises ServerError if it does not match."""
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
-        raise ServerError(f"{where}: {error}") from None
+        raise ServerError(f"{where}: {error}", code="unexpected-response") from None
 
 
 def _authenticated(request: Any) -> Any:
-    """A prepared request, with what this process has to show."""
-    if key := os.environ.get(API_KEY, ""):
+    """Add the API key and the proof of the token to a prepared request, if this process has them."""
+    key = os.environ.get(API_KEY, "")
+    if key:
         request.headers["Authorization"] = f"Bearer {key}"
     if TOKEN in os.environ:
         body = request.body or b""
-        body = body.encode() if isinstance(body, str) else body
+        if isinstance(body, str):
+            body = body.encode()
         request.headers[PROOF_HEADER] = proof_of_request(request.method, request.path_url, body)
     return request
 
 
 @functools.cache
-def _kept_alive() -> type[Any]:
-    """The class of connections on which a host that is gone is noticed after two minutes: some answers have no timeout.
+def _keep_alive_adapter() -> type[Any]:
+    """Return an adapter class whose connections detect a lost host after two minutes.
 
-    Requests is imported by the first call of a server.
+    Some responses have no timeout. The class is created by the first call, so that requests is imported lazily.
     """
     from requests.adapters import HTTPAdapter
 
-    class KeptAlive(HTTPAdapter):
+    class KeepAliveAdapter(HTTPAdapter):
         def init_poolmanager(self, *args: Any, **settings: Any) -> None:
             super().init_poolmanager(*args, socket_options=_SOCKET_OPTIONS, **settings)
 
-    return KeptAlive
+    return KeepAliveAdapter
 
 
 _SOCKET_OPTIONS = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # as without any
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default, which these options replace
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),  # seconds
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),  # ms, for what was sent and not acknowledged
+    (
+        socket.IPPROTO_TCP,
+        socket.TCP_USER_TIMEOUT,
+        120_000,
+    ),  # milliseconds without acknowledgement of sent data
 )
 
 
 class RayServer(Server):
-    """A Ray actor with the methods of a `Server`, for example a `VllmActor`. Never run on several nodes.
+    """Client of a Ray actor with the methods of a `Server`, for example a `VllmActor`. Not tested on several nodes.
 
-    Where Ray starts it anew (`max_restarts`), the handle stays good.
+    If Ray restarts the actor (`max_restarts`), the handle stays valid.
     """
 
     def __init__(self, actor: Any, timeout_seconds: float) -> None:
-        self._actor, self._timeout = actor, timeout_seconds
+        self._actor = actor
+        self._timeout = timeout_seconds
 
     def num_workers(self) -> int:
         return int(self._call("num_workers"))
 
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+    def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
         import ray
 
         try:
-            return ray.get(getattr(self._actor, name).remote(**fields), timeout=self._timeout if ends else None)
+            method = getattr(self._actor, name)
+            return ray.get(method.remote(**fields), timeout=self._timeout if has_timeout else None)
         except Exception as error:
-            raise ServerError(f"actor.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
+            raise ServerError(
+                f"actor.{name}: {type(error).__name__}: {clipped(str(error), 2000)}",
+                code="request-failed",
+            ) from error
+
+
+class BackgroundCall:
+    """Call of a server that continues in the background while all ranks take part in the requested operation.
+
+    Args:
+        call: method of the server.
+        message: its argument.
+        refused: called with the error's text if the call fails.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[dict[str, Any]], None],
+        message: ServerMessage,
+        refused: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        def notify(future: Future[None]) -> None:
+            error = future.exception()
+            if error:
+                with contextlib.suppress(RuntimeError):  # without the store the job has ended
+                    refused(str(error))
+
+        self._future = in_background(lambda: call(message.as_json()), "call of a server")
+        self._future.add_done_callback(notify)
+
+    def result(self, seconds: float) -> None:
+        """Wait for the response. Raises ServerError."""
+        try:
+            self._future.result(seconds)
+        except NotDone:
+            raise ServerError(
+                f"a server did not answer within {seconds:g} s after the switch", code="no-response"
+            ) from None
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for the call to end, whether it succeeds or fails."""
+        wait([self._future], seconds)
+
+    def failure(self) -> str:
+        """Return the text of the call's error, or "" if it has not failed so far."""
+        error = self._future.exception() if self._future.done() else None
+        return "" if error is None else str(error)
+
+
+def failures_of(calls: Iterable[BackgroundCall]) -> str:
+    """Return the text of each failed call, on a new line."""
+    texts = [call.failure() for call in calls]
+    return "".join(f"\n{text}" for text in texts if text)
 
 
 def _public_addresses(url: str) -> list[str]:
-    """Those of a URL's host. Raises ConfigError for what is no URL."""
+    """Return the public addresses of a URL's host. Raises ConfigError for an invalid URL."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("no http://HOST:PORT")
-        _ = parts.port  # raises
+            raise ValueError("expected http://HOST:PORT")
+        _ = parts.port  # raises ValueError for an invalid port
         return public_ones(addresses_of(parts.hostname))
     except (ValueError, OSError) as error:
+        problem = f"{shortened(url)}: {error}"
         remedy = "Give the address at which the server listens"
-        raise ConfigError([Violation("servers", f"{shortened(url)}: {error}", remedy)]) from None
+        raise ConfigError(
+            [Violation("servers", problem, remedy, code="unresolved-address")]
+        ) from None
+
+
+def with_server_error(phase: str, call: Callable[[], _T]) -> _T:
+    """Run `call`, and convert errors of other packages to ServerError."""
+    try:
+        return call()
+    except HybridEngineError:
+        raise
+    except BaseException as error:
+        raise ServerError(
+            f"{phase}: {type(error).__name__}: {error}", code="server-call-failed"
+        ) from error
+
+
+def weak_call(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a bound method while its object is alive, without keeping it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
+
+
+def refuse_meeting(
+    world: World,
+    meeting: str,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    *_: object,
+) -> None:
+    """Notify ranks that wait for this one in a meeting that it will not come, if there is an error.
+
+    Has the signature of `__exit__` after the first two arguments.
+    """
+    if error is not None:
+        with contextlib.suppress(RuntimeError):  # without the store the job has ended
+            world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}", meeting)

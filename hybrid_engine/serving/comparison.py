@@ -1,11 +1,11 @@
-"""`generate_config.check_compute` with servers: whether they and the trainers compute the same.
+"""`generate_config.check_compute` with servers: check that servers compute what the trainers compute.
 
-    joining         servers say what they can compute and by which settings      agree
-    before a fill   the trainers' forward pass, before anything leaves           ask_trainer
+    joining         servers report their probe limits and settings               agree
+    before a fill   the trainers' forward pass, before any state is offloaded    probe_trainer
     after it        the servers' log-probabilities of the same tokens            require_same
                     then the update is finished, and servers may be resumed
 
-A server computes them while it is paused: requests of others wait until the comparison went well.
+A server is paused while it computes them: requests of clients wait until the comparison has passed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybrid_engine.probes import ProbeAnswer, Probed, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.serving.clients import Server
-from hybrid_engine.switch.computation import (
+from hybrid_engine.switch.logprob_check import (
     NUM_ROWS,
     TOLERANCES,
-    AskingTrainer,
     Gap,
+    ProbingTrainer,
     differing,
     limits_of,
     tokens_within,
@@ -40,11 +40,11 @@ _DTYPES = {str(dtype): dtype for dtype in TOLERANCES}
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server can compute, and by which settings; as JSON.
+    """Probe limits and settings of a server, sent as JSON.
 
     Attributes:
         refusal, max_length, vocab_size: see `ProbeLimits`.
-        settings: by their names in config.json.
+        settings: name in config.json -> value.
     """
 
     refusal: str
@@ -54,34 +54,36 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> ProbeLimits:
-        """As a side's."""
+        """Probe limits, in the form that other sides have."""
         return ProbeLimits(self.refusal, self.max_length, vocab_size=self.vocab_size)
 
 
 class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of a server to tokens [B, L]; as JSON.
+    """Response of a server to tokens [B, L], sent as JSON.
 
     Attributes:
-        log_probs: [B, L - 1].
-        dtype: that the server computes in.
+        log_probs: [B, L - 1], in nats.
+        dtype: dtype in which the server computes.
     """
 
     log_probs: list[list[float]]
     dtype: str
 
     def probed(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """As a side's. Raises ServerError for one of another shape or dtype."""
-        rows, columns = tokens.shape[0], tokens.shape[1] - 1
+        """Convert to a `ProbeAnswer`. Raises ServerError if the shape or the dtype is wrong."""
+        rows = tokens.shape[0]
+        columns = tokens.shape[1] - 1
         if self.dtype not in _DTYPES or [len(row) for row in self.log_probs] != [columns] * rows:
             raise ServerError(
-                f"a server answers {len(self.log_probs)} rows of log-probabilities in {clipped(self.dtype)}, "
-                f"{rows} rows of {columns} were asked for"
+                f"a server returned {len(self.log_probs)} rows of log-probabilities in {clipped(self.dtype)}, "
+                f"expected {rows} rows of {columns}",
+                code="unexpected-log-probabilities",
             )
         return ProbeAnswer(torch.tensor(self.log_probs, dtype=torch.float32), _DTYPES[self.dtype])
 
 
 def described(server: object) -> Description:
-    """Return a server's description of itself; one of another class than `Server` cannot be asked."""
+    """Request a server's description; a server that is not a `Server` refuses every probe."""
     if isinstance(server, Server):
         return cast(Description, read_json(Description, server.describe()))
     refusal = f"{type(server).__name__} is not a serving.clients.Server"
@@ -89,107 +91,132 @@ def described(server: object) -> Description:
 
 
 def read_json(kind: type[Any], text: str) -> Any:
-    """Return a server's answer. Raises ServerError for anything but this type."""
+    """Decode a server's JSON response of type `kind`. Raises ServerError for anything else."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError) as error:
-        raise ServerError(f"not a {kind.__name__} of a server: {clipped(str(error), 500)}") from None
+        raise ServerError(
+            f"not a {kind.__name__} from a server: {clipped(str(error), 500)}",
+            code="unexpected-response",
+        ) from None
 
 
-def token_ids(given: object, limits: ProbeLimits) -> list[list[int]]:
-    """Return token ids that a server is asked to compute. Raises MessageError for those that it cannot take."""
+def token_ids(values: object, limits: ProbeLimits) -> list[list[int]]:
+    """Convert to token ids [B, L] for a probe. Raises MessageError for ids that are outside `limits`."""
     try:
-        rows = msgspec.convert(given, Annotated[list[list[int]], msgspec.Meta(max_length=NUM_ROWS)])
+        rows = msgspec.convert(
+            values, Annotated[list[list[int]], msgspec.Meta(max_length=NUM_ROWS)]
+        )
     except msgspec.ValidationError as error:
-        raise MessageError(f"not token ids to compare: {error}") from None
+        raise MessageError(
+            f"invalid token ids for a comparison: {error}", code="invalid-token-ids"
+        ) from None
     longest = limits.max_length or 0
     for row in rows:
         if not 2 <= len(row) <= longest or not all(0 <= token < limits.vocab_size for token in row):
             raise MessageError(
-                f"{len(row)} token ids to compare: 2 to {longest} are possible, each from 0 to {limits.vocab_size - 1}"
+                f"{len(row)} token ids to compare: give 2 to {longest} ids, each from 0 to {limits.vocab_size - 1}",
+                code="invalid-token-ids",
             )
     return rows
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Token ids [B, L] that all sides compute, and how each server describes itself; those on the first rank alone."""
+class _ServerProbe:
+    """Token ids [B, L] that all sides compute, and the servers' descriptions (on the first rank only)."""
 
     tokens: torch.Tensor
     descriptions: Sequence[Description]
 
 
-class ServerComparison(AskingTrainer):
-    """The comparison of one rank of the trainers. `agree` and `ask_trainer` are collective, over the trainers.
+class ServerComparison(ProbingTrainer):
+    """Comparison of servers with the trainers, on one rank of the trainers.
+
+    `has_trainers`, `agree` and `probe_trainer` are collective over the trainers.
 
     Args:
-        trainer: compared, where it is a `Probed`.
-        job: of the trainers.
-        when: "first": until servers that joined have been compared once; "always"; "off".
+        trainer: compared if it is a `Probed`.
+        job: job of the trainers.
+        when: "first": once for servers that have joined; "always": after every fill; "off": never.
     """
 
     def __init__(self, trainer: Trainer, job: Job, when: Literal["first", "always", "off"]) -> None:
-        self._trainer, self._job, self._when = trainer, job, when
-        self._asked: _Asked | None = None
+        self._trainer = trainer
+        self._job = job
+        self._when = when
+        self._probe: _ServerProbe | None = None
         self._trained: ProbeAnswer | None = None
 
     @property
     def is_due(self) -> bool:
-        """Whether the next fill is one to compare in; the same on all ranks."""
-        return self._asked is not None
+        """True if the next fill compares; the same on all ranks."""
+        return self._probe is not None
 
     def has_trainers(self) -> bool:
-        """Whether the trainers can be compared, on all ranks; else nothing is due. Collective."""
-        self._asked = None
+        """Return True if the trainers can be compared on all ranks; otherwise no fill compares. Collective."""
+        self._probe = None
         if self._when == "off":
             return False
-        refusals = self._job.agreement.gather(limits_of(self._trainer).refusal, str, "looking at what can be compared")
+        refusals = self._job.agreement.gather(
+            limits_of(self._trainer).refusal, str, "looking at what can be compared"
+        )
         if any(refusals):
             self._warn(next(filter(None, refusals)))
         return not any(refusals)
 
     def agree(self, descriptions: Sequence[Description]) -> None:
-        """Choose what servers that have just joined are asked for; `descriptions`: of each, on the first rank.
+        """Choose the tokens to compare with servers that have just joined, or log why none can be compared.
 
-        A line in the log says why nothing can be compared.
+        `descriptions`: description of each server, on the first rank; empty on other ranks.
         """
-        own = [limits_of(self._trainer), *(description.limits for description in descriptions)]
-        gathered = self._job.agreement.gather(own, list[ProbeLimits], "looking at what can be compared")
+        limits_here = [
+            limits_of(self._trainer),
+            *(description.limits for description in descriptions),
+        ]
+        gathered = self._job.agreement.gather(
+            limits_here, list[ProbeLimits], "looking at what can be compared"
+        )
         refusal, tokens = tokens_within([limits for of_rank in gathered for limits in of_rank])
-        self._asked = None if tokens is None else _Asked(tokens, descriptions)
+        self._probe = None if tokens is None else _ServerProbe(tokens, descriptions)
         if tokens is None:
             self._warn(refusal)
 
     def _warn(self, refusal: str) -> None:
         if self._job.rank == 0:
-            logger.warning("[Reshard] the servers' computation is not compared with the trainer's: %s", refusal)
+            logger.warning(
+                "[Reshard] the servers' computation is not compared with the trainer's: %s", refusal
+            )
 
-    def ask_trainer(self) -> None:
-        """Have the trainer compute; its parameters are on the device."""
-        assert self._asked is not None, "it is due"
-        assert isinstance(self._trainer, Probed), "else nothing was chosen"
-        with self._job.agreement.phase("compute", SHORT_PATIENCE), self._asking(self._job.device):
-            self._trained = self._trainer.probe(self._asked.tokens)
+    def probe_trainer(self) -> None:
+        """Run the trainer's forward pass, if `is_due`. Its parameters must be on the device."""
+        assert self._probe is not None, "call this only if is_due"
+        assert isinstance(self._trainer, Probed), "`agree` chooses tokens only for a `Probed`"
+        with self._job.agreement.phase("compute", SHORT_PATIENCE), self._probing(self._job.device):
+            self._trained = self._trainer.probe(self._probe.tokens)
 
     def tokens(self) -> list[list[int]]:
-        """Return the token ids that each server is asked for."""
-        assert self._asked is not None, "it is due"
-        rows: list[list[int]] = self._asked.tokens.tolist()
+        """Return the token ids [B, L] that every server must compute."""
+        assert self._probe is not None, "call this only if is_due"
+        rows: list[list[int]] = self._probe.tokens.tolist()
         return rows
 
     def require_same(self, answers: Sequence[ServerAnswer]) -> None:
-        """Raise ComputationError unless every server's answer is the trainer's but for rounding. On the first rank."""
-        assert self._asked is not None, "servers were asked"
-        assert self._trained is not None, "servers were asked"
-        for number, (answer, description) in enumerate(zip(answers, self._asked.descriptions, strict=True)):
-            gap = Gap(self._asked.tokens, self._trained, answer.probed(self._asked.tokens))
+        """Raise ComputationError if a server's answer differs by more than rounding. Called on the first rank only."""
+        assert self._probe is not None, "servers were probed"
+        assert self._trained is not None, "servers were probed"
+        pairs = zip(answers, self._probe.descriptions, strict=True)
+        for number, (answer, description) in enumerate(pairs):
+            gap = Gap(self._probe.tokens, self._trained, answer.probed(self._probe.tokens))
             if not gap.is_rounding:
                 settings = differing(self._trainer.computed_settings(), description.settings)  # type: ignore[attr-defined]  # a `Probed`
-                raise ComputationError(f"server {number} does not compute what the trainer computes: {gap}. {settings}")
+                raise ComputationError(
+                    f"server {number} does not compute what the trainer computes: {gap}. {settings}",
+                    code="log-probabilities-differ",
+                )
             logger.info("[Reshard] server %d computes what the trainer computes: %s", number, gap)
 
     def conclude(self) -> None:
-        """After a fill that went well: nothing is due until other servers join, unless it is always."""
+        """Finish a successful comparison. Unless `when` is "always", no fill compares until servers join again."""
         self._trained = None
         if self._when == "first":
-            self._asked = None
+            self._probe = None

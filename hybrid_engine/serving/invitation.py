@@ -1,13 +1,14 @@
-"""What trainers tell a server, as JSON: where all of them meet, who it is there, and how a switch goes.
+"""Messages from trainers to a server, as JSON, and the rendezvous store at which both sides join one job.
 
-On one host they meet in a file of a directory that nobody else may open. Across hosts they meet at an address that the
-user names, by a token that both sides have in their environment: torch's store authenticates nobody.
+On one host the store is a file in a directory that only this user can open. Across hosts it listens at an address that
+the user names. torch's store has no authentication, so both sides then need a shared token in their environment.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hmac
+import ipaddress
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
 from datetime import timedelta
@@ -31,64 +32,81 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, MessageError, Violation, shortened
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.world import World, store_at
-from hybrid_engine.serving.addresses import addresses_of, public_ones
 
 logger = logging.getLogger("hybrid_engine")
 
 TOKEN = "HYBRID_ENGINE_TOKEN"
-"""Environment variable with the secret that trainers and servers share; needed where they meet at an address."""
+"""Environment variable with the secret that trainers and servers share; required across hosts."""
 
 LOOPBACK = "127.0.0.1"
 
 NO_VERSION = "none"
-"""What a server says of its weights while it has none."""
+"""Weight version that a server reports while it has no weights."""
 
 JOB, VERSION = "hybrid_engine_job", "hybrid_engine_version"
-"""Keys of a request's `vllm_xargs`: a server answers it with weights of this job and version, or refuses it."""
+"""Keys of a request's `vllm_xargs`: a server without weights of this job and version refuses the request."""
 
-T = TypeVar("T", bound="Told")
+T = TypeVar("T", bound="ServerMessage")
 
 SWITCH_KEYS = (
-    *("transport", "bucket_mb", "incremental", "incremental_mb", "check_nan", "verify", "release_weights"),
-    *("compress_reshard", "server_ports"),
-    *("offload_train_param", "offload_train_grad", "offload_train_optimizer", "prefetch", "timeout_seconds"),
+    "transport",
+    "bucket_mb",
+    "incremental",
+    "incremental_mb",
+    "check_nan",
+    "verify",
+    "release_weights",
+    "compress_reshard",
+    "server_ports",
+    "suspend_communicators",
+    "offload_train_param",
+    "offload_train_grad",
+    "offload_train_optimizer",
+    "prefetch",
+    "timeout_seconds",
 )
-"""Keys of `generate_config` by which both sides of a switch must go alike."""
+"""Keys of `generate_config` that must be equal on both sides of a switch."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
-class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of what a server is told."""
+class ServerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base class of messages to a server."""
 
     @classmethod
     def read(cls: type[T], values: Mapping[str, Any]) -> T:
-        """Raises MessageError for anything but these fields, of these types, and for texts that have no UTF-8."""
+        """Convert received values. Raises MessageError for other fields or types, and for text that is not UTF-8."""
         try:
-            told = msgspec.convert(dict(values), cls)
-            msgspec.json.encode(told)
-            return told
+            message = msgspec.convert(dict(values), cls)
+            msgspec.json.encode(message)  # rejects text that has no UTF-8
+            return message
         except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
-            raise MessageError(f"not what a server is told ({cls.__name__}): {error}") from None
+            raise MessageError(
+                f"invalid {cls.__name__}: {error}", code="malformed-message"
+            ) from None
 
-    def said(self) -> dict[str, Any]:
-        """As JSON has it."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values
 
 
-class Invitation(Told, frozen=True, kw_only=True):
-    """To a job of trainers and servers.
+class Invitation(ServerMessage, frozen=True, kw_only=True):
+    """Invitation of a server to a job of trainers and servers.
 
     Attributes:
-        place: `file:PATH` or `tcp:ADDRESS:PORT`, of the store.
-        name: of the job: what is in the store is below it. Nobody guesses it.
-        proof: HMAC-SHA256 of all the rest, by the token; empty without one.
-        first_rank: of this server's workers.
-        num_workers: of this server.
-        size: of the job.
-        settings: see `SWITCH_KEYS`.
-        address: of the interface on which the job's groups listen; None: each rank's own towards the store.
-        job: of the trainers, in whichever invitation of theirs; empty: a job of its own.
-        takes_over: the server is to leave the job of other trainers though they live.
+        place: address of the rendezvous store, `file:PATH` or `tcp:ADDRESS:PORT`.
+        name: random 128-bit job name; prefix of all keys in the store.
+        proof: HMAC-SHA256 of all other fields with the token; empty without a token.
+        first_rank: rank of the server's first worker.
+        num_workers: number of the server's workers, over all replicas.
+        size: number of ranks in the job.
+        settings: values of `SWITCH_KEYS`.
+        address: address at which the job's groups listen; None: each rank's address on the route to the store.
+        job: name of the trainers' job, equal in all their invitations; empty: a separate job.
+        takes_over: the server must leave the job of other trainers even if these are alive.
     """
 
     place: str
@@ -103,46 +121,60 @@ class Invitation(Told, frozen=True, kw_only=True):
     takes_over: bool = False
 
     def signed(self) -> Invitation:
-        """With the proof, where this process has the token. Raises ConfigError where it needs one and has none."""
+        """Return a copy with the proof, if there is a token. Raises ConfigError if a token is required but missing."""
         if self.place.startswith("tcp:") or TOKEN in os.environ:
             return replace(self, proof=self._proof())
         return self
 
     def _proof(self) -> str:
-        said = msgspec.json.encode(replace(self, proof=""), order="deterministic")
-        return hmac.new(require_token().encode(), said, "sha256").hexdigest()
+        signed = msgspec.json.encode(replace(self, proof=""), order="deterministic")
+        return hmac.new(require_token().encode(), signed, "sha256").hexdigest()
 
     def config(self) -> GenerateConfig:
-        """The keys of a switch, and of what a server leaves to trainers the values that do nothing."""
-        if unknown := sorted(self.settings.keys() - set(SWITCH_KEYS)):
-            raise MessageError(f"keys that no switch has: {shortened(unknown)}")
+        """Return the configuration of the switch. Raises MessageError for keys that are not in `SWITCH_KEYS`.
+
+        The log-probability check is off, because trainers compare servers by separate calls.
+        """
+        unknown = sorted(self.settings.keys() - set(SWITCH_KEYS))
+        if unknown:
+            raise MessageError(
+                f"unknown keys of a switch: {shortened(unknown)}", code="unknown-key"
+            )
         return GenerateConfig(check_compute="off", **self.settings)
 
     def store(self) -> dist.Store:
-        """The store. Raises MessageError where this process is not to go there, ConfigError where it cannot."""
+        """Connect to the store. Raises MessageError for an invalid invitation, ConfigError for a missing token."""
         kind, _, where = self.place.partition(":")
         if not _NAME.fullmatch(self.name):
-            raise MessageError(f"no name of a job: {shortened(self.name)}")
+            raise MessageError(f"invalid job name: {shortened(self.name)}", code="invalid-job-name")
         needs_proof = kind == "tcp" or TOKEN in os.environ
         if needs_proof and not hmac.compare_digest(self.proof.encode(), self._proof().encode()):
-            raise MessageError(f"{self.place}: who invites does not have this server's {TOKEN}")
+            raise MessageError(
+                f"{self.place}: the invitation was not signed with this server's {TOKEN}",
+                code="wrong-token",
+            )
         if kind == "file":
-            _require_own(Path(where))
+            _require_private(Path(where))
             store = dist.FileStore(where, -1)
             store.set_timeout(_SECONDS_FOR_A_FILE)
             return dist.PrefixStore(self.name, store)
         if kind != "tcp":
-            raise MessageError(f"no place to meet: {shortened(self.place)}")
+            raise MessageError(
+                f"invalid rendezvous: {shortened(self.place)}; expected file:PATH or tcp:ADDRESS:PORT",
+                code="invalid-place",
+            )
         host, _, port = where.rpartition(":")
         seconds = timedelta(seconds=self.config().timeout_seconds)
-        return dist.PrefixStore(self.name, dist.TCPStore(host, int(port), is_master=False, timeout=seconds))
+        return dist.PrefixStore(
+            self.name, dist.TCPStore(host, int(port), is_master=False, timeout=seconds)
+        )
 
     def has_ended(self) -> bool:
-        """Whether the trainers that made the place are gone, or have closed it.
+        """Return True if the trainers that created the store have ended, or have closed it.
 
-        On one host their first process holds a lock; across hosts the store in it answers. One that does not counts as
-        gone, for its trainers cannot fill a server either. That somebody listens there is not enough: children of a
-        process that ended may have inherited the socket.
+        On one host, their first process holds a file lock. Across hosts, that process runs the store; if the store does
+        not respond, the trainers count as ended, because they could not fill a server either. A listening socket alone
+        proves nothing: children of an ended process may have inherited it.
         """
         kind, _, where = self.place.partition(":")
         if kind == "file":
@@ -152,56 +184,65 @@ class Invitation(Told, frozen=True, kw_only=True):
 
         def is_answered() -> bool:
             store = dist.TCPStore(host, int(port), is_master=False, timeout=_SECONDS_FOR_AN_ANSWER)
-            return store.check([f"{self.name}/{_ALIVE}"])  # others may have taken the port of trainers that ended
+            # Another store may have taken the port of trainers that ended.
+            return store.check([f"{self.name}/{_ALIVE}"])
 
         try:
-            socket.create_connection((host, int(port)), seconds).close()  # which a store would try until its timeout
+            # A TCPStore would retry a refused connection until its timeout.
+            socket.create_connection((host, int(port)), seconds).close()
             return not in_background(is_answered, "looking for trainers").result(seconds)
         except (OSError, RuntimeError, NotDone):
             return True
 
     def world(self, rank: int, *, may_end: bool = True) -> World:
-        """The job's, for one of its ranks; raises as `store`."""
+        """Return the job's world for one of its ranks. Raises as `store` does."""
         store = self.store()
         address = self.address or _address_towards(self.place)
         return World(store, rank, self.size, may_end=may_end, address=address)
 
 
 _NAME = re.compile(r"hybrid_engine/[0-9a-f]{32}")
-_DIRECTORY, _FILE, _ALIVE = "hybrid-engine-", "store", "alive"
+_DIRECTORY = "hybrid-engine-"
+_FILE = "store"
+_ALIVE = "alive"
+
 _SECONDS_FOR_AN_ANSWER = timedelta(seconds=10)
-"""Of a store that is asked whether its trainers live."""
+"""Timeout of the test whether a store's trainers are alive."""
+
 _SECONDS_FOR_A_FILE = timedelta(seconds=10)
-"""To open the store's file: one that is gone, with those who invited, does not come back."""
+"""Timeout to open the store's file; short, because a file that was removed never returns."""
 
 
 def _address_towards(place: str) -> str | None:
-    """This process's address on the way to a store; None where that is a file.
+    """Return this process's address on the route to a TCP store; None for a file.
 
-    By itself, gloo listens at the address of the host's name, often the loopback's, where no other host reaches it.
+    By default gloo listens at the address of the host's name, which is often the loopback address.
     """
     kind, _, where = place.partition(":")
     if kind != "tcp":
         return None
     host, _, port = where.rpartition(":")
-    ((family, _, _, _, there), *_) = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
-        probe.connect(there)
+    ((family, _, _, _, store_address), *_) = socket.getaddrinfo(
+        host, int(port), type=socket.SOCK_DGRAM
+    )
+    # Connecting a datagram socket selects the route, and sends nothing.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(store_address)
         return str(probe.getsockname()[0])
 
 
 PROOF_HEADER = "X-Hybrid-Engine-Proof"
-"""Of a request to a route that is not open to all, where the server has the token."""
+"""HTTP header with the proof of a request to a protected route; required if the server has a token."""
 
 
 def proof_of_request(method: str, target: str, body: bytes) -> str:
-    """HMAC-SHA256, by the token, of a request to a server; `target`: its path, and its query after a `?`."""
-    said = b"\n".join([method.encode(), target.encode(), body])
-    return hmac.new(require_token().encode(), said, "sha256").hexdigest()
+    """Return the HMAC-SHA256 of an HTTP request with the token; `target`: path, and `?` with the query if any."""
+    signed = b"\n".join([method.encode(), target.encode(), body])
+    return hmac.new(require_token().encode(), signed, "sha256").hexdigest()
 
 
-class DrawnWith(Told, frozen=True, kw_only=True):
-    """Weights that a request asks for.
+class DrawnWith(ServerMessage, frozen=True, kw_only=True):
+    """Weights with which a request must be answered.
 
     Attributes:
         job: see `Invitation`.
@@ -215,18 +256,19 @@ class DrawnWith(Told, frozen=True, kw_only=True):
         return f"version {self.version} of job {self.job}"
 
     def arguments(self) -> dict[str, str]:
-        """Return the `vllm_xargs` of such a request."""
+        """Return the `vllm_xargs` of the request."""
         return {JOB: self.job, VERSION: str(self.version)}
 
 
-class Update(Told, frozen=True, kw_only=True):
-    """A switch in which a server takes part.
+class Update(ServerMessage, frozen=True, kw_only=True):
+    """Switch in which a server takes part.
 
     Attributes:
-        name: of the job that the server was invited to.
-        to: the state of the devices after it.
-        version: of the weights that are filled: optimizer steps that the trainer has taken.
-        is_compared: no token is drawn before trainers finish the update, once they have compared what is computed.
+        name: name of the job to which the server was invited.
+        to: state of the devices after the switch.
+        version: version of the weights: number of optimizer steps that the trainer has taken.
+        is_compared: the server must not generate until the trainers have compared its log-probabilities and finished
+            the update.
     """
 
     name: str
@@ -235,11 +277,17 @@ class Update(Told, frozen=True, kw_only=True):
     is_compared: bool = False
 
 
-class MeetingPlace:
-    """A store that one trainer makes for its job; `close` ends it.
+# -- rendezvous --------------------------------------------------------------------------------------------------------
+
+
+class Rendezvous:
+    """Store that one trainer creates for its job; `close` removes it.
 
     Args:
-        address: of the interface at which other hosts reach this process; None where all are on this host.
+        address: address at which other hosts reach this process; None if all processes are on this host.
+
+    Attributes:
+        name, place: see `Invitation`.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -249,20 +297,22 @@ class MeetingPlace:
         if address is None:
             self._directory = tempfile.mkdtemp(prefix=_DIRECTORY, dir=_users_directory())
             path = Path(self._directory, _FILE)
-            path.touch(0o600)  # servers open what is there alone
-            _require_own(path)
+            path.touch(0o600)  # servers open only a file that exists
+            _require_private(path)
             self._lock = _locked(path.with_name(_ALIVE))
             self.place = f"file:{path}"
             self._store: dist.Store | None = dist.FileStore(str(path), -1)
             return
         require_token()
-        found = addresses_of(address)[0]
-        store = self._store = store_at(str(found), socket.AF_INET6 if found.version == 6 else socket.AF_INET)
+        resolved = addresses_of(address)[0]
+        family = socket.AF_INET6 if resolved.version == 6 else socket.AF_INET
+        store = store_at(str(resolved), family)
+        self._store = store
         store.set(f"{self.name}/{_ALIVE}", "")
-        self.place = f"tcp:{found}:{store.port}"
+        self.place = f"tcp:{resolved}:{store.port}"
 
     def close(self) -> None:
-        """Remove what was made. Those who have the file open keep it; an address is closed. Idempotent."""
+        """Remove the file, or close the address. Processes that have the file open keep it. Idempotent."""
         self._store = None
         if self._lock is not None:
             self._lock.close()
@@ -272,35 +322,36 @@ class MeetingPlace:
 
 
 def _users_directory() -> Path:
-    """A directory that only this user can open, below the temporary one, for all jobs of this user.
+    """Return a directory that only this user can open, in the temporary directory, for all jobs of this user.
 
-    It stays: servers still open a path in it by name, and somebody else could make what is no longer there. Where its
-    name is taken, by whatever another user has put there, it is one of a random name.
+    It is never removed: servers open paths in it by name, and another user could otherwise create the directory again.
+    If another user has taken its name, a directory with a random name is created instead.
     """
     usual = Path(tempfile.gettempdir(), f"{_DIRECTORY}{os.getuid()}")
     with suppress(FileExistsError):
         usual.mkdir(0o700)
-    if _is_own_directory(usual.lstat()):
+    if _is_private_directory(usual.lstat()):
         return usual
     instead = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getuid()}-"))
     logger.warning(
-        "%s is not a directory that only this user can open. Trainers and servers meet in %s, which stays. Remove the "
-        "first, or set TMPDIR to a directory of this user",
+        "%s is not a directory that only this user can open. Trainers and servers use %s instead, which is not "
+        "removed. Remove the first, or set TMPDIR to a directory of this user",
         usual,
         instead,
     )
     return instead
 
 
-def _is_own_directory(status: os.stat_result) -> bool:
-    """Whether it is a directory of this user that is closed to others."""
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+def _is_private_directory(status: os.stat_result) -> bool:
+    """Return True for a directory that belongs to this user and is closed to others."""
+    is_open_to_others = stat.S_IMODE(status.st_mode) & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not is_open_to_others
 
 
 def _locked(path: Path) -> TextIO:
-    """Return a new file with a lock that ends with this process, or when the file is closed.
+    """Create a file, and lock it until the file is closed or this process ends.
 
-    The lock is a process's, not an open file's: children that are forked from it do not inherit it.
+    The lock belongs to the process, not to the open file, so forked children do not inherit it.
     """
     file = path.open("x")
     fcntl.lockf(file, fcntl.LOCK_EX)
@@ -309,16 +360,18 @@ def _locked(path: Path) -> TextIO:
 
 
 _locked_by: dict[Path, int] = {}
-"""Process that has locked a file: it would not find its own lock, and lose it."""
+"""Locked file -> id of the process that locked it. A process cannot see its own lock, and a test would release it."""
 
 
 def _is_unlocked(path: Path) -> bool:
-    """Whether no process holds the lock of a file, or the file is gone."""
+    """Return True if no process holds the lock of the file, or the file is gone."""
     if _locked_by.get(path) == os.getpid():
         return False
     try:
         with path.open() as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same time
+            fcntl.lockf(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # shared: several processes may test at once
     except FileNotFoundError:
         return True
     except BlockingIOError:
@@ -326,44 +379,110 @@ def _is_unlocked(path: Path) -> bool:
     return True
 
 
-def _require_own(path: Path) -> None:
-    """Raise MessageError unless `path` is a meeting place's file, in two directories of this user that are closed to
-    others.
+def _require_private(path: Path) -> None:
+    """Raise MessageError unless `path` is a rendezvous file in two nested directories that only this user can open.
 
-    Whoever reaches a server can invite it; a file of another kind would be written to.
+    Any client that can reach the server can send an invitation, and opening the store writes to the file.
     """
     try:
         file, *directories = map(os.lstat, (path, *path.parents[:2]))
     except OSError as error:
-        raise MessageError(f"{path}: {error.strerror}; trainers and servers on one host share its files") from None
-    if path.name != _FILE or not path.parent.name.startswith(_DIRECTORY) or not stat.S_ISREG(file.st_mode):
-        raise MessageError(f"{path} is no place where trainers and servers meet")
-    for directory, found in zip(path.parents, directories, strict=False):
-        if not _is_own_directory(found):
-            raise MessageError(f"{directory} is not a directory that only this user can open")
+        raise MessageError(
+            f"{path}: {error.strerror}; trainers and servers on one host share its files",
+            code="unreadable-rendezvous-file",
+        ) from None
+    if (
+        path.name != _FILE
+        or not path.parent.name.startswith(_DIRECTORY)
+        or not stat.S_ISREG(file.st_mode)
+    ):
+        raise MessageError(f"{path} is not a rendezvous file", code="not-a-rendezvous-file")
+    for directory, status in zip(path.parents, directories, strict=False):
+        if not _is_private_directory(status):
+            raise MessageError(
+                f"{directory} is not a directory that only this user can open",
+                code="directory-not-private",
+            )
+
+
+# -- addresses and the token -------------------------------------------------------------------------------------------
 
 
 def require_address(address: str, *, allow_public: bool) -> None:
-    """Raise ConfigError unless trainers can listen at `address`, and it is closed to strangers: torch's store
-    authenticates nobody; or where this process has no token."""
+    """Raise ConfigError unless trainers can listen at `address` and have a token.
+
+    Public addresses are refused without `allow_public`, because torch's store has no authentication.
+    """
     require_token()
-    remedy = "Give that of an interface of the first trainer"
+    key = "server_address"
+    remedy = "Give the address of a network interface of the first trainer"
     try:
         addresses = addresses_of(address)
     except (ValueError, OSError) as error:
-        raise ConfigError([Violation("server_address", f"{shortened(address)}: {error}", remedy)]) from None
-    if any(each.is_unspecified for each in addresses):
-        raise ConfigError([Violation("server_address", f"{address} is no address for others to connect to", remedy)])
-    if not allow_public and (public := public_ones(addresses)):
-        problem = f"{', '.join(public)} is public, and the store at which ranks meet authenticates nobody"
-        remedy = "Give a private address, or server_allow_public where a firewall guards it"
-        raise ConfigError([Violation("server_address", problem, remedy)])
+        problem = f"{shortened(address)}: {error}"
+        raise ConfigError([Violation(key, problem, remedy, code="unresolved-address")]) from None
+    if any(resolved.is_unspecified for resolved in addresses):
+        problem = f"other hosts cannot connect to {address}"
+        raise ConfigError([Violation(key, problem, remedy, code="unspecified-address")])
+    public = public_ones(addresses)
+    if public and not allow_public:
+        problem = f"{', '.join(public)} is public, and the rendezvous store has no authentication"
+        remedy = "Give a private address, or set server_allow_public if a firewall protects it"
+        raise ConfigError([Violation(key, problem, remedy, code="public-address")])
 
 
 def require_token() -> str:
-    """The secret of this process's environment. Raises ConfigError where there is none."""
-    if token := os.environ.get(TOKEN, ""):
+    """Return the token from this process's environment. Raises ConfigError if it is not set."""
+    token = os.environ.get(TOKEN, "")
+    if token:
         return token
-    problem = "not set: trainers and servers that meet at an address must know each other"
+    problem = "not set, but trainers and servers on several hosts authenticate each other with it"
     remedy = "Set it to the same secret in the environment of trainers and servers (openssl rand -hex 32)"
-    raise ConfigError([Violation(TOKEN, problem, remedy)])
+    raise ConfigError([Violation(TOKEN, problem, remedy, code="missing-token")])
+
+
+def addresses_of(host: str) -> list[Address]:
+    """Resolve a host name or an address, sorted by text. Raises OSError, and ValueError for an invalid name."""
+    # A scoped IPv6 address ends with "%" and the interface.
+    resolved = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    return sorted(map(_as_sent, resolved), key=str)
+
+
+def public_ones(addresses: Iterable[Address]) -> list[str]:
+    """Return the addresses that are reachable from outside this host and its private networks."""
+    return [str(address) for address in addresses if address.is_global]
+
+
+def require_ports(ports: str | None) -> None:
+    """Raise ConfigError unless this host's kernel assigns ephemeral ports only from `ports`, "FIRST-LAST".
+
+    torch's store could be given a port, but gloo, which carries the weights, always binds to an ephemeral one.
+    """
+    if ports is None:
+        return
+    first, last = map(int, ports.split("-"))
+    lowest, highest = map(int, _EPHEMERAL_PORTS.read_text().split())
+    if not first <= lowest <= highest <= last:
+        problem = (
+            f"{ports}, but the kernel of {socket.gethostname()} chooses ports of {lowest}-{highest}"
+        )
+        remedy = f'sysctl -w net.ipv4.ip_local_port_range="{first} {last}" there (in a pod, securityContext.sysctls)'
+        violation = Violation(
+            "generate_config.server_ports", problem, remedy, code="port-range-of-kernel"
+        )
+        raise ConfigError([violation])
+
+
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Range of ephemeral ports of this process's network namespace, for IPv4 and IPv6."""
+
+
+def _as_sent(address: str) -> Address:
+    """Parse an address as packets use it: an IPv4 address mapped into IPv6 becomes the IPv4 address.
+
+    `ipaddress` counts every mapped address as private.
+    """
+    parsed = ipaddress.ip_address(address)
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        return parsed.ipv4_mapped
+    return parsed

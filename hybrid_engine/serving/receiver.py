@@ -1,17 +1,18 @@
-"""A server's worker: joins the trainers' job, is filled by their switches, and says whether its weights can be used.
+"""A server's worker: joins the trainers' job, is filled by their switches, and reports whether its weights are usable.
 
     NOTHING_YET --join, first switch--> EMPTY --fill--> PARTIAL --committed by all--> FILLED(version)
                                           ^------------------ withdrawn, or failed -------|
-    where trainers compare              PARTIAL --committed by all--> UNCOMPARED --finished--> FILLED(version)
+    if trainers compare                 PARTIAL --committed by all--> UNCOMPARED --finished--> FILLED(version)
 
     with release_weights: false         FILLED(version) --fill--> PARTIAL --committed by all--> FILLED(next version)
-                                               ^--failed before ---|---failed in it, or after it---> EMPTY
+                                               ^--failed before ---|---failed during or after the fill---> EMPTY
 
-    in no job, or in another   when a trainer is gone, or others invite: weights that were FILLED stay, others are void
+    on leaving or changing the job      weights that were FILLED stay, others are void. This happens when a trainer is
+                                        gone, or when other trainers invite the worker
 
-A server belongs to the trainers that it joined last, also while it is in no job, until they have ended. Whoever draws
-tokens asks `obstacle` before: "" only in FILLED, also in no job with the weights of a last fill. A lost trainer ends a
-wait, never this process.
+A server belongs to the trainers that it joined last, even while it is in no job, until those have ended. The server
+checks `obstacle` before it generates: it is "" only in FILLED, also without a job if the last fill completed. A lost
+trainer ends a wait, never this process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from hybrid_engine.errors import LostRankError, StateError
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceCaches, InferenceWeights
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.process import Ends
-from hybrid_engine.serving.addresses import require_ports
-from hybrid_engine.serving.invitation import Invitation, Update
+from hybrid_engine.ranks.signals_and_forks import Ends
+from hybrid_engine.serving.invitation import Invitation, Update, require_ports
 from hybrid_engine.serving.roles import NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
@@ -48,10 +48,10 @@ class Holds(StrEnum):
 
 
 class ServedWeights(InferenceWeights, Protocol):
-    """Weights of a worker, whose rank each job decides."""
+    """Weights of a worker; each job assigns another rank."""
 
     def take_place(self, rank: int, *, keeps_memory: bool) -> None:
-        """From now on the records are those of this rank, and `release` leaves memory where it is, or does not."""
+        """Produce the layout of `rank` from now on; with `keeps_memory`, `release` does not free memory."""
         ...
 
 
@@ -59,20 +59,26 @@ class WeightReceiver:
     """One worker of a server.
 
     Args:
-        weights: of its model. caches: of what it computed with them.
-        index: of the worker in its server, from 0, over all its replicas.
-        device: of the weights.
+        weights: weights of the worker's model.
+        caches: caches computed with these weights.
+        index: index of the worker in its server, from 0, over all replicas.
+        device: device of the weights.
 
     Attributes:
-        holds: what the weights are now.
-        version: of the weights, in FILLED.
-        job: of the trainers that filled them.
+        holds: present state of the weights.
+        version: version of the weights, in FILLED.
+        job: job of the trainers that filled them.
     """
 
-    def __init__(self, weights: ServedWeights, caches: InferenceCaches, index: int, device: torch.device) -> None:
-        self._weights, self._caches = weights, caches
-        self._index, self._device = index, device
-        self.holds, self.version = Holds.NOTHING_YET, -1
+    def __init__(
+        self, weights: ServedWeights, caches: InferenceCaches, index: int, device: torch.device
+    ) -> None:
+        self._weights = weights
+        self._caches = caches
+        self._index = index
+        self._device = device
+        self.holds = Holds.NOTHING_YET
+        self.version = -1
         self.job = ""
         self._owner: Invitation | None = None
         self._name = ""
@@ -80,28 +86,40 @@ class WeightReceiver:
         self._ends = Ends()
 
     def join(self, invitation: Invitation) -> None:
-        """Take part in a job, in place of an earlier one. Collective, of all its trainers and servers.
+        """Join a job, and leave the previous one. Collective over all trainers and servers of the job.
 
-        Weights stay as they are until the job's first switch. Raises what keeps the plan from being made; then this
-        worker is in no job. Of an invitation that it refuses nothing follows; it refuses one of other trainers, unless
-        they take over or those that it belongs to have ended.
+        The weights do not change before the job's first switch. If the plan cannot be made, the error is raised, and
+        this worker is in no job. A refused invitation has no effect: StateError if the worker belongs to other trainers
+        that are still alive and the invitation does not take over; MessageError or ConfigError if it is invalid.
         """
         if self._index >= invitation.num_workers:
             raise StateError(
-                f"worker {self._index} was invited to a job that counts {invitation.num_workers} workers of its server"
+                f"worker {self._index} was invited to a job that counts {invitation.num_workers} workers of it. "
+                "Count the workers of all replicas",
+                code="worker-count-differs",
             )
-        config, rank = invitation.config(), invitation.first_rank + self._index
+        config = invitation.config()
+        rank = invitation.first_rank + self._index
         require_ports(config.server_ports)
         world = invitation.world(rank, may_end=False)
         owner = self._owner
-        if owner is not None and owner.job != invitation.job and not invitation.takes_over and not owner.has_ended():
-            # a job's name begins with the host and the id of its first process
-            is_same_process = owner.job.rpartition("/")[0] == invitation.job.rpartition("/")[0] != ""
+        if (
+            owner is not None
+            and owner.job != invitation.job
+            and not invitation.takes_over
+            and not owner.has_ended()
+        ):
+            # A job's name starts with the host and the id of its first process: "HOST/PID/RANDOM".
+            owner_process = owner.job.rpartition("/")[0]
+            is_same_process = owner_process == invitation.job.rpartition("/")[0] != ""
             where = ", in the same process" if is_same_process else ""
-            remedy = "close its earlier worker or publisher" if is_same_process else "end these trainers"
+            remedy = (
+                "close its earlier worker or publisher" if is_same_process else "end these trainers"
+            )
             raise StateError(
-                f"this server belongs to job {owner.job}, whose trainers live{where}, and job {invitation.job} invites "
-                f"it: {remedy}, name another server, or take this one: generate_config.server_take_over"
+                f"this server belongs to job {owner.job}, whose trainers are alive{where}, but job {invitation.job} "
+                f"invites it: {remedy}, name another server, or take this one: generate_config.server_take_over",
+                code="server-is-taken",
             )
         self.leave()
         self._owner = invitation
@@ -120,18 +138,27 @@ class WeightReceiver:
             )
             undo.callback(manager.close)
             self._ends = undo.pop_all()
-        self._name, self._manager = invitation.name, manager
-        logger.info("[Reshard] joined as rank %d of %d: %d buckets", rank, world.size, len(manager.plan.buckets))
+        self._name = invitation.name
+        self._manager = manager
+        logger.info(
+            "[Reshard] joined as rank %d of %d: %d buckets",
+            rank,
+            world.size,
+            len(manager.plan.buckets),
+        )
 
     def switch(self, update: Update) -> None:
-        """Take part in a switch. Collective, of all trainers and servers of the job; see `ShardingManager.enter`.
+        """Take part in a switch. Collective over all trainers and servers of the job; see `ShardingManager.enter`.
 
-        Raises StateError for a job that this worker is not in. On failure the weights are void, unless nothing has been
-        done to them yet.
+        Raises StateError if this worker is not in the update's job. If the switch fails, the weights are void unless
+        they were not touched yet.
         """
         manager = self._manager
         if manager is None or update.name != self._name:
-            raise StateError("this worker is not in the job of whoever asks for a switch: it was lost or restarted")
+            raise StateError(
+                "this worker is not in the job that requests a switch: it was lost or restarted. Publish again",
+                code="not-in-job",
+            )
         target = State(update.to)
         before = self.holds
         self.holds = Holds.PARTIAL if target is State.INFER else Holds.EMPTY
@@ -149,31 +176,39 @@ class WeightReceiver:
             self.holds = before
 
     def finish(self) -> None:
-        """The trainers end an update: they compute what this worker does, if they had to compare."""
+        """End an update: trainers that compare have found that this worker computes what they compute."""
         if self.holds is Holds.UNCOMPARED:
             self.holds = Holds.FILLED
 
     def obstacle(self, also_uncompared: bool = False) -> str:
-        """Return why no token is to be drawn now; "" where the weights are whole.
+        """Return the reason for which the weights must not be used, or "".
 
-        With `also_uncompared`, why nothing is to be computed for the trainers that compare.
+        `also_uncompared`: allow weights that trainers have not compared yet, for the comparison itself.
         """
-        is_whole = self.holds is Holds.FILLED or (also_uncompared and self.holds is Holds.UNCOMPARED)
+        is_whole = self.holds is Holds.FILLED or (
+            also_uncompared and self.holds is Holds.UNCOMPARED
+        )
         return "" if is_whole else f"worker {self._index} has {self.holds}"
 
     def leave(self) -> None:
-        """Be in no job; weights that are whole stay. Idempotent."""
-        manager, self._manager, self._name = self._manager, None, ""
+        """Leave the job; complete weights stay. Idempotent."""
+        manager = self._manager
+        self._manager = None
+        self._name = ""
         if manager is not None:
             self._ends.close()
 
     def _note_failure(self, before: Holds, error: BaseException) -> None:
-        """After a switch that failed: weights that it touched are void, and where the job is lost this worker is in
-        none."""
-        manager, steps = self._manager, list[Callable[[], None]]()
+        """Discard weights that a failed switch has touched, and leave a job that is lost.
+
+        `before`: state of the weights before the switch.
+        """
+        manager = self._manager
         assert manager is not None
+        steps: list[Callable[[], None]] = []
         if manager.has_written or before is not Holds.FILLED:
-            self.holds, steps = Holds.EMPTY, [self._weights.abandon, self._weights.release]
+            self.holds = Holds.EMPTY
+            steps = [self._weights.abandon, self._weights.release]
         else:
             self.holds = before
         if isinstance(error, LostRankError) or manager.state is State.INTERRUPTED:
@@ -181,5 +216,8 @@ class WeightReceiver:
         for step in steps:
             try:
                 step()
-            except Exception as failure:  # each step is made, and what failed at first is raised
-                logger.error("[Reshard] after a failed switch: %s: %s", type(failure).__name__, failure)
+            except Exception as failure:
+                # The remaining steps still run; the caller raises the switch's error.
+                logger.error(
+                    "[Reshard] after a failed switch: %s: %s", type(failure).__name__, failure
+                )

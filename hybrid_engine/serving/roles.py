@@ -1,4 +1,4 @@
-"""The sides that a process does not have, where trainers and servers are processes of their own."""
+"""Null objects for the side that a process does not have, if trainers and servers are separate processes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.records.layout import Extent, Layout
 
 
 class NoTraining:
-    """A server's trainer (`ports.Trainer` and its weights): it holds nothing and has nothing to offload."""
+    """Trainer without weights or state, for a server's process; implements `ports.Trainer` and its weights."""
 
     unserved: Collection[str] = ()
     frozen: Collection[str] = ()
+    process_groups: Collection[dist.ProcessGroup] = ()
     version = 0
 
     def __init__(self) -> None:
@@ -41,26 +43,29 @@ class NoTraining:
         return {}
 
     def prepare(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no gathers are pending."""
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
-        """There are no values."""
+        """Do nothing: there are no values."""
 
     def zero_padding(self) -> None:
-        """There is none."""
+        """Do nothing: there is no padding."""
 
     def zero_adapters(self) -> None:
-        """There are none."""
+        """Do nothing: there are no adapters."""
 
     def offload_items(self) -> Iterable[OffloadItem]:
         return ()
 
     def reload_main_params(self) -> None:
-        """There are none."""
+        """Do nothing: there are no main parameters."""
 
 
 class NoInference:
-    """A trainer's engine (`ports.InferenceWeights` and `ports.InferenceCaches`): it holds nothing."""
+    """Engine without weights or caches, for a trainer's process.
+
+    Implements `ports.InferenceWeights` and `ports.InferenceCaches`.
+    """
 
     taken_before = 0
 
@@ -72,16 +77,16 @@ class NoInference:
         return {}
 
     def commit(self, groups: Sequence[str]) -> None:
-        """There is nothing to commit."""
+        """Do nothing: this rank has no groups."""
 
     def finish_fill(self) -> None:
-        """There is no staging memory."""
+        """Do nothing: there is no staging memory."""
 
     def abandon(self) -> None:
-        """Nobody waits for this rank in `commit`."""
+        """Do nothing: no rank waits for this one in `commit`."""
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """There is nothing to release."""
+        """Do nothing: this rank has no weights."""
 
     def committed(self) -> Collection[str]:
         return ()
@@ -94,7 +99,7 @@ class NoInference:
         return 0
 
     def wake_kv_cache(self) -> None:
-        """A server's caches are its own."""
+        """Do nothing: the server wakes its caches itself."""
 
     def reset_caches(self) -> None:
-        """A server forgets what it cached when it is paused."""
+        """Do nothing: a server clears its caches when it is paused."""

@@ -1,13 +1,13 @@
-"""Weights that the inference side has from earlier switches, so that they are neither read nor sent again.
+"""Selection of the buckets that a switch must send, given the weights that the inference side still holds.
 
-digests of what this rank trains     -->
-                                         reasons to send each bucket; one rank's reason counts for all: the rest is
-groups that are live on this rank    -->                                                                 skipped
+digests of this rank's training weights -->
+                                            reasons to send each bucket, OR-ed over all ranks; the rest is skipped
+live weight groups on this rank         -->
 
-leaving INFER   kept      which groups stay within the bound
+leaving INFER   kept      buckets that stay, within the memory bound
 next switch     digests   of the bytes to be read
                 reasons   of this rank  ->  Agreement.any_of  ->  next: a Selection
-                forget    nothing counts as delivered while a fill goes on, or after one that did not end
+                forget    nothing counts as delivered during a fill, or after a fill that did not complete
                 note      the fill succeeded on every rank
 """
 
@@ -26,19 +26,19 @@ from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import WeightContainer
 
 Digests = Sequence[tuple[int, ...]]
-"""By bucket, of each run of bytes in which this rank has its tensors; empty where it has none of them."""
+"""Bucket -> digest of each contiguous run of its bytes on this rank; empty if the rank holds none of its tensors."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The buckets that one switch sends, on one rank.
+    """Buckets that one switch sends, as seen by one rank.
 
     Attributes:
-        whole: no message is a delta: some rank does not know that it has what came last.
-        digests: of this rank's weights.
-        skipped: buckets that all ranks leave out.
-        unread: what that leaves unread of this rank's training buffers; it can go at once.
-        releases: what can go after each of the other buckets.
+        whole: no message is a delta, because some rank may not hold the previous weights.
+        digests: digests of this rank's training weights.
+        skipped: indexes of buckets that all ranks skip.
+        unread: parts of this rank's training buffers that are not read as a result; they may be released at once.
+        releases: parts that may be released after each remaining bucket.
     """
 
     whole: bool
@@ -49,16 +49,17 @@ class Selection:
 
 
 class Incremental:
-    """Decides on one rank what is sent. No collective: the caller brings the ranks' reasons together.
+    """One rank's record of delivered weights. No collectives: the caller combines the ranks' reasons.
+
+    Ranks that receive the same flags keep the same buckets.
 
     Args:
-        buckets: of the plan.
-        source: what this rank holds for training.
-        groups: of this rank's inference weights.
-        residency: how much of them may stay.
-        frozen: tensors that no step changes, as far as is known; their buckets stay before others from the beginning.
-
-    Ranks that were told the same flags keep the same buckets.
+        buckets: buckets of the plan.
+        source: this rank's training layout.
+        groups: this rank's groups of inference weights.
+        residency: bound on the inference weights that may stay.
+        frozen: tensors that no optimizer step is expected to change; their buckets are preferred for staying from the
+            start.
     """
 
     def __init__(
@@ -69,95 +70,121 @@ class Incremental:
         residency: Residency,
         frozen: Collection[str],
     ) -> None:
-        self._buckets, self._shards, self._residency = buckets, source.shards, residency
-        self._groups = [[group for group in bucket.groups if group in groups] for bucket in buckets]
-        self._runs: list[dict[str, Spans]] = [{} for _ in buckets]  # by buffer, in elements
+        self._buckets = buckets
+        self._shards = source.shards
+        self._residency = residency
+        self._groups: list[list[str]] = []
+        for bucket in buckets:
+            self._groups.append([group for group in bucket.groups if group in groups])
+
+        # Per bucket: buffer name -> element intervals of its tensors.
+        self._runs: list[dict[str, Spans]] = [{} for _ in buckets]
         bucket_of = {tensor: bucket.index for bucket in buckets for tensor in bucket.tensors}
         for shard in source.shards:
-            if (index := bucket_of.get(shard.region.tensor)) is not None:
+            index = bucket_of.get(shard.region.tensor)
+            if index is not None:
                 extent = shard.place.extent(shard.region.lengths)
-                self._runs[index].setdefault(shard.place.buffer.name, Spans()).add(extent.start, extent.stop)
-        self._num_changes = [int(not frozenset(frozen).issuperset(bucket.tensors)) for bucket in buckets]
+                spans = self._runs[index].setdefault(shard.place.buffer.name, Spans())
+                spans.add(extent.start, extent.stop)
+
+        unchanging = frozenset(frozen)
+        self._num_changes = [int(not unchanging.issuperset(bucket.tensors)) for bucket in buckets]
         self._delivered: Digests | None = None
-        self._departed: tuple[object | None, Digests] = None, ()  # what was read before the parameters left
+        # Departure of the parameters from the device, and their digests before it.
+        self._departed: tuple[object | None, Digests] = (None, ())
 
     def digests(self, buffers: Mapping[str, torch.Tensor]) -> Digests:
-        """Digests of what is in these training buffers now; reads all of it."""
-        return [
-            tuple(box_digests(buffers[name][start:stop] for name, spans in runs.items() for start, stop in spans))
-            for runs in self._runs
-        ]
+        """Return digests of these training buffers' present contents. Reads all bytes."""
+        digests = []
+        for runs in self._runs:
+            pieces = (
+                buffers[name][start:stop] for name, spans in runs.items() for start, stop in spans
+            )
+            digests.append(tuple(box_digests(pieces)))
+        return digests
 
     def note_departure(self, departure: object | None, selection: Selection) -> None:
-        """Note that what was read for this selection has left the device since (`Offloader.departure`)."""
-        self._departed = departure, selection.digests
+        """Record that the weights of this selection have left the device unchanged (`Offloader.departure`)."""
+        self._departed = (departure, selection.digests)
 
     def digests_since(self, departure: object | None) -> Digests | None:
-        """Digests of parameters that have been off the device since this departure; None where it is another."""
-        before, digests = self._departed
-        return digests if departure is not None and departure is before else None
+        """Return digests of parameters that have been off the device since `departure`; None for any other."""
+        noted, digests = self._departed
+        return digests if departure is not None and departure is noted else None
 
     def reasons(self, digests: Digests, live: Collection[str]) -> list[bool]:
-        """This rank's reasons to send: for each bucket that its bytes changed, then for each that a group is gone; at
-        last whether it can take no delta.
+        """Return this rank's reasons to send, as flags.
+
+        The first flag of each bucket: its bytes changed. After these, another flag of each bucket: a group of it is not
+        live. The last flag: this rank cannot apply deltas.
 
         Args:
-            digests: of this rank's weights.
-            live: groups of this rank that hold what they got last.
+            digests: digests of this rank's training weights.
+            live: groups of this rank that hold the weights of the last fill.
         """
-        live, delivered = frozenset(live), self._delivered
-        changed = [bool(now) and (delivered is None or now != delivered[index]) for index, now in enumerate(digests)]
-        return [*changed, *(not live.issuperset(groups) for groups in self._groups), delivered is None]
+        live = frozenset(live)
+        delivered = self._delivered
+        # A bucket without bytes on this rank has an empty digest, and never counts as changed here.
+        changed = [
+            bool(now) and (delivered is None or now != delivered[index])
+            for index, now in enumerate(digests)
+        ]
+        gone = [not live.issuperset(groups) for groups in self._groups]
+        return [*changed, *gone, delivered is None]
 
-    def next(self, digests: Digests, flags: Sequence[bool], releases: Sequence[Releases]) -> Selection:
-        """Select the buckets that any rank has a reason for.
+    def next(
+        self, digests: Digests, flags: Sequence[bool], releases: Sequence[Releases]
+    ) -> Selection:
+        """Select the buckets that at least one rank has a reason to send.
 
         Args:
-            digests: of this rank's weights.
-            flags: `reasons` of any rank.
-            releases: what can go after each bucket if all are sent.
+            digests: digests of this rank's training weights.
+            flags: `reasons`, OR-ed over all ranks.
+            releases: parts that may be released after each bucket if all buckets are sent.
         """
         *of_buckets, whole = flags
-        changed, gone = of_buckets[: len(self._buckets)], of_buckets[len(self._buckets) :]
+        num_buckets = len(self._buckets)
+        changed = of_buckets[:num_buckets]
+        gone = of_buckets[num_buckets:]
         for index, flag in enumerate(changed):
             self._num_changes[index] += flag
-        skipped = frozenset(index for index, found in enumerate(zip(changed, gone, strict=True)) if not any(found))
+        pairs = zip(changed, gone, strict=True)
+        skipped = frozenset(index for index, flags_here in enumerate(pairs) if not any(flags_here))
         unread: Releases = {}
         if skipped:
             unread, *releases = self._schedule(skipped)
         return Selection(whole, digests, skipped, unread, releases)
 
     def note(self, selection: Selection) -> None:
-        """Every rank has what this one sent, and what it skipped."""
+        """Record that every rank has received this selection."""
         self._delivered = selection.digests
 
     def forget(self) -> None:
-        """Send everything next time, and no deltas, unless a selection is noted before."""
+        """Make the next switch send everything, without deltas, unless a selection is noted first."""
         self._delivered = None
 
     def kept(self) -> frozenset[int]:
-        """The buckets that stay when the devices train again: those that changed least often, in the plan's order."""
+        """Return the buckets that stay while the devices train: least often changed first, then in plan order."""
         preferred = sorted(range(len(self._buckets)), key=self._num_changes.__getitem__)
         return self._residency.kept(preferred)
 
     def release(self, container: WeightContainer) -> int:
-        """Release inference weights but for what stays; returns the bytes of that."""
+        """Release the inference weights except the kept buckets; return the bytes that stay."""
         container.release(self.groups_of(self.kept()))
         return self.nbytes_of(container.kept())
 
     def groups_of(self, buckets: Collection[int]) -> list[str]:
-        """This rank's groups of these buckets."""
+        """Return this rank's groups of these buckets."""
         return [group for index in sorted(buckets) for group in self._groups[index]]
 
     def nbytes_of(self, live: Collection[str]) -> int:
-        """Bytes on this rank of the buckets whose groups are all among these."""
+        """Return the bytes on this rank of buckets whose groups are all in `live`."""
         live = frozenset(live)
         buckets = [index for index, groups in enumerate(self._groups) if live.issuperset(groups)]
         return self._residency.nbytes_of(buckets)
 
     def _schedule(self, skipped: Collection[int]) -> Sequence[Releases]:
-        """Training memory of this rank that goes: first that of skipped buckets, which nobody reads, then that of
-        each other one."""
+        """Return this rank's training memory to release: of skipped buckets first, then after each other bucket."""
         first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
         rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
         return release_schedule(self._shards, [first, *rest])

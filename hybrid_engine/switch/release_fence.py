@@ -1,23 +1,25 @@
-"""Training memory goes while inference memory comes, bucket by bucket.
+"""Release of training memory, bucket by bucket, while inference memory is allocated.
 
-    copies of all buckets to host memory begin, where they run by themselves, before the first bucket
-    run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends, b is copied: pages of b go
+    before bucket 0        copies of all buckets to host memory start, if they can run asynchronously
+    run bucket b           then fence b starts, then bucket b is committed
+    run bucket b + 1       then fence b ends, and the device memory of bucket b is released
 
-A fence ends when every rank of the host has read all it needs of a bucket; it runs while the next bucket is on its way.
-So a rank never holds more than its training weights, less those of the buckets before the last, and the inference
-weights so far. Ranks of other hosts have no part in it: what they need of this rank's memory it has copied into
-messages by itself. That they are no more than a few buckets apart is up to `ranks/agreement.py`.
+A fence ends when every rank of the host has read what it needs of a bucket; it runs during the transfer of the next
+bucket. A rank therefore holds at most its training weights without the buckets before the last one, plus the inference
+weights so far. Ranks of other hosts take no part: what they need of this rank's memory, this rank has copied into
+messages itself. `ranks/agreement.py` keeps the hosts within a few buckets of each other.
 
-Where the two sides are processes of their own on one device, that a bucket was read says nothing of whether its memory
-has gone. There a fence tells both: the bucket was read, and the one before has gone. Whoever only takes memory waits
-for it before it takes more, and the device holds as much as where one process does both:
+If trainer and server are separate processes on one device, a completed read does not imply that the memory was
+released. There a fence means both: the bucket was read, and the previous one was released. A rank that only allocates
+waits for the fence before it allocates more, so the device holds as much as with a single process:
 
-    trainer     fence b - 1 ends   b - 1 goes   fence b starts ...
+    trainer     fence b - 1 ends   b - 1 is released   fence b starts ...
     server      reads b            fence b starts and ends   commit b   allocate b + 1
 
-When a rank fails, all ranks of its host must still start the same fences, or the next switch would meet the leftovers.
-They start those up to the one after the first that tells of a failure: none can observe the failure later than that.
-Those of other hosts hear of it by messages that they wait for, or at the next bucket, from the watch.
+If a rank fails, all ranks of its host must still start the same fences; otherwise the next switch would receive the
+leftover ones. Each rank starts fences up to the one after the first that carries a failure, because no rank can observe
+the failure later than that. Ranks of other hosts learn of the failure from messages that they wait for, or from the
+watch at the next bucket.
 """
 
 from __future__ import annotations
@@ -39,25 +41,29 @@ logger = logging.getLogger(__name__)
 
 
 def parts_of(buffers: Mapping[str, torch.Tensor], releases: Releases) -> list[Part]:
-    """Parts of these buffers that `releases` names."""
-    return [Part(buffers[name], extent.start, extent.stop) for name, extents in releases.items() for extent in extents]
+    """Return the parts of these buffers that `releases` names."""
+    return [
+        Part(buffers[name], extent.start, extent.stop)
+        for name, extents in releases.items()
+        for extent in extents
+    ]
 
 
 class ReleaseFence:
-    """The fences of one switch on one rank.
+    """Fences of one switch on one rank.
 
     Args:
         rank: global rank of this process.
-        group: of the ranks of its host, used for nothing else.
-        pace: of the switch's phase.
-        offloader: of the parameters, which go.
-        buffers: the parameters', by name.
-        schedule: what of them goes once a bucket was read, by the index of the buckets that are filled, in order.
-        before_release: called before each release, with the bytes released so far.
-        is_apart: ranks of the job have one side alone; the same on all.
+        group: ranks of this host; used for fences only.
+        pace: pace of the switch's phase.
+        offloader: offloader of the parameters.
+        buffers: parameter buffers by name; empty if this rank has no training side.
+        schedule: index of each bucket that is filled, in order -> parts to release once it was read.
+        before_release: called before each release with the bytes released so far.
+        is_apart: some rank of the job has one side only; the same on all ranks.
 
     Attributes:
-        released_nbytes: so far.
+        released_nbytes: bytes of device memory released so far.
     """
 
     def __init__(
@@ -76,19 +82,22 @@ class ReleaseFence:
         self._group = group
         self._pace = pace
         self._offloader = offloader
-        self._source, self._schedule = buffers, schedule
+        self._source = buffers
+        self._schedule = schedule
         self._buckets = tuple(schedule)
         self._before_release = before_release
-        self._is_apart, self._takes_only = is_apart, is_apart and not buffers
+        self._is_apart = is_apart
+        self._only_allocates = is_apart and not buffers
         self.released_nbytes = 0
-        self._fences: list[tuple[int, torch.Tensor]] = []  # the group's numbers of those started, in order of buckets
+        # Started fences in bucket order: the group's number of the operation, and the tensor that it reduces in place.
+        self._fences: list[tuple[int, torch.Tensor]] = []
         self._num_ended = 0
-        self._told_by: int | None = None  # the first fence that tells of a failure
+        self._first_failed: int | None = None  # number of the first fence that carried a failure
 
     def begin(self) -> None:
-        """The training weights are not written from here on: begin to save what will go, where copies are queued.
+        """Start to copy the parameters to host memory, if copies are asynchronous.
 
-        Does nothing once a bucket was sent.
+        From here on the training weights must not be written. Does nothing once a bucket was sent.
         """
         if self._fences:
             return
@@ -97,23 +106,25 @@ class ReleaseFence:
                 self._offloader.save_parts("param", self._parts(index))
 
     def sent(self, index: int) -> None:
-        """This rank has read all it needs of a bucket. Gives back the bucket before; without any, waits until others
-        have.
+        """Start the fence of bucket `index`, of which this rank has read all it needs.
 
-        Raises PeerTransportError when another rank failed, TransportError when one does not come.
+        Releases the bucket before it. A rank that only allocates waits for the fence instead.
+
+        Raises PeerTransportError if another rank failed, TransportError if a rank does not arrive in time.
         """
         assert index == self._buckets[len(self._fences)]
         self._pace.reach(len(self._fences))
         if self._is_apart:
+            # Release the previous bucket first: starting a fence then also announces that release.
             self._end_started()
         self._start(failed=False)
-        if self._takes_only:
+        if self._only_allocates:
             self._end_started()
         elif len(self._fences) > 1 and not self._is_apart:
             self._end_next()
 
     def finish(self) -> None:
-        """All buckets are sent: give back the last. Raises as `sent`."""
+        """Release the last bucket. Raises as `sent` does."""
         self._end_started()
 
     def _end_started(self) -> None:
@@ -121,58 +132,73 @@ class ReleaseFence:
             self._end_next()
 
     def abandon(self) -> None:
-        """This rank failed, or heard of a failure: start the fences that the others start. Waits for nobody new."""
+        """Start the fences that the other ranks start, after a failure here or elsewhere.
+
+        Waits only for fences that were already started.
+        """
         try:
-            while self._num_ended < len(self._fences) and self._told_by is None:
+            while self._num_ended < len(self._fences) and self._first_failed is None:
                 self._wait()
         except TransportError as error:
-            logger.warning("fences of the switch are out of step; the next one will fail: %s", error)
+            logger.warning(
+                "fences of the switch are out of step; the next one will fail: %s", error
+            )
             return
-        if self._told_by is None:
-            self._told_by = len(self._fences)
-        while len(self._fences) < min(self._told_by + 2, len(self._buckets)):
+        if self._first_failed is None:
+            self._first_failed = len(self._fences)
+        # The fence after the first failed one is the last in which any rank can observe the failure.
+        num_expected = min(self._first_failed + 2, len(self._buckets))
+        while len(self._fences) < num_expected:
             self._start(failed=True)
 
     def drain(self) -> None:
-        """After `abandon`, once the transports are abandoned too: wait until the fences are over."""
+        """Wait until all started fences have ended. Called after `abandon`, once the transports are abandoned too."""
         while self._num_ended < len(self._fences):
             self._wait()
 
     def _start(self, *, failed: bool) -> None:
-        """Tell the others: 0 for a success, else this rank's number and one."""
-        told = torch.tensor([self._rank + 1 if failed else 0], dtype=torch.int64)
+        # The reduced value is 0 if all ranks succeeded, else the highest failed rank plus one.
+        status = torch.tensor([self._rank + 1 if failed else 0], dtype=torch.int64)
         try:
-            self._fences.append((self._group.begin_maximum(told), told))
+            self._fences.append((self._group.begin_maximum(status), status))
         except RuntimeError as error:
             raise TransportError(
                 f"bucket {self._buckets[len(self._fences)]}, phase release: the ranks' group is gone "
-                f"({plain_text(error)}); the job cannot go on"
+                f"({plain_text(error)}); the job cannot go on",
+                code="rank-group-is-gone",
             ) from error
 
     def _end_next(self) -> None:
-        number = self._num_ended
-        if failed_rank := self._wait():
-            raise PeerTransportError(f"bucket {self._buckets[number]}, phase release: rank {failed_rank - 1} failed")
-        with span("offload bucket", index=self._buckets[number]):
+        """End the oldest fence, and release its bucket."""
+        bucket = self._buckets[self._num_ended]
+        status = self._wait()
+        if status:
+            raise PeerTransportError(
+                f"bucket {bucket}, phase release: rank {status - 1} failed", code="peer-failed"
+            )
+        with span("offload bucket", index=bucket):
             self._before_release(self.released_nbytes)
-            self.released_nbytes += self._offloader.offload_parts("param", self._parts(self._buckets[number]))
+            self.released_nbytes += self._offloader.offload_parts("param", self._parts(bucket))
 
     def _parts(self, index: int) -> list[Part]:
         return parts_of(self._source, self._schedule[index])
 
     def _wait(self) -> int:
-        """End the oldest fence; returns what it tells."""
+        """Wait for the oldest fence to end; return its status (see `_start`)."""
         number = self._num_ended
-        maximum, told = self._fences[number]
+        operation, status = self._fences[number]
+        # Counted before the wait: a fence that failed must not be waited for again.
         self._num_ended += 1
         try:
             with span("fence", bucket=self._buckets[number]):
-                self._group.end_maximum(maximum, self._pace.ended)
+                self._group.end_maximum(operation, self._pace.ended)
         except RuntimeError as error:
             raise TransportError(
                 f"bucket {self._buckets[number]}, phase release: not every rank read it: {plain_text(error)}. If they "
-                "are only slow, raise generate_config.timeout_seconds"
+                "are only slow, raise generate_config.timeout_seconds",
+                code="fence-timed-out",
             ) from error
-        if told.item() and self._told_by is None:
-            self._told_by = number
-        return int(told.item())
+        value = int(status.item())
+        if value and self._first_failed is None:
+            self._first_failed = number
+        return value

@@ -1,4 +1,4 @@
-"""The states of the devices, what each needs there, the contexts in which users are in one, and users' hooks."""
+"""States of the devices, the training state that each needs, and the contexts and hooks for users."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ class State(StrEnum):
     INFER = "infer"
     IDLE = "idle"
     INTERRUPTED = "interrupted"
-    """A switch is under way, or did not end: where things are is known to the next one alone."""
+    """A switch is running, or did not complete. Only the next switch determines where the tensors are."""
 
     @property
     def context(self) -> str:
-        """Name of the context in which a user is in it."""
-        return {"infer": "rollout_context", "idle": "the context of a model beside the actor"}.get(
-            self, f"{self.value}_context"
-        )
+        """Name of the user's context for this state."""
+        if self is State.INFER:
+            return "rollout_context"
+        if self is State.IDLE:
+            return "the context of a model beside the actor"
+        return f"{self.value}_context"
 
 
 NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
@@ -45,11 +47,11 @@ NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
     State.IDLE: frozenset(),
     State.INTERRUPTED: frozenset(),
 }
-"""State -> kinds of training state that are on the device in it, whatever the configuration offloads."""
+"""State -> kinds of training state that it needs on the device, whatever the configuration offloads."""
 
 
 def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
-    """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
+    """Return the kinds of training state on the device in `state`: needed kinds, and kinds that are never offloaded."""
     flags: dict[Kind, bool] = {
         "param": config.offload_train_param,
         "grad": config.offload_train_grad,
@@ -59,44 +61,57 @@ def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
 
 
 def require(present: State, wanted: Collection[State]) -> None:
-    """Raise StateError unless the present state is one of these."""
+    """Raise StateError unless the present state is in `wanted`."""
     if present not in wanted:
         contexts = " or ".join(state.context for state in wanted)
-        # neither is only of a context: they are what a failure leaves, too
+        # These two states also follow a failure, outside any context.
         here = "" if present in (State.IDLE, State.INTERRUPTED) else f" ({present.context})"
-        raise StateError(f"the engine is in state {present.value}{here}; call this in {contexts}")
+        raise StateError(
+            f"the engine is in state {present.value}{here}; call this in {contexts}",
+            code="wrong-state",
+        )
 
 
 Contexts = list["weakref.ref[Entered]"]
-"""Those that were entered, the innermost last. One whose block ended may still be listed: an exception from a signal
-handler can come before the context hears of the end, so it is asked, or gone."""
+"""Entered contexts, innermost last. A context whose block has ended may still be listed, because an exception from a
+signal handler can precede its `__exit__`; such a context is no longer running, or no longer alive."""
 
 
 class Entered:
-    """A context in a state. See `ShardingManager.entered`.
+    """Context of one state; see `Switch.entered`.
 
     Args:
-        state: of its block.
-        enter: switches.
-        contexts: of the same switch; this one is added.
+        state: state inside the block.
+        enter: switches the devices to a state.
+        contexts: contexts of the same switch; `__enter__` adds this one.
     """
 
     def __init__(self, state: State, enter: Callable[[State], object], contexts: Contexts) -> None:
-        self._state, self._enter, self._contexts = state, enter, contexts
+        self._state = state
+        self._enter = enter
+        self._contexts = contexts
         self._outer: State | None = None
         self._is_running = False
 
     def __enter__(self) -> None:
-        running = [each for ref in self._contexts if (each := ref()) is not None and each._is_running]
+        alive = [context for context in (ref() for ref in self._contexts) if context is not None]
+        running = [context for context in alive if context._is_running]
         self._outer = running[-1]._state if running else None
+        # IDLE may be nested: a model beside the actor takes the device, and the outer state is restored afterwards.
         if self._outer not in (None, self._state) and self._state is not State.IDLE:
-            raise StateError(f"{self._state.context} inside {self._outer.context}; leave the latter first")
+            raise StateError(
+                f"{self._state.context} inside {self._outer.context}; leave the latter first",
+                code="nested-contexts",
+            )
         self._enter(self._state)
         self._is_running = True
         self._contexts[:] = map(weakref.ref, [*running, self])
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._is_running = False
         if error is None and self._outer not in (None, self._state):
@@ -107,26 +122,26 @@ Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
 class SwitchHooks:
-    """Base of what has a start and an end that users may hear of."""
+    """Base class with user hooks before and after each switch."""
 
     def __init__(self) -> None:
         self._start_hooks: list[Callable[..., object]] = []
         self._end_hooks: list[Callable[..., object]] = []
 
     def on_reshard_start(self, hook: Hook) -> Hook:
-        """Call `hook(from_state, to_state)` before every switch, or `hook()`; usable as a decorator."""
+        """Register `hook(from_state, to_state)`, or `hook()`, to run before every switch; usable as a decorator."""
         self._start_hooks.append(hook)
         return hook
 
     def on_reshard_end(self, hook: Hook) -> Hook:
-        """Call `hook(report)` after every successful switch, or `hook()`; usable as a decorator."""
+        """Register `hook(report)`, or `hook()`, to run after every successful switch; usable as a decorator."""
         self._end_hooks.append(hook)
         return hook
 
     def remove_hook(self, hook: Callable[..., object]) -> None:
-        """Call `hook` no more, neither before a switch nor after it. Idempotent."""
-        self._start_hooks = [each for each in self._start_hooks if each != hook]
-        self._end_hooks = [each for each in self._end_hooks if each != hook]
+        """Remove `hook`, whether it runs before or after switches. Idempotent."""
+        self._start_hooks = [registered for registered in self._start_hooks if registered != hook]
+        self._end_hooks = [registered for registered in self._end_hooks if registered != hook]
 
     def _call_start_hooks(self, before: object, target: object) -> None:
         for hook in self._start_hooks:
@@ -138,11 +153,11 @@ class SwitchHooks:
 
 
 class Switch(SwitchHooks, ABC):
-    """What brings devices from one state into another. All methods are collective, but for hooks and `near_end`.
+    """Interface of a switch between states. All methods but those for hooks and `near_end` are collective.
 
     Attributes:
-        state: of the devices.
-        last_report: of the last switch.
+        state: present state of the devices.
+        last_report: report of the last switch.
         inference: this process's part of the inference weights.
     """
 
@@ -153,8 +168,8 @@ class Switch(SwitchHooks, ABC):
     def __init__(self, trainer: Trainer, within: Switch | None = None) -> None:
         """
         Args:
-            trainer: its `guard` asks this switch from now on.
-            within: the switch that this one is a part of, whose state is the one that counts for the trainer.
+            trainer: this switch is added to its `guard`.
+            within: outer switch of which this one is a part; the outer one's state then counts for the trainer.
         """
         super().__init__()
         self._contexts: Contexts = []
@@ -163,58 +178,60 @@ class Switch(SwitchHooks, ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Bring training state to the device: state TRAIN. Idempotent."""
+        """Onload the training state: state TRAIN. Idempotent."""
 
     @abstractmethod
     def enter(self, target: State) -> ReshardReport | None:
-        """Switch to `target`; None when it is the present state already."""
+        """Switch to `target`; return None if it is the present state."""
 
     @abstractmethod
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
-        """Begin to bring training state back while the last completions are generated, in state INFER.
+        """Start to onload training state while the last completions are generated, in state INFER.
 
-        Memory: theirs beside the inference weights', so name what fits. The copies run on a side stream on CUDA, in a
-        thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
+        The device then holds these kinds in addition to the inference weights, so name only kinds that fit. The copies
+        run on a side stream on CUDA, in a thread on the CPU. Raises StateError in any other state, OffloadError if
+        memory runs out; neither loses any state.
         """
 
     @abstractmethod
     def near_end(self) -> None:
-        """A rollout is nearly drawn: in INFER, bring what fits of training state. No collective; logs what fails."""
+        """Onload as much training state as fits, near the end of a rollout. No collective; failures are logged."""
 
     @abstractmethod
     def require_kinds(self, kinds: Collection[str]) -> None:
         """Raise StateError unless the present state needs these kinds of training state on the device.
 
-        No collective. There is no state before the start, and none once it is closed. That nothing has left, the
-        offloader sees to, in any state.
+        No collective. Never raises before the start or after the close. The offloader's guard checks separately
+        whether the kinds are on the device.
         """
 
     def require_drawing(self) -> None:
-        """Raise StateError unless the inference side has weights to draw tokens with."""
+        """Raise StateError unless the inference side has weights to generate with."""
         self.require(State.INFER)
 
     @abstractmethod
     def close(self) -> None:
-        """No switch any more. Idempotent."""
+        """Close the switch; no switch can follow. Idempotent."""
 
     def entered(self, state: State) -> AbstractContextManager[None]:
-        """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
+        """Return a context that enters `state`. The state is kept at its end; the next context switches if necessary.
 
-        Raises StateError inside another state's context. IDLE frees the device for a model beside the actor, inside any
-        context: then that one's state is back at the end, but for errors.
+        Raises StateError inside another state's context. Exception: IDLE, which frees the device for another model, may
+        be nested in any context; the outer state is restored at its end unless the block raised.
         """
         return Entered(state, self.enter, self._contexts)
 
     def require(self, *states: State) -> None:
-        """Raise StateError unless the present state is one of these; closed, there is no state. Starts."""
+        """Raise StateError unless the present state is one of `states`. Starts the switch if needed."""
         self.start()
         require(self.state, states)
 
 
 def call_hook(hook: Callable[..., object], *arguments: Any) -> None:
-    """Call with as many of the arguments as the hook takes: one that only logs a line needs none."""
+    """Call `hook` with as many of `arguments` as it takes; a hook that only logs a line needs none."""
     kinds = [parameter.kind for parameter in inspect.signature(hook).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        arguments = arguments[: sum(kind in positional for kind in kinds)]
+        num_accepted = sum(kind in positional for kind in kinds)
+        arguments = arguments[:num_accepted]
     hook(*arguments)

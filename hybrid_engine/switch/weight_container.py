@@ -1,22 +1,22 @@
-"""The inference weights of one rank, filled bucket by bucket from the training weights.
+"""Inference weights of one rank, filled bucket by bucket from the training weights.
 
-    begin                                           on every rank, before any of them goes on
-    for bucket in plan.buckets:                     on every rank, but for those that all ranks skip
-        buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
-        router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
-        fence.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
-        verification.filled(bucket, source, buffers)    where the fill is verified
+    begin                                           on every rank, before any rank continues
+    for bucket in plan.buckets:                     on every rank, except buckets that all ranks skip
+        buffers = weights.allocate(groups)          this rank's groups of the bucket, possibly none
+        router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages start
+        fence.sent(bucket.index)                    releases training memory of earlier buckets (release_fence.py)
+        verification.filled(bucket, source, buffers)    if the fill is verified
         weights.commit(groups)                      the engine's own post-load processing
     weights.finish_fill()                           staging memory is freed
 
-A rank that fails says so wherever another may wait for it: weights.abandon, fence.abandon, router.abandon for each
-bucket that is left, fence.drain.
+A rank that fails signals it wherever another rank may wait for it: weights.abandon, fence.abandon, router.abandon for
+each remaining bucket, fence.drain.
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
 
-Memory: nothing in EMPTY but groups that were to stay (`keep`); in FILLED what the inference engine keeps. In between,
-at most the destination buffers of the buckets so far (live storage) or of one bucket (an engine that repacks).
+Memory: in EMPTY only kept groups (`keep`); in FILLED the inference engine's weights. In between, at most the
+destination buffers of the buckets so far (live storage) or of one bucket (an engine that repacks).
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
 
-_NUM_NAMED = 4  # groups in a message: a bucket of a large model holds hundreds
+_NUM_NAMED = 4
+"""Maximum number of groups in a message; a bucket of a large model holds hundreds."""
 
 PHASES = ("allocate", "read", "transfer", "write", "commit")
 
 
 class ContainerState(Enum):
-    """Contents of the inference side: no weights, some of them, all of them live."""
+    """Contents of the inference side: no weights, some weights, or all weights live."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -59,16 +60,16 @@ class ContainerState(Enum):
 
 @dataclass(slots=True)
 class FillReport:
-    """Costs of one fill on this rank, summed up while it goes on.
+    """Costs of one fill on this rank, summed up during the fill.
 
     Attributes:
-        seconds: by phase; copies that go straight from source to destination count as transfer.
-        nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other devices.
-        nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
-        staging_nbytes: memory of messages in flight, freed since.
-        least_nbytes: no plan makes this rank receive less for the buckets that were filled.
-        skipped_nbytes: what it would have read, had none been skipped.
-        deltas: of the messages that it sent.
+        seconds: time by phase; copies directly from source to destination count as transfer.
+        nbytes_by_link: bytes read, by the link that they crossed. Bytes over HOST and NETWORK came from other devices.
+        nbytes_by_peer: the same bytes by transport name and source rank (`router.RunReport`).
+        staging_nbytes: memory of messages in flight; released after the fill.
+        least_nbytes: lower bound over all plans of the bytes that this rank receives for the filled buckets.
+        skipped_nbytes: bytes that this rank would have read for skipped buckets.
+        deltas: counts of the messages that this rank sent.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -81,11 +82,11 @@ class FillReport:
 
     @property
     def received_nbytes(self) -> int:
-        """Bytes that came from other devices."""
+        """Bytes received from other devices."""
         return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
 
     def add_run(self, report: RunReport) -> None:
-        """Add a bucket's costs."""
+        """Add the costs of one bucket."""
         for phase, seconds in report.seconds.items():
             self.seconds[phase] += seconds
         for link, nbytes in report.nbytes_by_link.items():
@@ -94,35 +95,50 @@ class FillReport:
             self.nbytes_by_peer.setdefault(name, Counter()).update(by_peer)
 
     def of_all(self, agreement: Agreement) -> FillReport:
-        """With the bytes of all ranks together, in which each way between two of them counts once. Collective."""
-        sums = self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas)
-        own = self.nbytes_by_link, self.nbytes_by_peer, sums
-        by_link, by_way = Counter[Link](), dict[str, Counter[int]]()
-        told = agreement.gather(own, _Told, "bytes of all ranks")
-        for number, (links, peers, _) in enumerate(told):
+        """Return a report with the bytes of all ranks added up. Collective.
+
+        In `nbytes_by_peer` the keys number pairs of ranks, so the number of keys is the number of pairs.
+        """
+        sums = (self.staging_nbytes, self.least_nbytes, self.skipped_nbytes, *astuple(self.deltas))
+        counts = (self.nbytes_by_link, self.nbytes_by_peer, sums)
+        by_rank = agreement.gather(counts, _RankCounts, "bytes of all ranks")
+        num_ranks = len(by_rank)
+        by_link: Counter[Link] = Counter()
+        by_pair: dict[str, Counter[int]] = {}
+        for rank, (links, peers, _) in enumerate(by_rank):
             by_link.update({Link(link): nbytes for link, nbytes in links.items()})
             for name, by_peer in peers.items():
-                ways = {number * len(told) + peer: nbytes for peer, nbytes in by_peer.items()}
-                by_way.setdefault(name, Counter()).update(ways)
-        counts = {link: by_link[link] for link in Link}
-        staging, least, skipped, *deltas = (sum(column) for column in zip(*(each[2] for each in told), strict=True))
-        return FillReport(self.seconds, counts, by_way, staging, least, skipped, DeltaCount(*deltas))
+                pairs = {rank * num_ranks + peer: nbytes for peer, nbytes in by_peer.items()}
+                by_pair.setdefault(name, Counter()).update(pairs)
+        columns = zip(*(rank_sums for _, _, rank_sums in by_rank), strict=True)
+        staging, least, skipped, *deltas = map(sum, columns)
+        return FillReport(
+            self.seconds,
+            {link: by_link[link] for link in Link},
+            by_pair,
+            staging,
+            least,
+            skipped,
+            DeltaCount(*deltas),
+        )
 
 
-_Told = tuple[dict[str, int], dict[str, dict[int, int]], tuple[int, ...]]
+_RankCounts = tuple[dict[str, int], dict[str, dict[int, int]], tuple[int, ...]]
+"""One rank's bytes by link, bytes by transport and peer, and sums; see `FillReport.of_all`."""
 
 
 class WeightContainer:
-    """Fills, holds and releases the weights of the inference engine on this rank.
+    """Inference weights of this rank, with the operations to fill and release them.
 
     Args:
-        weights: this rank's.
-        plan: made from their layout.
-        router: the transports, connected for the plan.
-        sends_ahead: the next bucket's messages go while one is committed; the same on all ranks.
-        num_ranks: that fill together.
+        weights: this rank's inference weights.
+        plan: plan made from their layout.
+        router: transports, connected for the plan.
+        sends_ahead: start the next bucket's messages while one is committed; the same on all ranks.
+        num_ranks: number of ranks that fill together.
 
-    No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once.
+    Construction is not collective. It raises PlanError unless the plan's buckets complete every group of this rank
+    exactly once.
     """
 
     def __init__(
@@ -140,16 +156,22 @@ class WeightContainer:
         self._sends_ahead = sends_ahead
         self._num_ranks = num_ranks
         buffers = weights.layout().buffers
-        self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
+        self._groups = {
+            buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank
+        }
         self._state = ContainerState.EMPTY
-        self._doing, self._filling = "", list[str]()  # what the fill is at, and its groups, for messages
-        self._is_in_step = True  # with the others: no message of an earlier fill is under way
-        self._has_begun = False  # of begin, fill and release, begin was last: a fill may follow
-        self._report = FillReport()  # of that fill, or of the last one
-        self._num_met = 0  # by the router, when the fill began
-        self._walked: Sequence[Bucket] = ()  # in the fill
-        self._following: Mapping[int, Bucket] = {}  # bucket -> the one whose messages go meanwhile
-        self._kept: frozenset[str] = frozenset()  # groups, by the last release
+        # For messages: the current step of the fill, and the groups that it fills.
+        self._step = ""
+        self._filling: list[str] = []
+        self._is_in_step = True  # with the other ranks: no message of an earlier fill is in flight
+        self._has_begun = False  # `begin` was called last, so `fill` may follow
+        self._report = FillReport()  # of the current fill, or of the last one
+        self._num_met = 0  # `router.num_met` at the start of the fill
+        self._buckets: Sequence[Bucket] = ()  # buckets of the fill, without skipped ones
+        self._following: Mapping[
+            int, Bucket
+        ] = {}  # bucket index -> bucket whose messages start during its commit
+        self._kept: frozenset[str] = frozenset()  # groups that stayed at the last release
         self._check_groups()
 
     @property
@@ -157,37 +179,50 @@ class WeightContainer:
         return self._state
 
     def kept(self) -> frozenset[str]:
-        """The groups of this rank that are live: those of the last fill, and while empty, those of it that stayed."""
+        """Return this rank's live groups: all groups of the last fill, or, if empty, the groups that stayed."""
         live = frozenset(self._groups) if self._state is ContainerState.FILLED else self._kept
         return live.intersection(self._weights.committed()) if live else live
 
     def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
-        """Prepare the next `fill` on this rank. No collective; `fill` follows once all ranks have succeeded here: one
-        that fails here cannot tell those that fill already.
+        """Prepare the next `fill` on this rank. No collective.
+
+        `fill` may follow only after all ranks have succeeded here, because a rank that fails here cannot notify ranks
+        that are already filling.
 
         Args:
-            skipped: buckets to leave out, the same on all ranks: their groups are among `kept`.
-            whole: no message is a delta, for some rank may not have what came last; the same on all ranks.
+            skipped: indexes of buckets to leave out, the same on all ranks; their groups must be `kept`.
+            whole: send no deltas, because some rank may not hold the previous weights; the same on all ranks.
 
-        Raises StateError unless empty, and where an earlier fill was interrupted even while it told the others.
+        Raises StateError unless empty, and if an earlier fill was interrupted while it notified the other ranks.
         """
         self._has_begun = False
         if self._state is not ContainerState.EMPTY:
-            raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
+            raise StateError(
+                f"the weight container is {self._state.value}; release() it before the next fill",
+                code="container-not-empty",
+            )
         if not self._is_in_step:
             raise StateError(
-                f"rank {self._router.rank} was interrupted while it told the others that it had been interrupted: "
-                "messages of that switch may be under way. The job cannot go on; the training weights are whole"
+                f"rank {self._router.rank} was interrupted while it notified the other ranks of an interrupt: messages "
+                "of that switch may be in flight. The job cannot go on; the training weights are whole",
+                code="interrupted-twice",
             )
-        left_out = [group for index in skipped for group in self._owned(self._plan.buckets[index])]
-        if gone := [group for group in left_out if group not in self._kept]:
-            raise StateError(f"groups {first_of(gone, _NUM_NAMED)} were not kept: their buckets cannot be skipped")
-        self._doing, self._filling = "before the first bucket", []
+        left_out = [
+            group for index in skipped for group in self._own_groups(self._plan.buckets[index])
+        ]
+        gone = [group for group in left_out if group not in self._kept]
+        if gone:
+            raise StateError(
+                f"groups {first_of(gone, _NUM_NAMED)} were not kept: their buckets cannot be skipped",
+                code="group-not-kept",
+            )
+        self._step = "before the first bucket"
+        self._filling = []
         self._num_met = self._router.num_met
-        self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
-        self._following = self._sent_ahead()
+        self._buckets = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
+        self._following = self._next_buckets()
         self._report = FillReport(
-            least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked),
+            least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._buckets),
             skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
         )
         self._router.begin(whole=whole)
@@ -200,35 +235,41 @@ class WeightContainer:
         fence: ReleaseFence | None = None,
         verification: Verification | None = None,
     ) -> FillReport:
-        """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
+        """Fill the inference weights from `source`, bucket by bucket. All ranks call it.
+
+        The caller fences before the call (all sources are final) and, without `fence`, after it (no rank reads the
+        sources any more).
 
         Args:
-            source: by buffer name.
-            fence: releases training memory behind every bucket.
-            verification: of what is filled.
+            source: `TrainingWeights.buffers()`, by buffer name.
+            fence: releases training memory after every bucket.
+            verification: verification of this fill.
 
-        The caller fences before (all sources are final) and, without a fence, after (nobody reads them any more).
-        Raises StateError without a `begin` before. On any failure while buckets are filled the state is PARTIAL, the
-        remaining ones are abandoned, so that no peer waits for this rank, and the error is raised: the engine's own and
-        interrupts (Ctrl-C) as they are, others as ReshardError.
+        Raises StateError without a preceding `begin`. If filling fails, the state is PARTIAL, and the remaining buckets
+        are abandoned so that no peer waits for this rank. The engine's errors and interrupts (Ctrl-C) are raised as
+        they are, other errors as ReshardError.
         """
         if not self._has_begun:
-            raise StateError("begin() comes before each fill()")
+            raise StateError("begin() comes before each fill()", code="fill-without-begin")
         try:
-            self._has_begun, self._is_in_step = False, self._num_ranks == 1  # until its end, or the others were told
+            # Out of step until the fill ends, or until the other ranks were notified of a failure.
+            self._is_in_step = self._num_ranks == 1
+            self._has_begun = False
             self._state = ContainerState.PARTIAL
             self._router.prepare()
             self._fill(source, fence, verification, self._report)
             self._is_in_step = True
         except BaseException as error:
-            self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", fence)
+            where = f"rank {self._router.rank}, {self._step}"
+            self._abandon(f"{where}: {type(error).__name__}: {error}", fence)
             self._is_in_step = True
             if isinstance(error, HybridEngineError) or not isinstance(error, Exception):
                 raise
             groups = f", groups {first_of(self._filling, _NUM_NAMED)}" if self._filling else ""
             raise ReshardError(
-                f"rank {self._router.rank}, {self._doing}{groups}: {type(error).__name__}: {error}. "
-                "The inference weights are partly filled; release() them"
+                f"{where}{groups}: {type(error).__name__}: {error}. "
+                "The inference weights are partly filled; release() them",
+                code="fill-failed",
             ) from error
         self._state = ContainerState.FILLED
         self._report.deltas = self._router.deltas_sent()
@@ -241,33 +282,38 @@ class WeightContainer:
         verification: Verification | None,
         report: FillReport,
     ) -> None:
-        for bucket in self._walked:
+        for bucket in self._buckets:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
                 self._fill_bucket(bucket, source, fence, verification, report)
-        self._doing, self._filling = "after the last bucket", []
+        self._step = "after the last bucket"
+        self._filling = []
         if fence is not None:
             fence.finish()
         self._weights.finish_fill()
         report.staging_nbytes = self._router.trim()
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """Free the inference weights, whatever was filled; afterwards the container is empty. Idempotent.
+        """Release the inference weights, also after a failed fill; the container is EMPTY afterwards. Idempotent.
 
-        `keep`: groups of this rank that may stay as they are; nothing stays of a fill that failed.
+        `keep`: groups of this rank that may stay unchanged; after a failed fill none stays.
         """
         self._has_begun = False
         if self._state is ContainerState.EMPTY and self._kept.issubset(keep):
             return
         kept = frozenset() if self._state is ContainerState.PARTIAL else frozenset(keep)
-        self._state = ContainerState.PARTIAL  # should the engine fail half-way
+        self._state = ContainerState.PARTIAL  # in case the engine's release fails midway
         if kept:
             self._weights.release(kept)
         else:
             self._weights.release()
-        self._state, self._kept = ContainerState.EMPTY, kept
+        self._kept = kept
+        self._state = ContainerState.EMPTY
 
     def _check_groups(self) -> None:
-        completed = Counter(group for bucket in self._plan.buckets for group in self._owned(bucket))
+        """Raise PlanError unless every group of this rank is completed by exactly one bucket."""
+        completed = Counter(
+            group for bucket in self._plan.buckets for group in self._own_groups(bucket)
+        )
         faults = [
             f"group {group!r} of rank {self._router.rank} is completed by {completed[group]} buckets, not by one; "
             "build the plan from the layouts of this engine"
@@ -278,14 +324,26 @@ class WeightContainer:
             raise PlanError(faults)
 
     def _read_nbytes(self, bucket: Bucket) -> int:
-        return sum(each.nbytes for each in bucket.counted() if each.dst_rank == self._router.rank)
+        """Return the bytes of a bucket that this rank reads."""
+        return sum(
+            transfer.nbytes
+            for transfer in bucket.counted()
+            if transfer.dst_rank == self._router.rank
+        )
 
-    def _sent_ahead(self) -> dict[int, Bucket]:
-        """Not those that would go through the same memory as the bucket before them."""
-        pairs = pairwise(self._walked) if self._sends_ahead else ()
-        return {one.index: other for one, other in pairs if (other.index - one.index) % NUM_SLOTS}
+    def _next_buckets(self) -> dict[int, Bucket]:
+        """Return bucket index -> next bucket, if the next bucket's messages may start during the commit.
 
-    def _owned(self, bucket: Bucket) -> list[str]:
+        They may not if both buckets use the same relay memory.
+        """
+        following: dict[int, Bucket] = {}
+        if self._sends_ahead:
+            for bucket, next_bucket in pairwise(self._buckets):
+                if (next_bucket.index - bucket.index) % NUM_SLOTS:
+                    following[bucket.index] = next_bucket
+        return following
+
+    def _own_groups(self, bucket: Bucket) -> list[str]:
         return [group for group in bucket.groups if group in self._groups]
 
     def _fill_bucket(
@@ -296,23 +354,27 @@ class WeightContainer:
         verification: Verification | None,
         report: FillReport,
     ) -> None:
-        groups = self._owned(bucket)
+        groups = self._own_groups(bucket)
 
         def begin(phase: str) -> str:
-            self._doing, self._filling = f"bucket {bucket.index}, phase {phase}", groups
+            self._step = f"bucket {bucket.index}, phase {phase}"
+            self._filling = groups
             return phase
 
         with timed_span(report.seconds, begin("allocate")):
             destination = self._weights.allocate(groups) if groups else {}
-        if fence is not None:  # not earlier: vLLM waits for all that is queued on the device as it wakes up
+        if fence is not None:
+            # Only after `allocate`: vLLM's wake-up waits for everything queued on the device, also for these copies.
             begin("release")
             fence.begin()
         begin("transfer")
-        report.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
+        following = self._following.get(bucket.index)
+        report.add_run(self._router.run(bucket, source, destination, following))
         if fence is not None:
             begin("release")
             fence.sent(bucket.index)
-        if verification is not None:  # nothing comes between this and the commit
+        if verification is not None:
+            # Directly before the commit, so that nothing can change the bytes in between.
             begin("verify")
             verification.filled(bucket, source, destination)
         with timed_span(report.seconds, begin("commit")):
@@ -320,19 +382,31 @@ class WeightContainer:
                 self._weights.commit(groups)
 
     def _abandon(self, reason: str, fence: ReleaseFence | None) -> None:
-        """Walk the buckets that are left without filling them, for peers that wait for this rank; then keep no memory
-        for messages, and none of peers'."""
-        buckets: list[Callable[[], object]] = [
-            partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
-            for bucket in self._walked[self._router.num_met - self._num_met :]
-        ]
-        steps = buckets if fence is None else [fence.abandon, *buckets, fence.drain]
-        steps = [self._weights.abandon, *steps]  # first: others may wait there, and so not come to the buckets
+        """Notify the peers of a failure, and release the memory of messages.
+
+        The remaining buckets are abandoned in order, because peers may wait for this rank in each of them.
+        """
+        remaining = self._buckets[self._router.num_met - self._num_met :]
+        # The engine comes first: other ranks may wait in its commit, and not reach the buckets.
+        steps: list[Callable[[], object]] = [self._weights.abandon]
+        if fence is not None:
+            steps.append(fence.abandon)
+        for bucket in remaining:
+            steps.append(
+                partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
+            )
+        if fence is not None:
+            steps.append(fence.drain)
+        steps.append(self._router.trim)
         failures = []
-        for step in [*steps, self._router.trim]:
+        for step in steps:
             try:
                 step()
-            except Exception as error:  # one group that is dead does not keep the others from hearing
+            except Exception as error:
+                # The other steps still run: one dead group must not keep peers from being notified by the others.
                 failures.append(error)
         if failures:
-            logger.warning("the fill could not be abandoned everywhere; peers end by their timeout: %s", failures[0])
+            logger.warning(
+                "the fill could not be abandoned everywhere; peers end by their timeout: %s",
+                failures[0],
+            )

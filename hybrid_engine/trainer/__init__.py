@@ -1,17 +1,24 @@
-"""Training from a configuration: the loop's side of `ActorHybridWorker`. The switch does without it.
+"""Training from a configuration, for `ActorHybridWorker`. The switch does not depend on it.
 
-    worker.py       `ActorHybridWorker`: a trainer that is built here, and vLLM beside it
-    ports.py        what the worker and companions ask of whoever trains for them
-    batches/        batches of sequences: masks, packing, checks, what losses get and return
-    companions/     models beside the actor: the reference, the critic
-    megatron/       Megatron's model, optimizer, steps and checkpoints, from one configuration
-    fsdp/           the same on a transformers model that FSDP2 shards
+    worker.py                `ActorHybridWorker`: builds a trainer, and vLLM on the same devices
+    ports.py                 interfaces that the worker and the other models require of a trainer
+    batches/                 batches of sequences: masks, packing, checks, losses
+    reference_and_critic/    models that share the actor's devices
+    megatron/                Megatron's model, optimizer, steps and checkpoints
+    fsdp/                    the same for a transformers model that FSDP2 shards
 
-    trained_model.py          what both have: optimizer, learning rate, shares of a batch
-    learning_rate.py          set by hand, or by a schedule
-    checkpoint_directory.py   checkpoints of both trainers: saves, a pointer to the latest, checksums
-    checkpoint_metadata.py    torch's records of what a checkpoint has, proven to be whole
+    trained_model.py         code that both trainers share: learning rate, gathering of results
+    learning_rate.py         set by the user, or by a schedule
+    checkpoint_directory.py  checkpoints of both trainers: saves, a pointer to the latest, checksums
+    checkpoint_metadata.py   validation of torch's records in a checkpoint
 
-Whoever has a loop of their own needs none of this: `HybridEngine(model=...)`, `attach` and `--enable-resharding` work
-where this folder is absent (tests/hybrid_engine/test_model_engine.py runs them so).
+Data flow of `worker.update(batch, loss_function)`:
+
+    batch -> batches.batch_checks.agreed_share -> this rank's share
+          -> ActorTrainer.train_step -> batches.arrangement.micro_batches -> rows -> model
+          -> log-probabilities -> loss_function -> optimizer step, scalars to report
+
+A program with its own training loop needs none of this: `HybridEngine(model=...)`, `attach` and
+`--enable-resharding` work if this folder is absent (tests/hybrid_engine/test_model_engine.py runs
+them without it).
 """

@@ -1,18 +1,21 @@
-"""Checkpoints of both trainers: torch.distributed.checkpoint in a new directory per save, and a pointer to the latest.
+"""Checkpoints of both trainers, in a new directory per save, with a pointer to the latest save.
 
-    directory/latest                       the name of the save that counts
-    directory/save-000003/__0_0.distcp     what rank 0 wrote: tensors, or its parts of them, and values
-    directory/save-000003/.metadata        which entry is where
-    directory/save-000003/checksums.json   of all these
+    directory/latest                       name of the current save
+    directory/save-000003/__0_0.distcp     by rank 0: tensors, or its parts of them, and values
+    directory/save-000003/.metadata        location of every entry
+    directory/save-000003/checksums.json   checksums of all these files
 
-A kill or a power cut leaves `latest` naming the old save or the new one, both complete. What it left is removed by the
-next save, and so is the old one, once `latest` names the new. Other files in `directory` are left alone.
+If a save is killed or power fails, `latest` names either the old save or the new one, both
+complete. The next save removes the remains, and after `latest` names a new save the old one is
+removed. Other files in `directory` are not touched.
 
-torch's planner and storage are called one after the other as `torch.distributed.checkpoint.save` and `load` do. These
-raise what is no Exception, about files they do not name; here all ranks agree after every step.
+The planner and storage of torch.distributed.checkpoint are called one after the other as its `save`
+and `load` do. Those functions raise errors that are not Exceptions and do not name files; here all
+ranks agree after every step.
 
-No code is loaded from a checkpoint. torch would unpickle `.metadata` and values without limits, so both are restricted
-here: to torch's own records (checkpoint_metadata.py), and to what `torch.load(weights_only=True)` takes.
+No code of a checkpoint is run. torch would unpickle `.metadata` and values without restrictions;
+here `.metadata` may contain only torch's own records (checkpoint_metadata.py), and values only what
+`torch.load(weights_only=True)` accepts.
 """
 
 from __future__ import annotations
@@ -34,7 +37,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from hybrid_engine.errors import ConfigError, FileError, StateError, Violation, first_of
-from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, require_as_written, write_checksums
+from hybrid_engine.files.checksums import (
+    CHECKSUMS,
+    checksum_of,
+    read_checksums,
+    require_as_written,
+    write_checksums,
+)
 from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming, sync, write_text
 from hybrid_engine.files.reading import open_regular, read_regular
@@ -43,73 +52,131 @@ from hybrid_engine.trainer.checkpoint_metadata import METADATA, REMEDY, naming_d
 
 LATEST = "latest"
 
-_SAVE = re.compile(r"save-(\d{6,})")
-_MOST_NAMED = 5
-_MOST_POINTER_NBYTES = 1000
+_SAVE_NAME = re.compile(r"save-(\d{6,})")
+_MAX_PROBLEMS = 5
+_MAX_POINTER_NBYTES = 1000
+
+
+# -- saving ----------------------------------------------------------------------------------------
 
 
 def save(directory: str | Path, state: Mapping[str, Any], job: Job) -> None:
-    """Write a checkpoint and point to it. Collective.
+    """Write a checkpoint, and make it the latest. Collective.
+
+    A save that fails leaves the previous checkpoint. Each tensor is copied to the host when it is
+    written.
 
     Args:
         directory: on a file system that all ranks share.
-        state: this rank's tensors and plain values, by key. A plain tensor has a key that no other rank has; a DTensor
-            has the same key on all ranks, each of which writes its part.
-
-    A save that fails leaves the checkpoint before it. Each tensor is copied to the host when it is written.
+        state: this rank's tensors and plain values, by key. The key of a plain tensor must differ
+            from all keys of other ranks; a DTensor has the same key on all ranks, each of which
+            writes its part.
+        job: of all ranks.
 
     Raises:
-        FileError: naming what could not be written.
-        ConfigError: before anything is written, for a `latest` that is not a checkpoint's.
+        FileError: names the file that could not be written.
+        ConfigError: before anything is written, if `latest` is a file of another program.
     """
-    new = None
+    new_save = None
     try:
-        with job.agreement.phase("preparing the checkpoint"), naming("preparing the checkpoint", str(directory)):
-            place = given_path(directory, "directory")
+        with (
+            job.agreement.phase("preparing the checkpoint"),
+            naming("preparing the checkpoint", str(directory)),
+        ):
+            path = given_path(directory, "directory")
             if job.rank == 0:
-                new = _make_save(place)
-        name = job.agreement.gather(None if new is None else new.name, str | None, "preparing the checkpoint")[0]
-        checksums = _write(place / name, state, job)
-        with job.agreement.phase("completing the checkpoint"), naming("completing the checkpoint", place):
-            if new is not None:
-                write_checksums(new, checksums | {METADATA: checksum_of(new / METADATA)})
-                sync(new)
-                write_text(place / LATEST, new.name + "\n")
-                _remove(path for path in _saves(place) if path != new)
+                new_save = _make_save(path)
+        # rank 0 alone knows the number of the save
+        own_name = None if new_save is None else new_save.name
+        name = job.agreement.gather(own_name, str | None, "preparing the checkpoint")[0]
+        checksums = _write(path / name, state, job)
+        with (
+            job.agreement.phase("completing the checkpoint"),
+            naming("completing the checkpoint", path),
+        ):
+            if new_save is not None:
+                checksums[METADATA] = checksum_of(new_save / METADATA)
+                write_checksums(new_save, checksums)
+                sync(new_save)
+                # from here on the new save counts
+                write_text(path / LATEST, new_save.name + "\n")
+                _remove(other for other in _saves(path) if other != new_save)
     except BaseException as error:
-        if new is not None and _named(place / LATEST) != new.name:
+        # if the pointer names the new save already, that save is complete
+        if new_save is not None and _pointed_name(path / LATEST) != new_save.name:
             try:
-                _remove([new])
+                _remove([new_save])
             except OSError as failure:
-                error.add_note(f"{new} could not be removed: {failure}")
+                error.add_note(f"{new_save} could not be removed: {failure}")
         raise
 
 
 def _make_save(directory: Path) -> Path:
-    """Make the directory of the next save, and room for it: what killed saves left goes."""
-    if os.path.lexists(directory / LATEST) and _named(directory / LATEST) is None:
+    """Create the directory of the next save, and remove the remains of killed saves."""
+    if os.path.lexists(directory / LATEST) and _pointed_name(directory / LATEST) is None:
         problem = f"{directory / LATEST} is not the pointer of a checkpoint"
-        raise ConfigError([Violation("directory", problem, "Save to another directory, or move that file away")])
+        remedy = "Save to another directory, or move that file away"
+        raise ConfigError([Violation("directory", problem, remedy, code="not-a-checkpoint")])
     directory.mkdir(parents=True, exist_ok=True)
     saves = _saves(directory)
+    # checksums are written last
     _remove(path for path in saves if not (path / CHECKSUMS).exists())
     number = 1 + max((int(path.name.rpartition("-")[2]) for path in saves), default=0)
-    new = directory / f"save-{number:06d}"
-    new.mkdir()
-    return new
+    new_save = directory / f"save-{number:06d}"
+    new_save.mkdir()
+    return new_save
 
 
-def _named(latest: Path) -> str | None:
-    """Return the save that the pointer names; None where it names none, or is not there. Raises FileError."""
+def _write(new_save: Path, state: Mapping[str, Any], job: Job) -> dict[str, str]:
+    """Write this rank's part; return the checksums of all ranks' files."""
+    # keys are flat already, and DTensors keep one key
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = FileSystemWriter(new_save)
+    with job.agreement.phase("planning the checkpoint"):
+        planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(is_coordinator=True)
+        local_plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans = _gather_objects(job, local_plan, "planning the checkpoint")
+    with job.agreement.phase("writing the checkpoint"), naming("writing the checkpoint", new_save):
+        # every rank computes the same global plan, so none has to be sent
+        plans, metadata = planner.create_global_plan(plans)
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[job.rank])
+        results = writer.write_data(plan, planner).wait()
+        files = {result.storage_data.relative_path for result in results}
+        checksums = {name: checksum_of(new_save / name) for name in files}
+    by_rank = _gather_objects(job, (results, checksums), "writing the checkpoint")
+    with job.agreement.phase("writing the checkpoint"), naming("writing the checkpoint", new_save):
+        if job.rank == 0:
+            writer.finish(metadata, [results for results, _ in by_rank])
+    return {name: checksum for _, checksums in by_rank for name, checksum in checksums.items()}
+
+
+def _gather_objects(job: Job, value: Any, phase: str) -> list[Any]:
+    """Gather plans or results of torch's planner and writer, which themselves would pickle them."""
+    # plans may be longer than other messages
+    by_rank = job.agreement.gather(pickle.dumps(value), bytes, phase, sys.maxsize)
+    return [pickle.loads(pickled) for pickled in by_rank]
+
+
+# -- saves of a directory --------------------------------------------------------------------------
+
+
+def _pointed_name(latest: Path) -> str | None:
+    """Return the name of the save that the pointer `latest` contains.
+
+    Returns None if the file does not exist or contains something else. Raises FileError.
+    """
     if not os.path.lexists(latest):
         return None
     with naming("reading", latest, REMEDY):
-        text = read_regular(latest, _MOST_POINTER_NBYTES, follow_links=False).decode(errors="replace").strip()
-    return text if _SAVE.fullmatch(text) else None
+        contents = read_regular(latest, _MAX_POINTER_NBYTES, follow_links=False)
+        name = contents.decode(errors="replace").strip()
+    return name if _SAVE_NAME.fullmatch(name) else None
 
 
 def _saves(directory: Path) -> list[Path]:
-    paths = [path for path in directory.iterdir() if _SAVE.fullmatch(path.name)]
+    paths = [path for path in directory.iterdir() if _SAVE_NAME.fullmatch(path.name)]
+    # a link may lead to the files of another program
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
@@ -118,141 +185,175 @@ def _remove(saves: Iterable[Path]) -> None:
         shutil.rmtree(path)
 
 
-def _write(new: Path, state: Mapping[str, Any], job: Job) -> dict[str, str]:
-    """Write this rank's part; return the checksums of all ranks' files."""
-    planner, writer = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), FileSystemWriter(new)
-    with job.agreement.phase("planning the checkpoint"):
-        planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=True)
-        writer.set_up_storage_writer(is_coordinator=True)
-        own = writer.prepare_local_plan(planner.create_local_plan())
-    plans = _gather_objects(job, own, "planning the checkpoint")
-    with job.agreement.phase("writing the checkpoint"), naming("writing the checkpoint", new):
-        plans, metadata = planner.create_global_plan(plans)  # the same on every rank
-        plan = planner.finish_plan(writer.prepare_global_plan(plans)[job.rank])
-        results = writer.write_data(plan, planner).wait()
-        files = {result.storage_data.relative_path for result in results}
-        written = results, {name: checksum_of(new / name) for name in files}
-    by_rank = _gather_objects(job, written, "writing the checkpoint")
-    with job.agreement.phase("writing the checkpoint"), naming("writing the checkpoint", new):
-        if job.rank == 0:
-            writer.finish(metadata, [results for results, _ in by_rank])
-    return {name: checksum for _, checksums in by_rank for name, checksum in checksums.items()}
+def _latest_save(directory: Path) -> Path:
+    latest = directory / LATEST
+    if not os.path.lexists(latest):
+        raise StateError(
+            f"no checkpoint: {latest} does not exist. Pass the directory of an earlier "
+            "save_checkpoint",
+            code="no-checkpoint",
+        )
+    name = _pointed_name(latest)
+    if name is None or directory / name not in _saves(directory):
+        raise FileError(
+            f"reading {latest}: it does not contain the name of a save in {directory}. {REMEDY}",
+            code="damaged-checkpoint",
+        )
+    return directory / name
 
 
-def _gather_objects(job: Job, value: Any, phase: str) -> list[Any]:
-    """What torch's planner and writer hand to those of other ranks, which they would pickle themselves."""
-    return [pickle.loads(each) for each in job.agreement.gather(pickle.dumps(value), bytes, phase, sys.maxsize)]
+# -- loading ---------------------------------------------------------------------------------------
 
 
 class SavedCheckpoint:
-    """The latest checkpoint in a directory, its files compared with their checksums.
+    """The latest checkpoint in a directory, verified by checksums.
 
     Args:
-        directory: as given to `save`.
-        job: of all ranks. They share the reading of all files; collective.
+        directory: argument of `save`.
+        job: of all ranks, which share the verification of the files. Collective.
 
     Attributes:
-        path: of the save.
+        path: directory of the save.
 
-    Raises StateError where there is no checkpoint, FileError naming what cannot be read or is not what was written.
+    Raises StateError if there is no checkpoint, and FileError naming a file that cannot be read or
+    differs from the file that was written.
     """
 
     def __init__(self, directory: str | Path, job: Job) -> None:
-        with job.agreement.phase("verifying the checkpoint"), naming("reading the checkpoint", str(directory)):
+        with (
+            job.agreement.phase("verifying the checkpoint"),
+            naming("reading the checkpoint", str(directory)),
+        ):
             self.path = _latest_save(given_path(directory, "directory"))
             checksums = read_checksums(self.path, REMEDY)
+            # every rank verifies its share of the files
             for name in sorted(checksums)[job.rank :: job.world_size]:
                 require_as_written(self.path / name, checksums[name], REMEDY)
         with job.agreement.phase("reading the checkpoint"), naming("reading", self.path, REMEDY):
-            data = [path.name for path in self.path.iterdir() if path.suffix == DEFAULT_SUFFIX]
-            if unlisted := sorted({METADATA, *data} - checksums.keys()):
-                raise FileError(f"reading {self.path / CHECKSUMS}: it has no entry for {unlisted[0]}. {REMEDY}")
-            self._metadata = read_metadata(self.path, {name: (self.path / name).stat().st_size for name in checksums})
+            data_files = {
+                path.name for path in self.path.iterdir() if path.suffix == DEFAULT_SUFFIX
+            }
+            # a file without a checksum would be read unverified
+            unlisted = sorted({METADATA, *data_files} - checksums.keys())
+            if unlisted:
+                raise FileError(
+                    f"reading {self.path / CHECKSUMS}: it has no entry for {unlisted[0]}. {REMEDY}",
+                    code="damaged-checkpoint",
+                )
+            nbytes = {name: (self.path / name).stat().st_size for name in checksums}
+            self._metadata = read_metadata(self.path, nbytes)
 
     def entries(self, prefix: str) -> dict[str, TensorStorageMetadata | None]:
-        """Return size and dtype of tensors, None for values, by key without `prefix`, which all of them have."""
-        found = below(self._metadata.state_dict_metadata, prefix)
-        return {key: entry if isinstance(entry, TensorStorageMetadata) else None for key, entry in found.items()}
+        """Return the entries whose keys start with `prefix`, by the rest of the key.
+
+        Tensors are represented by their size and dtype, values by None.
+        """
+        entries = below(self._metadata.state_dict_metadata, prefix)
+        return {
+            key: entry if isinstance(entry, TensorStorageMetadata) else None
+            for key, entry in entries.items()
+        }
 
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Fill tensors in host memory, put the saved values for None, and return `state`. Raises FileError."""
+        """Fill the tensors of `state`, replace None by the saved value, and return `state`.
+
+        Tensors are in host memory; a DTensor gets this rank's part. Raises FileError.
+        """
+        stored_parts = self._metadata.storage_data
         with naming_damage(self.path):
             planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(state, self._metadata, is_coordinator=True)
-            by_file: dict[str, list[ReadItem]] = {}
+            items_of_files: dict[str, list[ReadItem]] = {}
             for item in planner.create_local_plan().items:
-                by_file.setdefault(self._metadata.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            with naming_damage(self.path / name), open_regular(self.path / name, follow_links=False) as file:
+                file_name = stored_parts[item.storage_index].relative_path
+                items_of_files.setdefault(file_name, []).append(item)
+        for file_name, items in items_of_files.items():
+            path = self.path / file_name
+            with naming_damage(path), open_regular(path, follow_links=False) as file:
                 for item in items:
-                    stored = self._metadata.storage_data[item.storage_index]
+                    stored = stored_parts[item.storage_index]
                     part = cast(IO[bytes], _Slice(file, stored.offset, stored.length))
                     value = torch.load(part, map_location="cpu", weights_only=True)
+                    # a value
                     if item.type is LoadItemType.BYTE_IO:
                         state[item.dest_index.fqn] = value
-                    else:
-                        self._require_recorded(item.storage_index, value)
-                        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                            value = value.narrow(dim, offset, length)
-                        planner.resolve_tensor(item).detach().copy_(value)
+                        continue
+                    self._require_recorded(item.storage_index, value)
+                    bounds = zip(item.storage_offsets, item.lengths, strict=True)
+                    for dim, (offset, length) in enumerate(bounds):
+                        value = value.narrow(dim, offset, length)
+                    planner.resolve_tensor(item).detach().copy_(value)
         return state
 
     def _require_recorded(self, index: MetadataIndex, value: object) -> None:
-        """Raise ValueError unless a stored part has the size and dtype that the metadata says."""
+        """Raise ValueError unless a stored part has the size and dtype of the metadata.
+
+        Otherwise `copy_` would convert or broadcast it without an error.
+        """
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata), "only tensors have parts"
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        expected = (sizes, entry.properties.dtype)
-        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != expected:
-            raise ValueError(f"{index.fqn} is not stored as {tuple(sizes)} of {entry.properties.dtype}")
+        dtype = entry.properties.dtype
+        if not isinstance(value, torch.Tensor) or value.shape != sizes or value.dtype != dtype:
+            raise ValueError(f"{index.fqn} is not stored as {tuple(sizes)} of {dtype}")
 
     def read_all(self, prefix: str) -> dict[str, Any]:
-        """Read whole tensors and values, those whose keys begin with `prefix`, into new memory. Raises FileError."""
-        room = {
-            prefix + key: None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in self.entries(prefix).items()
-        }
-        return self.read(room)
+        """Read the whole tensors and values whose keys start with `prefix`, into new host memory.
+
+        Returns them by full key. Raises FileError.
+        """
+        state: dict[str, Any] = {}
+        for key, entry in self.entries(prefix).items():
+            state[prefix + key] = None
+            if entry is not None:
+                state[prefix + key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return self.read(state)
 
     def value(self, key: str) -> Any:
         """Read one value. Raises FileError."""
         return self.read({key: None})[key]
 
     def require_fit(self, problems: Iterable[str]) -> None:
-        """Raise StateError, naming what cannot be restored, if there is anything."""
-        if found := sorted(problems):
-            named = first_of(found, _MOST_NAMED, "; ")
-            raise StateError(f"{self.path} belongs to another model: {named}. Load it into the model that saved it")
+        """Raise StateError with the first of `problems`, if there are any."""
+        sorted_problems = sorted(problems)
+        if sorted_problems:
+            raise StateError(
+                f"{self.path} belongs to another model: "
+                f"{first_of(sorted_problems, _MAX_PROBLEMS, '; ')}. "
+                "Load it into the model that saved it",
+                code="checkpoint-of-another-model",
+            )
 
 
 def below(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return what has a key that begins with `prefix`, by the rest of the key."""
-    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    """Return the entries whose keys start with `prefix`, by the rest of the key."""
+    return {
+        key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
+    }
 
 
-def differences(saved: Mapping[str, TensorStorageMetadata | None], live: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what of the saved entries cannot be restored into those that are live, tensors and values."""
+def differences(
+    saved: Mapping[str, TensorStorageMetadata | None], live: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the problems that prevent loading saved entries into live tensors and values."""
     yield from (f"{key} is missing" for key in live.keys() - saved.keys())
     yield from (f"{key} is unknown to this model" for key in saved.keys() - live.keys())
     for key in live.keys() & saved.keys():
-        now, then = live[key], saved[key]
-        if isinstance(now, torch.Tensor) != (then is not None):
-            yield f"{key} is {'not ' if then is None else ''}a tensor in the checkpoint"
-        elif then is not None and (tuple(now.shape), now.dtype) != (tuple(then.size), then.properties.dtype):
-            yield f"{key}: {tuple(then.size)} of {then.properties.dtype}, expected {tuple(now.shape)} of {now.dtype}"
-
-
-def _latest_save(directory: Path) -> Path:
-    latest = directory / LATEST
-    if not os.path.lexists(latest):
-        raise StateError(f"no checkpoint: {latest} does not exist")
-    if (name := _named(latest)) is None or directory / name not in _saves(directory):
-        raise FileError(f"reading {latest}: it does not name a save beside it. {REMEDY}")
-    return directory / name
+        value = live[key]
+        entry = saved[key]
+        if isinstance(value, torch.Tensor) != (entry is not None):
+            yield f"{key} is {'not ' if entry is None else ''}a tensor in the checkpoint"
+        elif entry is not None:
+            dtype = entry.properties.dtype
+            if value.shape != entry.size or value.dtype != dtype:
+                yield (
+                    f"{key}: {tuple(entry.size)} of {dtype}, expected {tuple(value.shape)} of "
+                    f"{value.dtype}"
+                )
 
 
 class _Slice(io.RawIOBase):
-    """`length` bytes of an open file from `offset` on, as a file."""
+    """Read-only file that consists of `length` bytes of an open file, starting at `offset`."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._descriptor = file.fileno()
@@ -267,21 +368,23 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}
+        self._position = max(0, bases[whence] + offset)
         return self._position
 
     def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        left = max(0, self._length - self._position)
+        num_left = max(0, self._length - self._position)
         total = 0
-        with memoryview(buffer) as view, view.cast("B") as octets, octets[:left] as room:
-            # torch asks once for a whole tensor and takes fewer bytes for damage; Linux reads at most 2 GiB at once
+        with memoryview(buffer) as view, view.cast("B") as octets, octets[:num_left] as room:
+            # torch requests a whole tensor at once, and treats a short read as damage; but Linux
+            # reads at most 2 GiB at once
             while total < len(room):
                 with room[total:] as rest:
-                    count = os.preadv(self._descriptor, [rest], self._start + self._position + total)
+                    offset = self._start + self._position + total
+                    count = os.preadv(self._descriptor, [rest], offset)
                 if count == 0:
                     break
                 total += count

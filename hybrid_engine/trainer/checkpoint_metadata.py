@@ -1,7 +1,9 @@
-"""`.metadata` of a checkpoint, torch's records of what is stored where: unpickled without code, and proven to be whole.
+"""Safe reading of a checkpoint's `.metadata`: torch's records of what is stored where.
 
-torch trusts it: an entry that lacks a part would be loaded as the uninitialised memory that was to receive it. Here
-every tensor is made of its parts exactly once, every part is stored, and no two are stored in the same place.
+It is unpickled without running code, and validated. torch trusts it: a tensor that lacks a part
+would be loaded as the uninitialized memory that was allocated for it. This module checks that the
+parts of every tensor cover it exactly once, that every part is stored, and that no two parts
+overlap in a file.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -31,59 +33,82 @@ from hybrid_engine.files.reading import read_regular
 METADATA = ".metadata"
 REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
 
-_MOST_NBYTES = 1 << 32
-_RECORDS = {
+# bytes; a file of any size could exhaust the host memory
+_MAX_NBYTES = 1 << 32
+_ALLOWED_NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
     "pathlib": {"Path", "PosixPath"},
 }
-"""What `.metadata` consists of, beside dtypes."""
+"""Module -> names that `.metadata` may refer to, in addition to dtypes."""
+
+Box = Sequence[tuple[int, int]]
+"""(start, end) in elements, for each dim."""
 
 
 @contextmanager
 def naming_damage(path: Path) -> Iterator[None]:
-    """Turn whatever damaged contents make readers raise into a FileError: torch's raise any kind of exception."""
+    """Turn any exception that damaged contents cause into a FileError that names `path`.
+
+    torch's readers raise exceptions of any type for these.
+    """
     try:
         with naming("reading", path, REMEDY):
             yield
     except HybridEngineError:
         raise
     except Exception as error:
-        reason = clipped(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
-        raise FileError(f"reading {path}: damaged ({reason}). {REMEDY}") from error
+        first_line = str(error).splitlines()[:1]
+        reason = clipped(": ".join([type(error).__name__, *first_line]))
+        raise FileError(
+            f"reading {path}: damaged ({reason}). {REMEDY}", code="damaged-checkpoint"
+        ) from error
 
 
 def read_metadata(directory: Path, nbytes: Mapping[str, int]) -> Metadata:
-    """Return the metadata of a checkpoint. Raises FileError.
+    """Return the validated metadata of a checkpoint. Raises FileError.
 
     Args:
         directory: of the checkpoint.
-        nbytes: of the files there, by name.
+        nbytes: file name -> size in bytes, of the files in `directory`.
     """
     with naming_damage(directory / METADATA):
-        contents = read_regular(directory / METADATA, _MOST_NBYTES, follow_links=False)
-        metadata = _Unpickler(io.BytesIO(contents)).load()
+        contents = read_regular(directory / METADATA, _MAX_NBYTES, follow_links=False)
+        metadata = _RestrictedUnpickler(io.BytesIO(contents)).load()
         if type(metadata) is not Metadata:
             raise ValueError(f"it is a {type(metadata).__name__}")
-        _require_whole(metadata, nbytes)
+        least_nbytes = _require_complete(metadata)
+        _require_stored(metadata, least_nbytes, nbytes)
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Unpickler of `_ALLOWED_NAMES` and dtypes only: pickles may otherwise call any function."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _RECORDS.get(module, ()):
+        if not is_dtype and name not in _ALLOWED_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
         return super().find_class(module, name)
 
 
-def _require_whole(metadata: Metadata, nbytes: Mapping[str, int]) -> None:
-    """Raise ValueError, or what a missing attribute raises, unless each entry is stored, whole and once."""
+# The checks below raise ValueError, or whatever a missing attribute raises. Types are compared with
+# `is`: the attributes come from a file, and a subclass could behave differently.
+
+
+def _require_complete(metadata: Metadata) -> dict[MetadataIndex, int]:
+    """Check that each entry is complete; return the least number of bytes of each part."""
     least_nbytes: dict[MetadataIndex, int] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if type(key) is str and type(entry) is BytesStorageMetadata:
@@ -92,60 +117,93 @@ def _require_whole(metadata: Metadata, nbytes: Mapping[str, int]) -> None:
             _require_covered(key, entry)
             itemsize = entry.properties.dtype.itemsize
             for chunk in entry.chunks:
-                least_nbytes[MetadataIndex(key, chunk.offsets)] = math.prod(chunk.sizes) * itemsize
+                index = MetadataIndex(key, chunk.offsets)
+                least_nbytes[index] = math.prod(chunk.sizes) * itemsize
         else:
             raise ValueError(f"{key!r} is a {type(entry).__name__}")
+    return least_nbytes
+
+
+def _require_stored(
+    metadata: Metadata, least_nbytes: Mapping[MetadataIndex, int], nbytes: Mapping[str, int]
+) -> None:
+    """Check that each part is stored inside a file, and not in the bytes of another part."""
     stored = metadata.storage_data
+    # each part must be stored, and each stored part must belong to an entry
     if stored.keys() != least_nbytes.keys():
         (index, *_) = stored.keys() ^ least_nbytes.keys()
-        raise ValueError(f"{index.fqn} is {'stored, but not an entry' if index in stored else 'not stored'}")
-    places: dict[str, list[tuple[int, int]]] = {}
+        state = "stored, but not an entry" if index in stored else "not stored"
+        raise ValueError(f"{index.fqn} is {state}")
+    ranges_of_files: dict[str, list[tuple[int, int]]] = {}
     for index, info in stored.items():
-        numbers = (info.offset, info.length)
-        if info.relative_path not in nbytes or {type(number) for number in numbers} != {int}:
+        file = info.relative_path
+        if file not in nbytes or type(info.offset) is not int or type(info.length) is not int:
             raise ValueError(f"{index.fqn} is not stored in a file of the checkpoint")
         end = info.offset + info.length
-        if not 0 <= info.offset <= end <= nbytes[info.relative_path] or info.length < least_nbytes[index]:
-            raise ValueError(f"{index.fqn} does not fit into its place in {info.relative_path}")
+        is_inside = 0 <= info.offset <= end <= nbytes[file]
+        if not is_inside or info.length < least_nbytes[index]:
+            raise ValueError(f"{index.fqn} does not fit into its range of {file}")
+        # saves of this project are not compressed or converted
         if info.transform_descriptors is not None:
             raise ValueError(f"{index.fqn} is stored in another form")
-        places.setdefault(info.relative_path, []).append((info.offset, end))
-    for file, ranges in places.items():
-        if any(end > start for (_, end), (start, _) in pairwise(sorted(ranges))):
-            raise ValueError(f"two entries are stored in the same place of {file}")
+        ranges_of_files.setdefault(file, []).append((info.offset, end))
+    for file, ranges in ranges_of_files.items():
+        for (_, end), (next_start, _) in pairwise(sorted(ranges)):
+            if end > next_start:
+                raise ValueError(f"two entries overlap in {file}")
 
 
 def _require_covered(key: str, entry: TensorStorageMetadata) -> None:
-    """Raise ValueError unless each element of the tensor is in exactly one of its parts."""
+    """Check that each element of the tensor is in exactly one part."""
     if type(entry.size) is not torch.Size or type(entry.properties.dtype) is not torch.dtype:
         raise ValueError(f"{key} has no size or dtype")
+    num_dims = len(entry.size)
+    boxes = []
+    num_elements = 0
     for chunk in entry.chunks:
-        shapes = (chunk.offsets, chunk.sizes)
-        if {type(shape) for shape in shapes} != {torch.Size} or {len(shape) for shape in shapes} != {len(entry.size)}:
+        if not _has_dims(chunk, num_dims):
             raise ValueError(f"a part of {key} has other dims")
-        bounds = zip(*shapes, entry.size, strict=True)
-        if any(min(offset, length) < 0 or offset + length > size for offset, length, size in bounds):
-            raise ValueError(f"a part of {key} is outside of it")
-    parts = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
-    if sum(math.prod(chunk.sizes) for chunk in parts) != math.prod(entry.size) or _overlap(parts):
-        raise ValueError(f"the parts of {key} do not make the whole of it once")
+        box = []
+        for start, length, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True):
+            if min(start, length) < 0 or start + length > size:
+                raise ValueError(f"a part of {key} is outside of it")
+            box.append((start, start + length))
+        if math.prod(chunk.sizes):
+            boxes.append(box)
+            num_elements += math.prod(chunk.sizes)
+    # parts inside the tensor that do not overlap and have as many elements cover it
+    if num_elements != math.prod(entry.size) or _overlap(boxes):
+        raise ValueError(f"the parts of {key} do not cover it exactly once")
 
 
-def _overlap(parts: Iterable[ChunkStorageMetadata]) -> bool:
-    """Return whether any two parts, none of them empty, have an element in common."""
-    boxes = [[(start, start + length) for start, length in zip(one.offsets, one.sizes, strict=True)] for one in parts]
-    if len(boxes) < 2 or not boxes[0]:
-        return len(boxes) > 1
-    # along the dim that is cut into most pieces, a part can overlap only with those that have not ended
+def _has_dims(chunk: ChunkStorageMetadata, num_dims: int) -> bool:
+    return all(
+        type(shape) is torch.Size and len(shape) == num_dims
+        for shape in (chunk.offsets, chunk.sizes)
+    )
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Return True if any two boxes, none of them empty, have an element in common."""
+    if len(boxes) < 2:
+        return False
+    if not boxes[0]:
+        return True  # several parts of a tensor without dims
+    # Sweep along the dim with the most different boxes: there each box has the fewest neighbours,
+    # and can overlap only with boxes that have not ended where it starts.
     dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim] for box in boxes}))
-    open_boxes: list[list[tuple[int, int]]] = []
+    open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[dim]):
-        open_boxes = [other for other in open_boxes if other[dim][1] > box[dim][0]]
+        start, _ = box[dim]
+        open_boxes = [other for other in open_boxes if other[dim][1] > start]
         if any(_have_common_element(box, other) for other in open_boxes):
             return True
         open_boxes.append(box)
     return False
 
 
-def _have_common_element(box: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
-    return all(start < end and begin < stop for (start, stop), (begin, end) in zip(box, other, strict=True))
+def _have_common_element(box: Box, other: Box) -> bool:
+    return all(
+        start < other_end and other_start < end
+        for (start, end), (other_start, other_end) in zip(box, other, strict=True)
+    )

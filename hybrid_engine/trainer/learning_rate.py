@@ -1,7 +1,7 @@
-"""The learning rate of a trainer: set by its user, or by a schedule that takes a step with every update.
+"""Learning rate of a trainer, set by its user or by a schedule that advances with every update.
 
-`ParamSchedule` computes what megatron-core's OptimizerParamScheduler does: FSDP2 trains where megatron-core is not
-installed. A test compares the two, update by update.
+`ParamSchedule` computes the same values as megatron-core's OptimizerParamScheduler, because FSDP2
+also trains where megatron-core is not installed. A test compares the two, update by update.
 """
 
 from __future__ import annotations
@@ -20,83 +20,109 @@ from hybrid_engine.errors import ArgumentError, StateError, Violation, shortened
 logger = logging.getLogger("hybrid_engine")
 
 LARGEST = 1e30
-"""The most that `optimizer.lr` may be, too: float32 weights take no more."""
+"""Largest learning rate, also of `optimizer.lr`: float32 weights cannot use larger ones."""
 
 ParamGroups = Sequence[dict[str, Any]]
-"""Of an optimizer."""
+"""Parameter groups of an optimizer."""
 
 
 class Scheduler(Protocol):
-    """Learning rate and weight decay by update: megatron-core's `OptimizerParamScheduler`, or `ParamSchedule`.
+    """Schedule of learning rate and weight decay, by updates.
+
+    Either megatron-core's `OptimizerParamScheduler`, or `ParamSchedule`.
 
     Attributes:
-        num_steps: updates so far.
+        num_steps: number of updates so far.
     """
 
     num_steps: int
 
     def step(self, increment: int) -> None:
-        """Set learning rate and weight decay of every parameter group for the update after `increment` more."""
+        """Advance by `increment` updates, and set the values of every parameter group."""
 
 
 def learning_rate_of(groups: ParamGroups) -> float:
-    """Rate of the next update; embedding and output head may have one of their own (decoupled_lr). NaN where this rank
-    trains nothing."""
-    return float(next((group["lr"] for group in groups if not group.get("is_decoupled_lr")), float("nan")))
+    """Return the learning rate of the next update; NaN if this rank trains nothing.
+
+    Groups with their own rate (decoupled_lr: embedding and output head) are ignored.
+    """
+    for group in groups:
+        if not group.get("is_decoupled_lr"):
+            return float(group["lr"])
+    return math.nan
 
 
-def set_learning_rate(groups: ParamGroups, scheduler: Scheduler | None, learning_rate: float) -> None:
-    """Set the learning rate of every group. Raises StateError where a schedule does that, and ArgumentError."""
+def set_learning_rate(
+    groups: ParamGroups, scheduler: Scheduler | None, learning_rate: float
+) -> None:
+    """Set the learning rate of every group.
+
+    Raises StateError if a schedule sets it, and ArgumentError for an invalid value.
+    """
     if scheduler is not None:
         raise StateError(
-            "the learning rate follows optimizer.schedule of the configuration; leave that out to set it by hand"
+            "the learning rate follows optimizer.schedule of the configuration; remove that key "
+            "to set the rate by hand",
+            code="learning-rate-is-scheduled",
         )
-    given: object = learning_rate
-    if isinstance(given, bool) or not (isinstance(given, Real) and 0 <= float(given) <= LARGEST):
-        problem = f"{shortened(given)} is not possible"
-        raise ArgumentError([Violation("learning_rate", problem, f"Use a number from 0 to {LARGEST:g}")])
+    # `object`, because a caller may pass anything
+    value: object = learning_rate
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and 0 <= float(learning_rate) <= LARGEST):
+        problem = f"{shortened(value)} is not a valid rate"
+        remedy = f"Use a number from 0 to {LARGEST:g}"
+        raise ArgumentError([Violation("learning_rate", problem, remedy, code="out-of-range")])
     for group in groups:
         group["lr"] = float(learning_rate)
 
 
 def resume(scheduler: Scheduler | None, num_steps: int | None) -> None:
-    """Go on after `num_steps` updates, which a checkpoint has; None: it was saved without a schedule."""
+    """Set the position of a schedule to `num_steps` updates, from a checkpoint.
+
+    None: the checkpoint was saved without a schedule.
+    """
     if scheduler is None:
         return
     if num_steps is None:
-        logger.warning("the checkpoint was saved without a learning-rate schedule, which begins with its first update")
+        logger.warning(
+            "the checkpoint was saved without a learning-rate schedule; the schedule of this "
+            "configuration starts at its first update"
+        )
     scheduler.num_steps = num_steps or 0
+    # sets the values of the current position
     scheduler.step(0)
 
 
-_FALLS: Final[Mapping[str, Callable[[float], float]]] = {
-    "linear": lambda share: 1.0 - share,
-    "cosine": lambda share: 0.5 * (math.cos(math.pi * share) + 1.0),
-    "exponential": lambda share: 2.0 * math.pow(0.5, share) - 1.0,
-    "minus_sqrt": lambda share: 1.0 - math.sqrt(share),
+_DECAYS: Final[Mapping[str, Callable[[float], float]]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
+    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Form of a decay -> share of it that is over -> what is left, from 1 to 0."""
+"""Style of a decay -> function from its progress (0 to 1) to the remaining factor (1 to 0)."""
 
 
 class ParamSchedule:
-    """Sets learning rate and weight decay of an optimizer's groups.
+    """Schedule of learning rate and weight decay of an optimizer's groups.
 
     Args:
-        optimizer: whose first group decays, as `actor._adam` makes it, and no other.
+        optimizer: only its first group has weight decay, as in `fsdp.actor`.
         config: with a schedule.
 
     Attributes:
-        num_steps: updates so far.
+        num_steps: number of updates so far.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
         assert config.schedule is not None
-        self._optimizer, self._config, self._schedule = optimizer, config, config.schedule
+        self._optimizer = optimizer
+        self._config = config
+        self._schedule = config.schedule
         self.num_steps = 0
         self.step(0)
 
     def step(self, increment: int) -> None:
-        """Set the values for the update after `increment` more."""
+        """Advance by `increment` updates, and set the values of every parameter group."""
         self.num_steps += increment
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._schedule, self._config.lr, self.num_steps)
@@ -104,31 +130,41 @@ class ParamSchedule:
 
 
 def learning_rate(schedule: ScheduleConfig, largest: float, num_steps: int) -> float:
-    """Of the update after `num_steps` others."""
-    num_warmup_steps, num_decay_steps = schedule.num_warmup_steps, schedule.lr_decay_steps
+    """Return the learning rate of the update after `num_steps` updates."""
+    num_warmup_steps = schedule.num_warmup_steps
+    num_decay_steps = schedule.lr_decay_steps
     if num_warmup_steps > 0 and num_steps <= num_warmup_steps:
-        return schedule.lr_warmup_init + (largest - schedule.lr_warmup_init) * num_steps / num_warmup_steps
+        # linear from lr_warmup_init, as in Megatron
+        increase = (largest - schedule.lr_warmup_init) * num_steps / num_warmup_steps
+        return schedule.lr_warmup_init + increase
     if num_decay_steps is None or schedule.lr_decay_style == "constant":
         return largest
     if num_steps > num_decay_steps:
         return schedule.min_lr
     if schedule.lr_decay_style == "inverse-square-root":
-        return max(schedule.min_lr, largest * max(num_warmup_steps, 1) ** 0.5 / max(num_steps, 1) ** 0.5)
+        rate = largest * max(num_warmup_steps, 1) ** 0.5 / max(num_steps, 1) ** 0.5
+        return max(schedule.min_lr, rate)
     if schedule.lr_decay_style == "WSD":
+        # warm-up, stable, decay: constant until the last `lr_wsd_decay_steps`
         assert schedule.lr_wsd_decay_steps is not None
-        num_over = max(0, num_steps - (num_decay_steps - schedule.lr_wsd_decay_steps))
-        left = _FALLS[schedule.lr_wsd_decay_style](num_over / schedule.lr_wsd_decay_steps)
+        decay_start = num_decay_steps - schedule.lr_wsd_decay_steps
+        progress = max(0, num_steps - decay_start) / schedule.lr_wsd_decay_steps
+        factor = _DECAYS[schedule.lr_wsd_decay_style](progress)
     else:
-        left = _FALLS[schedule.lr_decay_style]((num_steps - num_warmup_steps) / (num_decay_steps - num_warmup_steps))
-    return schedule.min_lr + left * (largest - schedule.min_lr)
+        # the decay starts after the warm-up
+        progress = (num_steps - num_warmup_steps) / (num_decay_steps - num_warmup_steps)
+        factor = _DECAYS[schedule.lr_decay_style](progress)
+    return schedule.min_lr + factor * (largest - schedule.min_lr)
 
 
 def weight_decay(config: OptimizerConfig, num_steps: int) -> float:
-    """Of the update after `num_steps` others."""
-    schedule, (start, end) = config.schedule, config.weight_decays
+    """Return the weight decay of the update after `num_steps` updates."""
+    schedule = config.schedule
     assert schedule is not None
-    num_growing = schedule.num_weight_decay_steps
-    if schedule.weight_decay_incr_style == "constant" or num_growing is None or num_steps > num_growing:
+    start, end = config.weight_decays
+    style = schedule.weight_decay_incr_style
+    num_growing_steps = schedule.num_weight_decay_steps
+    if style == "constant" or num_growing_steps is None or num_steps > num_growing_steps:
         return end
-    grown = 1.0 - _FALLS[schedule.weight_decay_incr_style](num_steps / num_growing)
-    return start + grown * (end - start)
+    growth = 1.0 - _DECAYS[style](num_steps / num_growing_steps)
+    return start + growth * (end - start)

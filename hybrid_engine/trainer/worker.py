@@ -1,25 +1,28 @@
-"""`ActorHybridWorker`: one rank of a group that generates with vLLM and trains, all from a configuration."""
+"""`ActorHybridWorker`: one rank of a group that trains, and generates with vLLM."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import overload
 
-from hybrid_engine.assembly import check_inference, megatron_lora, put_beside
+import torch
+
+from hybrid_engine.assembly import build_parts, inference_side, megatron_lora
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.config.job_rules import memory_plan, watches_memory
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.layouts.memory import GIB, MemoryPlan
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.process import Ends
-from hybrid_engine.switch.report import MemoryWatch, ReshardReport
+from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.switch.states import State
-from hybrid_engine.trainer.ports import ActorTrainer
+from hybrid_engine.trainer.batches.batch_checks import agreed_share
+from hybrid_engine.trainer.batches.token_outputs import Outputs
+from hybrid_engine.trainer.ports import ActorTrainer, score
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -27,39 +30,50 @@ logger = logging.getLogger("hybrid_engine")
 class ActorHybridWorker(HybridEngine[ActorTrainer]):
     """The actor: a `HybridEngine` whose trainer, Megatron or FSDP2, is built from a configuration.
 
-    Build one on every rank, under torchrun; `with ActorHybridWorker(config) as worker:` shuts it down in the end. It
-    creates the process group when there is none, applies the Megatron patches where Megatron trains, and builds both
-    engines. Each rank reads its part of the model's weights; with `random_weights` they are initialised instead. vLLM's
-    come by resharding.
+        with ActorHybridWorker(config) as worker:             on every rank, under torchrun
+            with worker.rollout_context():
+                completions = worker.generate_sequences(prompts, sampling)
+            with worker.train_context():
+                report = worker.update(batch, loss_function)
 
-    Batches and prompts are global: every rank passes the same, and gets the whole result. With `data="local"` each rank
-    passes prompts of its own, and each data parallel rank a batch of its own, as large as the others', and gets the
-    result for it; ranks of one model-parallel group pass the same batch.
+    The constructor creates the process group if there is none, applies the Megatron patches if
+    Megatron trains, and builds both engines. Each rank reads its part of the model's weights; with
+    `random_weights` they are initialized instead. vLLM gets its weights by resharding.
+
+    Batches and prompts are global by default: every rank passes the same, and gets the whole
+    result. With `data="local"` each rank passes its own prompts, and each data parallel rank its
+    own batch, of the same size on all ranks, and gets the result for it; ranks of one
+    model-parallel group pass the same batch.
 
     Args:
         config: see `load_config`.
-        weights_only: the training model holds weights and is not asked to compute. For checks of the switch with models
-            or layouts that this project does not train.
-        load_weights: False for one that goes on from a checkpoint: the model's weights are not read, and are random
-            until `load_checkpoint` or `load_hf_checkpoint`.
-        job: default: `Job.join`, which ends with this worker. One that is given outlives it, and has the timeout of
-            the configuration.
+        weights_only: the training model only holds weights and cannot compute. For checks of the
+            switch with models or layouts that this project does not train.
+        load_weights: False if `load_checkpoint` or `load_hf_checkpoint` follows: weights are not
+            read, and are random until then.
+        job: default: `Job.join`, which ends with this worker. A job that is passed outlives the
+            worker, and must have the timeout of the configuration.
 
     Attributes:
-        config: as given.
+        config: the configuration.
         rank: of this process.
         world_size: number of ranks.
-        job: the ranks, their device (`job.device`) and how they agree.
+        job: the ranks, their device (`job.device`), and the agreement between them.
         train: the trainer, an `ActorTrainer`; `train.limits` has the data parallel rank and size.
         inference: the `InferenceEngine`, with vLLM's `llm`.
     """
 
     def __init__(
-        self, config: HybridConfig, *, weights_only: bool = False, load_weights: bool = True, job: Job | None = None
+        self,
+        config: HybridConfig,
+        *,
+        weights_only: bool = False,
+        load_weights: bool = True,
+        job: Job | None = None,
     ) -> None:
         self.config = config
-        self._memory: MemoryWatch | None = None  # where models are beside the actor, or memory is limited
-        with Ends() as undo:  # the last first, each even if another fails
+        # ends in reverse order, and continues with the others if one fails
+        with Ends() as undo:
             if job is None:
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with job.agreement.building():
@@ -67,85 +81,165 @@ class ActorHybridWorker(HybridEngine[ActorTrainer]):
             self.take_over(undo)
 
     def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
+        # fail before anything is downloaded or allocated
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
             build_actor = _builder(self.config)
-            if watches_memory(self.config):
-                self._memory = MemoryWatch(memory_plan(self.config, job.world_size), job.rank)
-                if job.rank == 0:
-                    logger.info("%s", self._memory.plan)
             table = table_for(self.config.hf_config())
-            check_inference(self.config, job)
+            inference_side(self.config).check(job)
         if load_weights:
             fetch_weights(self.config.model, job)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):
             train = build_actor(self.config, table, job, undo, weights_only=weights_only)
-            self.actor = getattr(train, "actor", None)  # Megatron's own objects, where it trains
+            # Megatron's objects; FSDP2 has none
+            self.actor = getattr(train, "actor", None)
         if load_weights:
             load_pretrained(self.config.model, train.weights.base, table, job)
             if job.rank == 0 and self.config.actor_config.lora is not None:
                 logger.warning("actor_config.lora: the adapters are new; they add nothing yet")
             with job.agreement.phase("copying weights for the optimizer", SHORT_PATIENCE):
                 train.reload_main_params()
-        parts = put_beside(
-            train, self.config, table, job, undo, lora=megatron_lora(self.config, table), gives_back=False
+        parts = build_parts(
+            train,
+            self.config,
+            table,
+            job,
+            undo,
+            lora=megatron_lora(self.config, table),
+            gives_back=False,
         )
-        self._take(parts, undo)
-        if self._memory is not None:
-            self._measure_switches()
+        self._adopt(parts, undo)
 
-    def memory_plan(self) -> MemoryPlan:
-        """What is on the devices in each phase, by the configuration; its text is a table.
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
 
-        Raises ConfigError where memory is not planned: with FSDP2, or with adapters.
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., top_k: int
+    ) -> dict[str, torch.Tensor]: ...
+
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the log-probability [B, S] fp32 of every label under the training weights.
+
+        In train or forward context.
+
+        Args:
+            batch: see `batches.Batch`. All results are computed at its `temperature`.
+            data: "global": all ranks pass the same batch and get the whole result; "local": each
+                data parallel rank passes its own batch, of the same size on all ranks, and gets the
+                result for it.
+            entropy: return also `entropy` [B, S] in nats.
+            top_k: if not 0, return also `top_log_probs` and `top_token_ids` [B, S, top_k], the most
+                likely tokens first.
+
+        Returns a tensor; with `entropy` or `top_k` a dict that contains it as `log_probs`. Values
+        of padding are 0. Raises BatchError with every violation, and RemoteError with its message
+        on the other ranks.
         """
-        return memory_plan(self.config, self.world_size) if self._memory is None else self._memory.plan
+        self.sharding.require(State.TRAIN, State.FORWARD)
+        outputs = Outputs(entropy, top_k)
+        return score(self.train, batch, self.job.agreement, "scoring", data, outputs)
 
-    def memory_report(self) -> str:
-        """This rank's memory plan as a table, with what was measured; the plan alone where nothing is measured."""
-        return str(self.memory_plan()) if self._memory is None else self._memory.report()
+    def update(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        data: Data = "global",
+        entropy: bool = False,
+        top_k: int = 0,
+    ) -> dict[str, float]:
+        """Take one optimizer step on the batch, and one step of the learning-rate schedule.
 
-    def note_memory(self, phase: str) -> None:
-        """Compare what is on the device with the memory plan, where there is one. No collective."""
-        if self._memory is not None:
-            self._memory.note(phase, sum(self.resident_nbytes().values()))
+        In `train_context`.
 
-    def has_room_for(self, nbytes: int) -> bool:
-        """Whether so much fits beside what is on the devices into `device_budget_gib`, on every rank. Collective."""
-        if self.config.device_budget_gib is None:
-            return True
-        is_over = sum(self.resident_nbytes().values()) + nbytes > self.config.device_budget_gib * GIB
-        return not any(self.job.agreement.any_of([is_over], "room for another model"))
+        Args:
+            batch: see `batches.Batch`.
+            loss_function: see `batches.LossFunction`.
+            data: see `compute_log_probs`.
+            entropy, top_k: see `compute_log_probs`; the results are added to the loss function's
+                micro batch, `entropy` with gradient.
 
-    def _measure_switches(self) -> None:
-        # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
-        this = weakref.ref(self)
-        phases = {State.TRAIN: "train", State.FORWARD: "forward", State.INFER: "generate"}
-        began_in: str | None = None
+        Returns the reported scalars, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
+        `ActorTrainer.train_step`.
 
-        def measure_before(before: State, target: State) -> None:
-            nonlocal began_in
-            began_in = phases.get(before)
-            if (worker := this()) is not None and before in phases:
-                worker.note_memory(phases[before])
+        Raises on all ranks, before any weight changes:
+            BatchError: with every violation.
+            LossError: if the loss function fails or returns no loss.
+            RemoteError: with the message of the above, on ranks without an error.
+        """
+        self.sharding.require(State.TRAIN)
+        phase = "training step"
+        outputs = Outputs(entropy, top_k)
+        share = agreed_share(
+            batch,
+            self.train.limits,
+            self.job.agreement,
+            phase,
+            data,
+            outputs,
+            learning_rate=self.train.learning_rate,
+        )
+        with self.job.agreement.call(phase):
+            return self.train.train_step(share, loss_function, outputs)
 
-        def measure_peak(report: ReshardReport) -> None:
-            if (worker := this()) is not None and worker._memory is not None and report.direction.endswith(State.INFER):
-                beside = sum(companion.resident_nbytes() for companion in worker.companions)
-                worker._memory.note("switch", report.peak_bytes + beside, began_in)
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        return self.train.learning_rate
 
-        self.on_reshard_start(measure_before)
-        self.on_reshard_end(measure_peak)
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of later updates, a number from 0 to 1e30; in any state.
+
+        Call it with the same value on every rank: an update raises BatchError if ranks differ.
+        Raises, before anything changes, StateError if `actor_config.optimizer.schedule` sets the
+        rate, and ArgumentError for another value.
+        """
+        self.train.set_learning_rate(learning_rate)
+
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+        """Write parameters, optimizer state, position of the schedule, and random generators.
+
+        In `train_context`. A previous checkpoint in `directory` is replaced when the new one is
+        complete. The state of vLLM's sampler is not saved: to reproduce completions, pass a
+        `Sampling` with a seed for each step.
+
+        Raises ConfigError if `latest` in `directory` is a file of another program, FileError if a
+        file cannot be written, and, unless `check_nan` is false, WeightError for NaN and
+        infinities.
+        """
+        self.sharding.require(State.TRAIN)
+        self.train.save_checkpoint(directory, check_nan=check_nan)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Load a checkpoint that `save_checkpoint` wrote, on all ranks or on none.
+
+        In `train_context`. Megatron requires the same layout; FSDP2 takes any number of ranks.
+        """
+        self.sharding.require(State.TRAIN)
+        self.train.load_checkpoint(directory)
 
 
 def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
-    """How the actor is built by whoever trains it; Megatron is patched. Raises DependencyError where it cannot be."""
+    """Return the function that builds the actor; apply Megatron's patches if Megatron trains.
+
+    Raises DependencyError if its packages are missing or have untested versions.
+    """
+    # lazily: the other trainer's packages may not be installed
     if config.actor_config.fsdp is not None:
         from hybrid_engine.trainer.fsdp.actor import build_actor as build_with_fsdp
 
         return build_with_fsdp
     from hybrid_engine.attaching.attachment import apply_patches
 
+    # before Megatron's modules are imported for the build
     apply_patches()
     from hybrid_engine.trainer.megatron.actor import build_actor as build_with_megatron
 

@@ -1,29 +1,31 @@
-"""Between any two ranks of a process group: gloo on the CPU, NCCL on GPUs. Packed messages, per bucket and peer.
+"""Transport between any two ranks of a group: packed messages over gloo (CPU) or NCCL (GPU).
 
     source rank                                              destination rank
     strided reads -> staging [header|piece|piece|…] --isend/irecv--> staging -> strided writes, cast
                      image of a relay buffer -------isend/irecv--> the relay buffer itself
 
-`start` posts a bucket's messages and leaves them in flight until `run` needs them, so the next bucket crosses while
-this one is written and committed: at most NUM_SLOTS buckets at once, each with staging memory of its own, which is kept
-and reused and grows to the largest bucket.
+`start` posts a bucket's messages and leaves them in flight until `run` needs them, so the next
+bucket crosses while this one is written and committed. At most NUM_SLOTS buckets are in flight,
+each with separate staging memory, which is reused and grows to the largest bucket.
 
-A fill of deltas (deltas.py) sends nothing ahead. Lengths are known only once headers have come, so each bucket takes
-two batches, both within `run` or `abandon`:
+A fill of deltas (deltas.py) sends nothing ahead. Lengths are known only after the headers have
+arrived, so each bucket takes two batches, both within `run` or `abandon`:
 
-    compare with copies -> headers of all peers --> contents of all peers, whole or deltas, none of what is void
+    compare with copies -> headers of all peers --> contents of all valid messages, whole or deltas
 
-Any two ranks post the same sequence for each other, and wait only for what the other posts in the same bucket.
+Any two ranks post the same sequence for each other, and wait only for messages that the other posts
+in the same bucket.
 
-A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its messages: their
-header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable. `notify`
-sends headers alone: a rank got so far in a bucket, or why it did not.
+A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its
+messages. Their headers declare the pieces void and carry the reason. No peer is therefore left
+waiting, and the process group stays usable. `notify` sends headers alone: a rank has finished a
+phase of a bucket, or has failed for a reason.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NoReturn
@@ -32,28 +34,47 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
+from hybrid_engine.ranks.torch_internals import abort_group, end_batch
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
-from hybrid_engine.transports.copies import BatchedCopies, CopyError, PhaseClock, copy_straight, failure_at, synchronize
+from hybrid_engine.transports.copies import (
+    BatchedCopies,
+    CopyError,
+    FlatBuffers,
+    PhaseClock,
+    copy_straight,
+    failure_at,
+)
 from hybrid_engine.transports.deltas import Deltas
-from hybrid_engine.transports.messages import ALIGNMENT, HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
+from hybrid_engine.transports.messages import (
+    ALIGNMENT,
+    HEADER_NBYTES,
+    Message,
+    MessagePlanner,
+    StagedMessage,
+)
 
-_SHORTEST_WAIT = 0.001  # seconds; torch takes a timeout of 0 for "no timeout"
-_ROUNDING = 0.01  # seconds by which a wait may end early: torch counts whole milliseconds
+# Seconds. torch interprets a timeout of 0 as "no timeout".
+_SHORTEST_WAIT = 0.001
+# Seconds by which a wait may end early, because torch counts whole milliseconds.
+_ROUNDING = 0.01
+# Seconds between two polls of NCCL's messages.
+_POLL_INTERVAL = 0.0005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Share:
-    """This rank's work in a bucket; made at the first switch.
+class _BucketMessages:
+    """Messages and copies of this rank in a bucket; derived at the first switch.
 
     Attributes:
-        transfers: it is made from.
+        transfers: the transfers from which they were derived.
         outgoing, incoming: messages, by ascending peer.
         packing, unpacking: copies into and out of messages.
-        own: copies within the rank.
+        local: copies within the rank.
     """
 
     transfers: Sequence[Transfer]
@@ -61,26 +82,29 @@ class _Share:
     incoming: Sequence[Message]
     packing: BatchedCopies
     unpacking: BatchedCopies
-    own: BatchedCopies
+    local: BatchedCopies
 
     def planned(self, moved: Transfer) -> Transfer:
-        """The plan's transfer, of which `moved` has one end in a message."""
-        # A packed transfer has the plan's source, an unpacked one its destination: one of the two tells which it was.
+        """Return the plan's transfer for `moved`, which starts or ends in a message instead."""
+        # A packed transfer has the plan's source, an unpacked one the plan's destination.
         return next(
-            one
-            for one in self.transfers
-            if (one.tensor, one.dst_rank) == (moved.tensor, moved.dst_rank)
-            and (one.src == moved.src or one.dst == moved.dst)
+            transfer
+            for transfer in self.transfers
+            if (transfer.tensor, transfer.dst_rank) == (moved.tensor, moved.dst_rank)
+            and (transfer.src == moved.src or transfer.dst == moved.dst)
         )
 
 
 _Part = tuple[int, torch.Tensor]
-"""Bytes that are sent to a peer, or that come from it."""
+"""A peer, and the bytes that are sent to it or received from it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Posted:
-    """Works to wait for once (gloo waits for another message the next time); `works[i]` is about `peers[i]`."""
+    """Posted operations; `works[i]` exchanges messages with `peers[i]`.
+
+    Each work is waited for once: a second wait would wait for the next message with gloo.
+    """
 
     group: Group
     works: Sequence[dist.Work]
@@ -89,14 +113,15 @@ class _Posted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """The messages of one bucket that are being exchanged.
+    """The messages of a bucket that are being exchanged.
 
     Attributes:
-        incoming: with the memory that they come into.
-        posted: all of them, or their headers.
-        failure: why the outgoing messages are void, or why those that come are lost.
-        contents: to be sent once the headers of the incoming ones have come; None where `posted` is all.
-        deltas: that come instead of contents, by peer.
+        incoming: messages with the memory that receives them.
+        posted: operations of all messages, or of their headers.
+        failure: reason why the outgoing messages are void, or the incoming ones are lost.
+        contents: parts to send after the headers of the incoming messages have arrived; None if
+            `posted` is complete.
+        deltas: deltas received in place of contents, by peer.
     """
 
     incoming: Sequence[StagedMessage]
@@ -109,36 +134,41 @@ class _InFlight:
 class CollectiveTransport:
     """Point-to-point messages over a process group.
 
-    After a timeout or a lost connection the process group is unusable (gloo closes its connections, so that peers
-    notice soon), and every later call that needs it raises at once; after any other failure the transport goes on
-    working.
+    After a timeout or a lost connection the process group is unusable (gloo closes its connections,
+    so peers notice soon), and every later call that needs it raises at once. After any other
+    failure the transport continues to work.
 
     Args:
-        context: with a group. Staging lies on the current GPU with NCCL, else on the CPU.
+        context: must have a group. Staging lies on the current GPU with NCCL, else on the CPU.
     """
 
     name = "collective"
 
     def __init__(self, context: TransportContext) -> None:
         assert context.group is not None
-        self.rank, self._timeout = context.rank, context.timeout
+        self.rank = context.rank
+        self._timeout = context.timeout
         self._relays = context.relays or RelayBuffers(context.rank, {})
         self._planner = MessagePlanner(
             context.rank, context.source_buffers, context.destination_buffers, self._relays.buffers
         )
         self._deltas = context.deltas
-        self._group, self._notify_group = context.group, context.notify_group or context.group
-        self._device, self._notify_device = map(_staging_device, (self._group, self._notify_group))
-        self._receives_copies = self._device.type == "cpu"  # messages come into the copies themselves
+        self._group = context.group
+        self._notify_group = context.notify_group or context.group
+        self._device = _staging_device(self._group)
+        self._notify_device = _staging_device(self._notify_group)
+        # On the host, messages are received directly into the copies that deltas are applied to.
+        self._receives_copies = self._device.type == "cpu"
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
-        self._shares: dict[int, _Share] = {}  # by bucket
-        self._in_flight: dict[int, _InFlight] = {}  # started, by bucket
+        # Both by bucket.
+        self._shares: dict[int, _BucketMessages] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._broken: dict[Group, TransportError] = {}
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """See `router.RegisteredTransport`: it carries everything."""
+        """See `router.RegisteredTransport`: this transport carries every transfer."""
         return ""
 
     @classmethod
@@ -151,12 +181,13 @@ class CollectiveTransport:
         self,
         bucket: int,
         transfers: Sequence[Transfer],
-        source: Mapping[str, torch.Tensor] | None,
+        source: FlatBuffers | None,
         reason: str = "",
     ) -> None:
-        """Post the messages of a bucket, which were not yet; see `ports.Transport`. Nothing in a fill of deltas.
+        """Post the messages of a bucket if they are not posted yet; see `ports.Transport`.
 
-        A failure to read is raised by `run`. Raises TransportError when the group is unusable or memory is short.
+        Does nothing in a fill of deltas. A failure to read is raised by `run`. Raises
+        TransportError when the group is unusable or memory is short.
         """
         if bucket not in self._in_flight and not self._sends_deltas:
             self._in_flight[bucket] = self._launch(bucket, transfers, source, reason)
@@ -166,206 +197,307 @@ class CollectiveTransport:
         self,
         bucket: int,
         transfers: Sequence[Transfer],
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
+        destination: FlatBuffers,
     ) -> None:
         """Send and receive this rank's transfers of the bucket; see `ports.Transport`.
 
-        Raises TransportError. Nothing was written to `destination` unless the phase in the message is "write".
+        Raises TransportError. `destination` is unchanged unless the phase in the message is
+        "write".
         """
         exchange = self._exchange(bucket, transfers, source)
+        # Raised only now, after the messages with the reason were sent.
         if exchange.failure is not None:
             raise exchange.failure
         with self._clock.phase("write"):
-            if failed := self._peer_failure(bucket, "transfer", exchange.incoming):
-                raise PeerTransportError(failed)
+            peer_failure = self._peer_failure(bucket, "transfer", exchange.incoming)
+            if peer_failure:
+                raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
             if self._deltas is not None:
                 self._complete(bucket, exchange, self._deltas)
             self._unpack(bucket, share, exchange.incoming, destination)
-            copy_straight(self.name, bucket, share.own, lambda transfer: source[transfer.src.buffer.name], destination)
+            copy_straight(
+                self.name,
+                bucket,
+                share.local,
+                lambda transfer: source[transfer.src.buffer.name],
+                destination,
+            )
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Take part in a bucket without reading or writing anything: peers get `reason` as a PeerTransportError.
+        """Take part in a bucket without reading or writing; peers raise PeerTransportError.
 
-        Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for it. What was started
-        before is sent as it is. Raises TransportError only when the messages cannot be exchanged.
+        Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for
+        it; their error carries `reason`. Messages that were started before are sent unchanged.
+        Raises TransportError only when the messages cannot be exchanged.
         """
         self._exchange(bucket, transfers, None, reason)
 
     def notify(
-        self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
+        self,
+        bucket: int,
+        phase: str,
+        receivers: Iterable[int],
+        senders: Iterable[int],
+        reason: str = "",
     ) -> str:
-        """See `ports.Transport`: headers alone go to the receivers. Raises TransportError as `run` does."""
+        """Send headers alone to the receivers; see `ports.Transport`.
+
+        Raises TransportError as `run` does.
+        """
         self._raise_if_broken(bucket, self._notify_group)
-        outgoing, incoming = (
-            [
-                StagedMessage(Message(peer), torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._notify_device))
-                for peer in sorted(peers)
-            ]
-            for peers in (receivers, senders)
-        )
+        # Not in staging memory, which belongs to the buckets in flight.
+        outgoing = self._bare_headers(receivers)
+        incoming = self._bare_headers(senders)
         for staged in outgoing:
             staged.write_header(bucket, reason)
         posted = self._post(bucket, phase, _parts(incoming), _parts(outgoing), self._notify_group)
-        self._wait(bucket, phase, posted, self._deadline())
+        self._wait(bucket, phase, posted, time.monotonic() + self._timeout)
         return self._peer_failure(bucket, phase, incoming)
+
+    def _bare_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
+        messages = []
+        for peer in sorted(peers):
+            memory = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._notify_device)
+            messages.append(StagedMessage(Message(peer), memory))
+        return messages
 
     def take_seconds(self) -> dict[str, float]:
         """See `ports.Transport`."""
         return self._clock.take()
 
     def trim(self) -> int:
-        """Free the staging memory, which the next bucket takes again; returns its bytes."""
+        """Free the staging memory, which the next bucket allocates again; return its bytes."""
         nbytes = self.staging_nbytes()
         self._staging.clear()
         return nbytes
 
     def close(self) -> None:
-        """Free staging memory and copies; idempotent. Process groups stay the caller's. No bucket may be in flight."""
+        """Free staging memory and copies; idempotent.
+
+        Process groups stay open: they belong to the caller. No bucket may be in flight.
+        """
         self._staging.clear()
         if self._deltas is not None:
             self._deltas.close()
         self._shares.clear()
 
     def staging_nbytes(self) -> int:
-        """Bytes of staging memory held now."""
+        """Return the bytes of staging memory held now."""
         return sum(staging.numel() for staging in self._staging.values())
 
     # Staging, packing, unpacking.
 
-    def _share_of(self, bucket: int, transfers: Sequence[Transfer]) -> _Share:
+    def _share_of(self, bucket: int, transfers: Sequence[Transfer]) -> _BucketMessages:
         share = self._shares.get(bucket)
+        # The plan passes the same list at every switch; another list is another plan.
         if share is None or share.transfers is not transfers:
             outgoing, incoming = self._planner.messages(transfers)
-            share = self._shares[bucket] = _Share(
+            packed = [transfer for message in outgoing for transfer in message.packed()]
+            unpacked = [transfer for message in incoming for transfer in message.unpacked()]
+            local = [
+                transfer
+                for transfer in transfers
+                if transfer.src_rank == transfer.dst_rank == self.rank
+            ]
+            share = _BucketMessages(
                 transfers,
                 outgoing,
                 incoming,
-                BatchedCopies(transfer for message in outgoing for transfer in message.packed()),
-                BatchedCopies(transfer for message in incoming for transfer in message.unpacked()),
-                BatchedCopies(one for one in transfers if one.src_rank == one.dst_rank == self.rank),
+                BatchedCopies(packed),
+                BatchedCopies(unpacked),
+                BatchedCopies(local),
             )
+            self._shares[bucket] = share
         return share
 
     def _launch(
-        self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers | None,
+        reason: str,
     ) -> _InFlight:
-        """Pack and post the messages of a bucket; without a source void ones, for a `reason`."""
+        """Pack and post the messages of a bucket; without a source they are void for `reason`."""
         self._raise_if_broken(bucket, self._group)
         with self._clock.phase("read"):
             share = self._share_of(bucket, transfers)
             slot = bucket % NUM_SLOTS
-            memory = self._staged_parts(f"send {slot}", [message.staged_nbytes for message in share.outgoing])
-            sent = [message.staged_in(part) for message, part in zip(share.outgoing, memory, strict=True)]
+            sizes = [message.staged_nbytes for message in share.outgoing]
+            # Messages of the previous bucket may still be in flight, in the other slot.
+            memory = self._staged_parts(f"send {slot}", sizes)
+            sent = [
+                message.staged_in(part)
+                for message, part in zip(share.outgoing, memory, strict=True)
+            ]
             received = self._awaited(bucket, f"receive {slot}", share.incoming)
-            failure = self._pack(bucket, share, sent, source) if source is not None else None
-            contents, unsent = self._write_headers(bucket, sent, reason if failure is None else str(failure))
-        of_deltas = self._sends_deltas
-        parts = _parts(received, headers=of_deltas), _parts(sent, headers=of_deltas)
-        posted = self._post(bucket, "transfer", *parts, self._group)
-        return _InFlight(received, posted, failure or unsent, contents if of_deltas else None)
+            failure = None
+            if source is not None:
+                failure = self._pack(bucket, share, sent, source)
+                if failure is not None:
+                    reason = str(failure)
+            contents, delta_failure = self._write_headers(bucket, sent, reason)
+        headers_first = self._sends_deltas
+        posted = self._post(
+            bucket,
+            "transfer",
+            _parts(received, headers=headers_first),
+            _parts(sent, headers=headers_first),
+            self._group,
+        )
+        remaining = contents if headers_first else None
+        return _InFlight(received, posted, failure or delta_failure, remaining)
 
     def _write_headers(
         self, bucket: int, sent: Sequence[StagedMessage], reason: str
     ) -> tuple[list[_Part], TransportError | None]:
-        """Write the headers of packed messages, or of void ones for a `reason`.
+        """Write the headers of packed messages, or of messages that are void for `reason`.
 
-        Returns what follows them in a fill of deltas, and a failure to compare, for which they are void.
+        Returns the parts that follow the headers in a fill of deltas, and the failure to compute
+        deltas, which makes the messages void.
         """
-        found: Sequence[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(sent)
+        deltas: Sequence[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(sent)
         failure = None
         if self._deltas is not None and not reason:
             try:
-                found = [self._deltas.outgoing(bucket, staged.message.peer, staged.contents) for staged in sent]
-            except (RuntimeError, MemoryError) as error:  # torch's and numpy's for want of memory
-                failure = TransportError(f"{self.name} transport, bucket {bucket}, phase read: {error}")
+                deltas = [
+                    self._deltas.outgoing(bucket, staged.message.peer, staged.contents)
+                    for staged in sent
+                ]
+            except (RuntimeError, MemoryError) as error:
+                # torch and numpy raise these when memory is short.
+                failure = TransportError(
+                    f"{self.name} transport, bucket {bucket}, phase read: {error}",
+                    code="read-failed",
+                )
                 reason = str(failure)
-        for staged, (delta, digest) in zip(sent, found, strict=True):
-            staged.write_header(bucket, reason, -1 if delta is None else delta.numel(), digest)
-        if reason:
-            return [], failure
-        bodies = zip(sent, found, strict=True)
-        return [(each.message.peer, each.contents if delta is None else delta) for each, (delta, _) in bodies], None
+        contents: list[_Part] = []
+        for staged, (delta, digest) in zip(sent, deltas, strict=True):
+            delta_nbytes = -1 if delta is None else delta.numel()
+            staged.write_header(bucket, reason, delta_nbytes, digest)
+            if not reason:
+                contents.append((staged.message.peer, staged.contents if delta is None else delta))
+        return contents, failure
 
     def _awaited(self, bucket: int, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
-        """Memory for messages that come: where they may be deltas, each in one piece, on the host the copy itself."""
-        if self._deltas is None:  # images need none: they come into the relay buffers, of which they are the beginning
-            relays, bodies = self._relays.tensors, self._staged_parts(side, [each.nbytes for each in messages])
-            return [
-                StagedMessage(
-                    message,
-                    body,
-                    tuple(relays[image.buffer.name][: image.numel].view(torch.uint8) for image in message.images),
-                )
-                for message, body in zip(messages, bodies, strict=True)
-            ]
-        parts = [self._deltas.received(bucket, each.peer, each.staged_nbytes) for each in messages]
+        """Return incoming messages with memory to receive them.
+
+        If they may be deltas, each lies in one piece of memory: on the host the copy of the
+        previous message, else staging memory.
+        """
+        if self._deltas is None:
+            bodies = self._staged_parts(side, [message.nbytes for message in messages])
+            awaited = []
+            for message, body in zip(messages, bodies, strict=True):
+                # An image is received in place: it is the beginning of its relay buffer.
+                images = []
+                for image in message.images:
+                    relay = self._relays.tensors[image.buffer.name]
+                    images.append(relay[: image.numel].view(torch.uint8))
+                awaited.append(StagedMessage(message, body, tuple(images)))
+            return awaited
+        # The copies are needed in either case: `_complete` writes them.
+        parts = [
+            self._deltas.received(bucket, message.peer, message.staged_nbytes)
+            for message in messages
+        ]
         if not self._receives_copies:
-            parts = self._staged_parts(side, [each.staged_nbytes for each in messages])
+            parts = self._staged_parts(side, [message.staged_nbytes for message in messages])
         return [message.staged_in(memory) for message, memory in zip(messages, parts, strict=True)]
 
     def _complete(self, bucket: int, exchange: _InFlight, deltas: Deltas) -> None:
-        """Make of deltas what was packed, and bring relay images to where they are read."""
+        """Turn received deltas into messages, and copy relay images into their relay buffers."""
         for staged in exchange.incoming:
             peer = staged.message.peer
-            deltas.arrived(bucket, peer, staged.contents, exchange.deltas.get(peer), staged.read_header().digest)
+            delta = exchange.deltas.get(peer)
+            deltas.arrived(bucket, peer, staged.contents, delta, staged.read_header().digest)
             for image, flat in zip(staged.message.images, staged.images, strict=True):
-                self._relays.tensors[image.buffer.name][: image.numel].view(torch.uint8).copy_(flat)
+                relay = self._relays.tensors[image.buffer.name]
+                relay[: image.numel].view(torch.uint8).copy_(flat)
+                if relay.is_cuda:
+                    # Readers are other processes, notified by this host thread and not by the
+                    # stream.
+                    torch.cuda.current_stream(relay.device).synchronize()
 
     def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Byte tensors of these sizes, out of the side's staging memory."""
-        starts, end = [], 0
+        """Return byte tensors of these sizes, cut from the staging memory of `side`."""
+        starts = []
+        end = 0
         for nbytes in sizes:
             starts.append(end)
             end = round_up(end + nbytes, ALIGNMENT)
         staging = self._staging.get(side)
         if staging is None or staging.numel() < end:
-            staging = None  # the old memory goes before the new one comes, not beside it
+            # Free the old memory before the new one is allocated.
+            staging = None
             self._staging.pop(side, None)
             try:
                 staging = torch.empty(end, dtype=torch.uint8, device=self._device)
             except RuntimeError as error:
-                raise TransportError(f"no memory for {end} bytes of {side} staging; make buckets smaller") from error
+                raise TransportError(
+                    f"no memory for {end} bytes of {side} staging; make buckets smaller",
+                    code="no-staging-memory",
+                ) from error
             self._staging[side] = staging
-        return [staging[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+        return [
+            staging[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)
+        ]
 
     def _pack(
-        self, bucket: int, share: _Share, outgoing: Iterable[StagedMessage], source: Mapping[str, torch.Tensor]
+        self,
+        bucket: int,
+        share: _BucketMessages,
+        outgoing: Iterable[StagedMessage],
+        source: FlatBuffers,
     ) -> TransportError | None:
-        """Fill the messages; returns the first failure."""
+        """Fill the messages; return the first failure."""
         flats = _flats(outgoing)
+
+        def source_of(transfer: Transfer) -> torch.Tensor:
+            flat = source[transfer.src.buffer.name]
+            dtype = self._planner.source_dtype(transfer)
+            if flat.dtype != dtype:
+                raise TransportError(
+                    f"the source is {flat.dtype}, its layout has {dtype}; build the plan again",
+                    code="different-dtypes",
+                )
+            return flat
+
         try:
-            share.packing.run(
-                lambda transfer: self._source(transfer, source), lambda transfer: flats[transfer.dst.buffer]
-            )
+            share.packing.run(source_of, lambda transfer: flats[transfer.dst.buffer])
         except CopyError as failed:
-            return failure_at(self.name, bucket, "read", share.planned(failed.transfer), failed.error)
+            planned = share.planned(failed.transfer)
+            return failure_at(self.name, bucket, "read", planned, failed.error)
         return None
 
-    def _source(self, transfer: Transfer, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        flat, dtype = source[transfer.src.buffer.name], self._planner.source_dtype(transfer)
-        if flat.dtype != dtype:
-            raise TransportError(f"the source is {flat.dtype}, its layout says {dtype}; build the plan again")
-        return flat
-
-    def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[StagedMessage]) -> str:
-        for staged in incoming:
-            if fault := staged.fault(bucket):
-                return f"{self.name} transport, bucket {bucket}, phase {phase}, peer {staged.message.peer}: {fault}"
-        return ""
-
     def _unpack(
-        self, bucket: int, share: _Share, incoming: Iterable[StagedMessage], destination: Mapping[str, torch.Tensor]
+        self,
+        bucket: int,
+        share: _BucketMessages,
+        incoming: Iterable[StagedMessage],
+        destination: FlatBuffers,
     ) -> None:
         flats = _flats(incoming)
         try:
             share.unpacking.run(
-                lambda transfer: flats[transfer.src.buffer], lambda transfer: destination[transfer.dst.buffer.name]
+                lambda transfer: flats[transfer.src.buffer],
+                lambda transfer: destination[transfer.dst.buffer.name],
             )
         except CopyError as failed:
-            raise failure_at(self.name, bucket, "write", share.planned(failed.transfer), failed.error) from failed.error
-        synchronize(self._device)
+            planned = share.planned(failed.transfer)
+            raise failure_at(self.name, bucket, "write", planned, failed.error) from failed.error
+
+    def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[StagedMessage]) -> str:
+        """Return the fault of the first message that has one, with its peer; "" if none has."""
+        for staged in incoming:
+            fault = staged.fault(bucket)
+            if fault:
+                peer = staged.message.peer
+                return (
+                    f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {fault}"
+                )
+        return ""
 
     # The exchange.
 
@@ -374,11 +506,18 @@ class CollectiveTransport:
         return self._deltas is not None and not self._deltas.is_whole
 
     def _exchange(
-        self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str = ""
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: FlatBuffers | None,
+        reason: str = "",
     ) -> _InFlight:
-        """Send and receive the messages of a bucket, of which some may be under way."""
-        exchange = self._in_flight.pop(bucket, None) or self._launch(bucket, transfers, source, reason)
-        deadline = self._deadline()
+        """Exchange the messages of a bucket, posting them unless `start` did."""
+        exchange = self._in_flight.pop(bucket, None)
+        if exchange is None:
+            exchange = self._launch(bucket, transfers, source, reason)
+        # Both batches of a fill of deltas share the timeout.
+        deadline = time.monotonic() + self._timeout
         self._wait(bucket, "transfer", exchange.posted, deadline)
         if exchange.contents is None:
             return exchange
@@ -388,70 +527,105 @@ class CollectiveTransport:
         return replace(exchange, failure=exchange.failure or failure)
 
     def _announced(self, exchange: _InFlight) -> tuple[list[_Part], TransportError | None]:
-        """Memory for what the headers that have come announce, and a failure to find some.
+        """Return memory for the contents that the received headers announce, and a failure.
 
-        The peers send it in any case, and it must be received, or they are out of step from here on. So deltas come
-        into the memory of the messages where that is no copy, and where there is no other.
+        The failure is a lack of memory. The peers send the contents nevertheless, and they must be
+        received, or the ranks would be out of step from here on. In that case, and if the memory of
+        the message is not the copy, a delta is received into the memory of the message.
         """
+        failure = None
         headers = [staged.read_header() for staged in exchange.incoming]
-        parts, failure = list[_Part](), None
-        rooms = [staged.contents for staged in exchange.incoming]  # a delta is shorter
+        # A delta is always shorter than its message.
+        rooms = [staged.contents for staged in exchange.incoming]
         if self._receives_copies:
+            sizes = [max(header.delta_nbytes, 0) for header in headers]
             try:
-                rooms = self._staged_parts("deltas", [max(header.delta_nbytes, 0) for header in headers])
+                rooms = self._staged_parts("deltas", sizes)
             except TransportError as error:
                 failure = error
+        parts: list[_Part] = []
         for staged, header, room in zip(exchange.incoming, headers, rooms, strict=True):
-            peer, memory = staged.message.peer, staged.contents
+            peer = staged.message.peer
+            memory = staged.contents
             if header.delta_nbytes >= 0:
-                memory = exchange.deltas[peer] = room[: header.delta_nbytes]
+                memory = room[: header.delta_nbytes]
+                exchange.deltas[peer] = memory
+            # The contents of a void message are not sent.
             if not header.failure:
                 parts.append((peer, memory))
         return parts, failure
 
-    def _post(self, bucket: int, phase: str, received: Iterable[_Part], sent: Iterable[_Part], group: Group) -> _Posted:
-        """Begin to receive and to send, in this order, what is not empty."""
-        parts = [(is_sent, *part) for is_sent, side in ((False, received), (True, sent)) for part in side]
-        parts = [part for part in parts if part[-1].numel()]
-        peers: list[object] = [peer for _, peer, _ in parts]
-        everybody = sorted({peer for _, peer, _ in parts})
+    def _post(
+        self,
+        bucket: int,
+        phase: str,
+        received: Iterable[_Part],
+        sent: Iterable[_Part],
+        group: Group,
+    ) -> _Posted:
+        """Post the receives and then the sends of all parts that are not empty."""
+        # Both ends skip empty messages: a delta without changes has 0 bytes.
+        operations = [(False, peer, memory) for peer, memory in received if memory.numel()]
+        operations += [(True, peer, memory) for peer, memory in sent if memory.numel()]
+        peers: list[object] = [peer for _, peer, _ in operations]
+        all_peers = sorted({peer for _, peer, _ in operations})
         try:
-            works = _begin(parts, group) if parts else []
+            works = _begin(operations, group) if operations else []
         except Exception as error:
-            self._break(bucket, phase, group, everybody, error, timed_out=False)
-        if len(works) != len(peers):  # NCCL gives one work for the whole batch
-            peers = [everybody] * len(works)
+            self._break(bucket, phase, group, all_peers, error, timed_out=False)
+        if len(works) != len(peers):
+            # NCCL returns one work for the whole batch.
+            peers = [all_peers] * len(works)
         return _Posted(group, works, peers)
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout
 
     def _wait(self, bucket: int, phase: str, posted: _Posted, deadline: float) -> None:
         with self._clock.phase("transfer"):
             for work, peer in zip(posted.works, posted.peers, strict=True):
                 try:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
+                    _finish(work, deadline, of_nccl=self._is_nccl(posted.group))
                 except Exception as error:
+                    # With gloo a timeout and a lost connection raise the same type of error.
                     timed_out = time.monotonic() > deadline - _ROUNDING
                     self._break(bucket, phase, posted.group, peer, error, timed_out=timed_out)
 
     def _break(
-        self, bucket: int, phase: str, group: Group, peer: object, error: Exception, *, timed_out: bool
+        self,
+        bucket: int,
+        phase: str,
+        group: Group,
+        peer: object,
+        error: Exception,
+        *,
+        timed_out: bool,
     ) -> NoReturn:
+        """Mark the group as unusable, and raise TransportError with the cause."""
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
+        if self._is_nccl(group):
+            # NCCL's kernels would keep the device busy without end.
+            assert isinstance(group, dist.ProcessGroup)
+            abort_group(group)
         if group is self._group:
-            self._staging.clear()  # late bytes may still arrive in what the operations hold
+            # Late bytes may still arrive in the memory that the operations hold.
+            self._staging.clear()
             self._in_flight.clear()
         self._broken[group] = TransportError(
             f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
-            f"({type(error).__name__}: {plain_text(error)}). See the peer's log; the process group cannot be used "
-            "any more"
+            f"({type(error).__name__}: {plain_text(error)}). See the peer's log; "
+            "the process group cannot be used any more",
+            code="exchange-failed",
         )
         raise self._broken[group] from error
 
+    def _is_nccl(self, group: Group) -> bool:
+        return group is self._group and self._device.type == "cuda"
+
     def _raise_if_broken(self, bucket: int, group: Group) -> None:
         if group in self._broken:
-            raise TransportError(f"bucket {bucket} cannot be exchanged after an earlier failure: {self._broken[group]}")
+            earlier = self._broken[group]
+            raise TransportError(
+                f"bucket {bucket} cannot be exchanged after an earlier failure: {earlier}",
+                code="exchange-is-broken",
+            )
 
 
 def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
@@ -459,24 +633,52 @@ def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
 
 
 def _parts(messages: Iterable[StagedMessage], *, headers: bool = False) -> list[_Part]:
-    """All of these messages, or their headers alone."""
-    return [
-        (staged.message.peer, memory)
-        for staged in messages
-        for memory in ((staged.header,) if headers else staged.tensors)
-    ]
+    """Return all byte tensors of these messages, or with `headers` only the headers."""
+    parts: list[_Part] = []
+    for staged in messages:
+        tensors = (staged.header,) if headers else staged.tensors
+        parts += [(staged.message.peer, memory) for memory in tensors]
+    return parts
 
 
-def _begin(parts: Iterable[tuple[bool, int, torch.Tensor]], group: Group) -> list[dist.Work]:
-    """Send tensors, or receive into them: (whether it is sent, peer, tensor)."""
+def _begin(operations: Iterable[tuple[bool, int, torch.Tensor]], group: Group) -> list[dist.Work]:
+    """Post operations, given as (True to send or False to receive, peer, tensor)."""
     if isinstance(group, RankGroup):
         return [
             group.begin_send(tensor, peer) if is_sent else group.begin_receive(tensor, peer)
-            for is_sent, peer, tensor in parts
+            for is_sent, peer, tensor in operations
         ]
-    return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group) for is_sent, peer, tensor in parts]
-    )
+    batch = [
+        dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, peer, group)
+        for is_sent, peer, tensor in operations
+    ]
+    try:
+        return dist.batch_isend_irecv(batch)
+    except Exception:
+        device = batch[0].tensor.device
+        if device.type == "cuda":
+            # torch leaves NCCL's group call open after a failure.
+            end_batch(group, device)
+        raise
+
+
+def _finish(work: dist.Work, deadline: float, *, of_nccl: bool) -> None:
+    """Wait until a message is exchanged; with NCCL the host and the current stream wait.
+
+    Raises the errors of torch.
+    """
+    if not of_nccl:
+        work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
+        return
+    # torch's timeout would abort NCCL's communicator as a failure found by its watchdog. That ends
+    # the process within a moment: before the other ranks are notified of the failure, and before
+    # the training state is back.
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise dist.DistError("the peer's messages have not come")
+        time.sleep(_POLL_INTERVAL)
+    # Complete, so this only orders the current stream after the message.
+    work.wait()
 
 
 def _staging_device(group: Group) -> torch.device:

@@ -1,8 +1,9 @@
-"""Inputs from which the transports of a rank are built, and the memory of relay buffers (planning/relays.py).
+"""Inputs of a rank's transports, and the memory of relay buffers (planning/relays.py).
 
 Relay buffers are elastic buffers that the other ranks of the host can read:
 
-    network --collective--> relay buffer on the relay rank --shared memory, or local on the relay rank--> destinations
+    network --collective--> relay buffer on the relay rank
+            --shared memory, or local on the relay rank--> destinations
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
@@ -21,7 +23,7 @@ from hybrid_engine.records.layout import Buffer, BufferId
 from hybrid_engine.transports.deltas import Deltas
 
 Group = dist.ProcessGroup | RankGroup
-"""NCCL's are torch's own, gloo's are not."""
+"""Groups of torch for NCCL, groups of this package for gloo."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,21 @@ class TransportContext:
 
     Attributes:
         rank: global rank of this process; transfers name global ranks.
-        source_buffers: of all ranks; on the wire is `plan.wire_dtype` of a transfer's two buffers.
-        handles: of buffers of this host's ranks, relay buffers among them, that the others can map (`export_handles`).
-        group: for transfers that memory cannot carry, with all whom this rank meets there; None: there are none. Better
-            one of its own: after a timeout it is dead.
-        destination_buffers: of all ranks; one that is left out has the dtype of its source.
-        relays: the relay buffers that this rank has to do with; None: none.
-        notify_group: for `Transport.notify`, with the ranks of the host; default: `group`. Better gloo, since NCCL
-            would deliver after all that is in flight.
-        buckets: of the plan, in order: a transport may keep what a later one needs. Default: it keeps nothing.
-        deltas: of messages; None: each goes whole. The same on all ranks.
-        timeout: seconds that a bucket may wait for peers in all.
+        source_buffers: source buffers of all ranks. Messages have the `plan.wire_dtype` of a
+            transfer's two buffers.
+        handles: handles of the buffers, relay buffers included, that ranks of this host can map
+            (`export_handles`).
+        group: process group for messages, with all peers of this rank; None: no messages. Use a
+            separate group, because a timeout makes it unusable.
+        destination_buffers: destination buffers of all ranks. A missing one has the dtype of its
+            source.
+        relays: the relay buffers that this rank fills or reads; None: none.
+        notify_group: group for `Transport.notify`, with the ranks of the host; default: `group`.
+            Prefer gloo: NCCL would deliver after all messages in flight.
+        buckets: buckets of the plan, in order, so that a transport can keep mappings that a later
+            bucket needs. Default: mappings are not kept.
+        deltas: state of message deltas; None: every message is sent whole. The same on all ranks.
+        timeout: seconds that a bucket may wait for peers in total.
     """
 
     rank: int
@@ -55,41 +61,60 @@ class TransportContext:
     timeout: float = 300.0
 
 
-_ALIGNMENT = 512  # bytes
+# Bytes. Relay buffers of a bucket start at multiples of it.
+_ALIGNMENT = 512
 
 
 class RelayBuffers:
-    """Relay buffers as one rank knows them.
+    """Relay buffers that one rank fills or reads.
 
-    The other ranks of its host read those on it by their handles (`export_handles`), without which a reader fails at
-    its first bucket: let only hosts relay that have elastic memory (`memory.elastic.is_elastic`).
+    Other ranks of the host read this rank's buffers by handles (`export_handles`). Without a handle
+    a reader fails at its first bucket, so only hosts with elastic memory may relay
+    (`memory.elastic.is_elastic`).
 
     Attributes:
-        buffers: all that it has to do with (`ReshardPlan.relays`).
-        tensors: those on this rank, flat, by name; those of every NUM_SLOTS-th bucket over the same bytes. They take
-            NUM_SLOTS times what the fullest bucket brings (once, if there is one bucket), until `release`.
+        buffers: relay buffers that this rank fills or reads (`ReshardPlan.relays`).
+        tensors: flat tensors of the buffers on this rank, by name. Buffers of every NUM_SLOTS-th
+            bucket share the same bytes. They take NUM_SLOTS times the relayed bytes of the fullest
+            bucket (once, if there is one bucket), until `release`.
     """
 
-    def __init__(self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu") -> None:
-        """Raises DeviceMemoryError when the device has not enough memory."""
+    def __init__(
+        self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu"
+    ) -> None:
+        """Allocate the buffers of `rank`. Raises DeviceMemoryError for lack of memory."""
         self.buffers = dict(buffers)
-        own = {buffer_id.name: buffer for buffer_id, buffer in sorted(self.buffers.items()) if buffer_id.rank == rank}
+        local = {
+            buffer_id.name: buffer
+            for buffer_id, buffer in sorted(self.buffers.items())
+            if buffer_id.rank == rank
+        }
+        # A buffer's group is the number of its bucket. Buffers of a bucket lie one after the other.
         starts: dict[str, int] = {}
-        ends: dict[str, int] = {}  # by bucket
-        for name, buffer in own.items():
-            starts[name] = ends.get(buffer.group, 0)
-            ends[buffer.group] = -(-(starts[name] + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        ends: dict[str, int] = {}
+        for name, buffer in local.items():
+            start = ends.get(buffer.group, 0)
+            starts[name] = start
+            ends[buffer.group] = round_up(start + buffer.nbytes, _ALIGNMENT)
         slot_nbytes = max(ends.values(), default=0)
+        # Neighbouring buckets are in flight together, so their buffers must not overlap.
         slots = sorted({int(bucket) % NUM_SLOTS for bucket in ends})
-        arena = self._arena = allocate_elastic(len(slots) * slot_nbytes, torch.uint8, device, "relay")
+        nbytes = len(slots) * slot_nbytes
+        self._arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
         self.tensors: dict[str, torch.Tensor] = {}
-        for name, buffer in own.items():
-            start = slots.index(int(buffer.group) % NUM_SLOTS) * slot_nbytes + starts[name]
-            self.tensors[name] = arena[start : start + buffer.nbytes].view(getattr(torch, buffer.dtype))
+        for name, buffer in local.items():
+            slot = slots.index(int(buffer.group) % NUM_SLOTS)
+            start = slot * slot_nbytes + starts[name]
+            flat = self._arena[start : start + buffer.nbytes]
+            self.tensors[name] = flat.view(getattr(torch, buffer.dtype))
 
     def release(self) -> int:
-        """Give the memory back, under the same addresses and handles; returns its bytes. Nobody may read it."""
+        """Free the memory and return its bytes; addresses and handles stay valid.
+
+        No rank may read the buffers until `restore`.
+        """
         buffer = exported_buffer_of(self._arena) if self.tensors else None
+        # Devices without elastic memory keep the relay memory.
         if buffer is None:
             return 0
         nbytes = buffer.resident_nbytes()
@@ -97,6 +122,7 @@ class RelayBuffers:
         return nbytes
 
     def restore(self) -> None:
-        """Have the memory again. Raises DeviceMemoryError."""
-        if self.tensors and (buffer := exported_buffer_of(self._arena)) is not None:
+        """Allocate the memory again. Raises DeviceMemoryError."""
+        buffer = exported_buffer_of(self._arena) if self.tensors else None
+        if buffer is not None:
             buffer.restore()

@@ -1,11 +1,12 @@
-"""Thousands of small strided copies in few calls; their errors, and their time.
+"""Thousands of small strided copies in few calls, with their errors and their time.
 
     transfers --once--> runs: equal boxes at equal distances, in one storage on either side
-    run       --------> a view of the whole run, cut into its boxes only where the source goes backwards
-    all of them ------> one call, on CUDA one for each pair of dtypes
+    run       --------> a view of the whole run, cut into its boxes only where the source descends
+    all runs  --------> one call, on CUDA one per pair of dtypes, and one kernel per run with gaps
 
-What is kept are numbers: views are made at every switch, so that none keeps memory alive that was released, and memory
-may come back elsewhere. Experts are why this pays: Megatron's buffers hold the last one first, vLLM the first.
+Only numbers are kept. Views are created at every switch, so they keep no released memory alive, and
+memory may return at another address. Runs pay off for experts: Megatron's buffers hold the last
+expert first, vLLM's the first.
 """
 
 from __future__ import annotations
@@ -25,63 +26,75 @@ from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
 from hybrid_engine.tracing import timed_span
 
-FlatOf = Callable[[Transfer], torch.Tensor]
-"""The flat buffer that a transfer reads, or writes."""
+FlatBuffers = Mapping[str, torch.Tensor]
+"""Flat buffers of a rank, by name."""
 
+FlatOf = Callable[[Transfer], torch.Tensor]
+"""Returns the flat buffer that a transfer reads or writes."""
+
+# Widest element that torch copies: 16 bytes, the most that a GPU thread moves at once.
 _WIDE = torch.complex128
-"""The widest elements that torch copies: 16 bytes, as many as a thread of a GPU moves at once."""
+# A dtype that every kernel can move, by its bytes. The kernels do not support float8.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: _WIDE}
 
 
 class CopyError(Exception):
     """A copy failed.
 
     Attributes:
-        transfer: whose.
-        error: why.
+        transfer: the transfer that failed.
+        error: the reason.
     """
 
     def __init__(self, transfer: Transfer, error: Exception) -> None:
         super().__init__(str(error))
-        self.transfer, self.error = transfer, error
+        self.transfer = transfer
+        self.error = error
 
 
 class BatchedCopies:
-    """The copies of some transfers; made once, run again and again.
+    """Copies of a fixed set of transfers, which are run again and again.
 
     Attributes:
-        transfers: all of them, in the order given. No two write the same element.
+        transfers: the transfers, in their original order. No two write the same element.
     """
 
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self.transfers = tuple(transfers)
+        # First transfer of each buffer: later entries replace earlier ones.
         self._sources = {transfer.src.buffer: transfer for transfer in reversed(self.transfers)}
-        self._destinations = {transfer.dst.buffer: transfer for transfer in reversed(self.transfers)}
+        self._destinations = {
+            transfer.dst.buffer: transfer for transfer in reversed(self.transfers)
+        }
         self._origins: dict[BufferId, _Origin] = {}
-        self._runs: list[_Run] = []
+        self._runs: list[Run] = []
 
     @torch.no_grad()
     def run(self, source_of: FlatOf, destination_of: FlatOf) -> None:
         """Copy everything, casting to the destination's dtype; on CUDA the copies are queued.
 
-        Both are called for one transfer of each buffer. Raises CopyError.
+        Each function is called for one transfer of each buffer. Raises CopyError.
         """
         sources = _flats(self._sources, source_of)
         destinations = _flats(self._destinations, destination_of)
         origins = _origins_of(sources)
+        # Runs depend only on the transfers and these origins, not on addresses.
         if origins != self._origins:
-            self._runs, self._origins = list(_runs(self.transfers, origins)), origins
+            self._runs = list(runs_of(self.transfers, origins))
+            self._origins = origins
         try:
             _copy(self._runs, sources, destinations)
         except Exception as error:
             self._raise_failed(sources, destinations, error)
 
     def _raise_failed(self, sources: _Flats, destinations: _Flats, error: Exception) -> None:
-        """Raise CopyError for the first transfer that fails alone, or for the first of all if none does."""
+        """Raise CopyError for the first transfer that fails alone, or for the first of all."""
+        # A failed batch does not name the transfer, so copy them one by one.
         for transfer in self.transfers:
             try:
-                _copy([_Run.of(transfer)], sources, destinations)
-            except Exception as own:
-                raise CopyError(transfer, own) from own
+                _copy([Run.of(transfer)], sources, destinations)
+            except Exception as single_error:
+                raise CopyError(transfer, single_error) from single_error
         raise CopyError(self.transfers[0], error) from error
 
 
@@ -89,7 +102,7 @@ _Flats = dict[BufferId, torch.Tensor]
 
 
 class _Origin(NamedTuple):
-    """Where a flat buffer lies: `offset` elements from the start of the storage of this number."""
+    """Position of a flat buffer: `offset` elements from the start of the storage of this number."""
 
     storage: int
     offset: int
@@ -97,14 +110,17 @@ class _Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Boxes of one shape at regular distances: ascending in the destination, either way in the source. In elements.
+class Run:
+    """Boxes of one shape at regular distances, ascending in the destination.
+
+    The source may ascend or descend. All numbers are in elements.
 
     Attributes:
-        source, destination: the flat buffers; `src_start`, `dst_start`: its lowest offset in each.
-        lengths, src_strides, dst_strides: of the whole run.
-        is_cut: it goes backwards, as no view does: its boxes are copied each by itself.
-        is_dense: what is copied at a time is one run of elements on both sides.
+        source, destination: the flat buffers.
+        src_start, dst_start: lowest offset of the run in each.
+        lengths, src_strides, dst_strides: shape and strides of the whole run.
+        is_cut: the source descends, which a view cannot; the boxes are copied one by one.
+        is_dense: every copied view is one run of elements on both sides.
     """
 
     source: BufferId
@@ -118,16 +134,20 @@ class _Run:
     is_dense: bool
 
     @staticmethod
-    def of(first: Transfer, count: int = 1, src_distance: int = 0, dst_distance: int = 0) -> _Run:
-        """The run of `count` transfers that begins with `first`."""
-        has_dense_boxes = first.src.strides == contiguous_strides(first.lengths) == first.dst.strides
-        lengths, src_strides, dst_strides = first.lengths, first.src.strides, first.dst.strides
+    def of(first: Transfer, count: int = 1, src_distance: int = 0, dst_distance: int = 0) -> Run:
+        """Return the run of `count` transfers that begins with `first`."""
+        lengths = first.lengths
+        src_strides = first.src.strides
+        dst_strides = first.dst.strides
+        has_dense_boxes = src_strides == contiguous_strides(lengths) == dst_strides
         if count > 1:
             lengths = (count, *lengths)
-            src_strides, dst_strides = (abs(src_distance), *src_strides), (dst_distance, *dst_strides)
-        return _Run(
+            src_strides = (abs(src_distance), *src_strides)
+            dst_strides = (dst_distance, *dst_strides)
+        return Run(
             first.src.buffer,
             first.dst.buffer,
+            # If the source descends, its lowest box is the last one.
             first.src.offset + min(0, src_distance * (count - 1)),
             first.dst.offset,
             lengths,
@@ -139,82 +159,128 @@ class _Run:
 
 
 def _origins_of(flats: _Flats) -> dict[BufferId, _Origin]:
-    """Storages are numbered, not named by their addresses: staging memory comes anew at every switch."""
+    # Storages are numbered, because staging memory has another address at every switch.
     numbers: dict[int, int] = {}
-    found = {}
+    origins = {}
     for buffer, flat in flats.items():
         offset = int(flat.storage_offset())
         start = flat.data_ptr() - offset * flat.element_size()
-        found[buffer] = _Origin(numbers.setdefault(start, len(numbers)), offset, flat.dtype)
-    return found
+        number = numbers.setdefault(start, len(numbers))
+        origins[buffer] = _Origin(number, offset, flat.dtype)
+    return origins
+
+
+def origins_at(buffers: Iterable[BufferId], dtype: torch.dtype) -> dict[BufferId, _Origin]:
+    """Return origins of buffers in separate storages; the buffers need not exist."""
+    return {buffer: _Origin(number, 0, dtype) for number, buffer in enumerate(buffers)}
 
 
 def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> _Flats:
-    found = {}
+    flats = {}
     for buffer, transfer in first.items():
         try:
-            found[buffer] = flat_of(transfer)
+            flats[buffer] = flat_of(transfer)
         except Exception as error:
             raise CopyError(transfer, error) from error
-    return found
+    return flats
 
 
-def _runs(transfers: Iterable[Transfer], origins: dict[BufferId, _Origin]) -> Iterator[_Run]:
+def runs_of(transfers: Iterable[Transfer], origins: Mapping[BufferId, _Origin]) -> Iterator[Run]:
+    """Combine transfers into runs.
+
+    Args:
+        transfers: the transfers.
+        origins: origins of the buffers that they read.
+    """
     alike: dict[object, list[tuple[int, Transfer]]] = {}
-    for one in transfers:
-        origin = origins[one.src.buffer]
-        key = (origin.storage, origin.dtype, one.dst.buffer, one.lengths, one.src.strides, one.dst.strides)
-        alike.setdefault(key, []).append((origin.offset + one.src.offset, one))
+    for transfer in transfers:
+        src = transfer.src
+        dst = transfer.dst
+        origin = origins[src.buffer]
+        # Buffers of one storage can share a view, so the source buffer is not part of the key.
+        key = (
+            origin.storage,
+            origin.dtype,
+            dst.buffer,
+            transfer.lengths,
+            src.strides,
+            dst.strides,
+        )
+        alike.setdefault(key, []).append((origin.offset + src.offset, transfer))
     for group in alike.values():
+        # Runs ascend in the destination.
         group.sort(key=lambda placed: placed[1].dst.offset)
-        offsets = [(offset, one.dst.offset) for offset, one in group]
+        offsets = [(offset, transfer.dst.offset) for offset, transfer in group]
         for run in regular_runs(offsets, backwards=True):
-            first = group[run.start][1]
+            _, first = group[run.start]
             if len(run) == 1:
-                yield _Run.of(first)
+                yield Run.of(first)
             else:
-                (src, dst), (next_src, next_dst) = offsets[run.start : run.start + 2]
-                yield _Run.of(first, len(run), next_src - src, next_dst - dst)
+                src_offset, dst_offset = offsets[run.start]
+                next_src_offset, next_dst_offset = offsets[run.start + 1]
+                yield Run.of(
+                    first, len(run), next_src_offset - src_offset, next_dst_offset - dst_offset
+                )
 
 
-def _copy(runs: Iterable[_Run], sources: _Flats, destinations: _Flats) -> None:
+def _copy(runs: Iterable[Run], sources: _Flats, destinations: _Flats) -> None:
     batches: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    # On CUDA the indices n - 1 to 0, by n.
+    backwards: dict[int, torch.Tensor] = {}
     for run in runs:
-        flat, source = destinations[run.destination], sources[run.source]
-        into = flat.as_strided(run.lengths, run.dst_strides, flat.storage_offset() + run.dst_start)
-        out_of = source.as_strided(run.lengths, run.src_strides, source.storage_offset() + run.src_start)
+        destination = destinations[run.destination]
+        source = sources[run.source]
+        dst_start = destination.storage_offset() + run.dst_start
+        src_start = source.storage_offset() + run.src_start
+        into = destination.as_strided(run.lengths, run.dst_strides, dst_start)
+        out_of = source.as_strided(run.lengths, run.src_strides, src_start)
         if into.is_cuda and not run.is_dense:
             into, out_of = widened(into, out_of)
-        # On CUDA one kernel copies a whole batch if each of its tensors is dense and all of a side have one dtype.
-        batch = batches.setdefault((run.is_dense, into.dtype, out_of.dtype), ([], []))
+            # `index_copy_` copies a cut run in one kernel, where each of its boxes would take one.
+            # With deterministic algorithms it would sort, and copy twice.
+            is_one_kernel = out_of.is_cuda and not torch.are_deterministic_algorithms_enabled()
+            if run.is_cut and into.dtype == out_of.dtype and is_one_kernel:
+                count = len(into)
+                if count not in backwards:
+                    backwards[count] = torch.arange(count - 1, -1, -1, device=into.device)
+                bits = _BITS[into.element_size()]
+                into.view(bits).index_copy_(0, backwards[count], out_of.view(bits))
+                continue
+        # On CUDA one kernel copies a whole batch, if each of its tensors is dense and all tensors
+        # of a side have the same dtype.
+        key = (run.is_dense, into.dtype, out_of.dtype)
+        into_views, out_of_views = batches.setdefault(key, ([], []))
         if run.is_cut:
-            batch[0].extend(into.unbind())
-            batch[1].extend(reversed(out_of.unbind()))
+            # torch has no negative strides.
+            into_views.extend(into.unbind())
+            out_of_views.extend(reversed(out_of.unbind()))
         else:
-            batch[0].append(into)
-            batch[1].append(out_of)
-    for batch in batches.values():
-        copy_each(*batch)
+            into_views.append(into)
+            out_of_views.append(out_of)
+    for into_views, out_of_views in batches.values():
+        copy_each(into_views, out_of_views)
 
 
 def widened(into: torch.Tensor, out_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same bytes in elements of 16 bytes, if sizes, strides and addresses of both sides are multiples of them.
+    """Return the same bytes as views of 16-byte elements, if both sides permit it.
 
-    A GPU copies strided views element by element: eight of bfloat16 in the time of one.
+    Sizes, strides and addresses must be multiples of 16 bytes; otherwise the views are returned
+    unchanged. A GPU copies strided views element by element: eight of bfloat16 in the time of one.
     """
+    if into.dtype != out_of.dtype:
+        return into, out_of
     ratio = _WIDE.itemsize // into.element_size()
-    fits = into.dtype == out_of.dtype and all(
-        view.dim() > 0
-        and view.stride(-1) == 1
-        and not any(number % ratio for number in (view.size(-1), *view.stride()[:-1], view.storage_offset()))
-        and view.data_ptr() % _WIDE.itemsize == 0
-        for view in (into, out_of)
-    )
-    return (into.view(_WIDE), out_of.view(_WIDE)) if fits else (into, out_of)
+    for view in (into, out_of):
+        if view.dim() == 0 or view.stride(-1) != 1 or view.data_ptr() % _WIDE.itemsize:
+            return into, out_of
+        numbers = (view.size(-1), *view.stride()[:-1], view.storage_offset())
+        if any(number % ratio for number in numbers):
+            return into, out_of
+    return into.view(_WIDE), out_of.view(_WIDE)
 
 
 def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch.Tensor:
-    """The box of `lengths` at `place` of a flat buffer, as a view; lengths and strides in elements."""
+    """Return the box of `lengths` at `place` of a flat buffer as a view, in elements."""
     return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
 
 
@@ -223,31 +289,29 @@ def copy_straight(
     bucket: int,
     transfers: Iterable[Transfer] | BatchedCopies,
     source_of: FlatOf,
-    destination: Mapping[str, torch.Tensor],
+    destination: FlatBuffers,
 ) -> None:
-    """Copy every transfer from its flat source into its place in `destination`, casting to the destination's dtype.
+    """Copy every transfer from its flat source into its place in `destination`.
 
-    Raises TransportError naming the transfer that failed. Returns when the copies are done, on CUDA too.
+    Casts to the destination's dtype. On CUDA the copies are queued on the current stream. Raises
+    TransportError naming the transfer that failed.
     """
     copies = transfers if isinstance(transfers, BatchedCopies) else BatchedCopies(transfers)
     try:
         copies.run(source_of, lambda transfer: destination[transfer.dst.buffer.name])
     except CopyError as failed:
         raise failure_at(label, bucket, "transfer", failed.transfer, failed.error) from failed.error
-    if copies.transfers:
-        synchronize(destination[copies.transfers[-1].dst.buffer.name].device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the copies queued on the device's current stream are done; nothing to do on the CPU."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def failure_at(
-    label: str, bucket: int, phase: str, transfer: Transfer, error: BaseException, peer: int | None = None
+    label: str,
+    bucket: int,
+    phase: str,
+    transfer: Transfer,
+    error: BaseException,
+    peer: int | None = None,
 ) -> TransportError:
-    """The TransportError for `error`, which happened at one transfer (with `peer`, where one is to blame)."""
+    """Return the TransportError for an error at a transfer; `peer` is the rank that caused it."""
     if isinstance(error, KeyError):
         missing = error.args[0]
         problem = f"there is no buffer {getattr(missing, 'name', missing)!r}"
@@ -255,10 +319,12 @@ def failure_at(
         problem = str(error)
     else:
         problem = f"{type(error).__name__}: {error}"
+    of_peer = "" if peer is None else f", peer {peer}"
     return TransportError(
-        f"{label} transport, bucket {bucket}, phase {phase}{'' if peer is None else f', peer {peer}'}, "
+        f"{label} transport, bucket {bucket}, phase {phase}{of_peer}, "
         f"tensor {transfer.tensor}, rank {transfer.src_rank} {transfer.src.buffer.name!r} -> "
-        f"rank {transfer.dst_rank} {transfer.dst.buffer.name!r}: {problem}"
+        f"rank {transfer.dst_rank} {transfer.dst.buffer.name!r}: {problem}",
+        code="copy-failed",
     )
 
 
@@ -269,9 +335,9 @@ PHASES = ("read", "transfer", "write")
 class PhaseClock:
     """Seconds by phase, summed up until `take`.
 
-    read: find the sources, pack them; transfer: bytes cross from rank to rank, and copies that go straight from
-    source to destination; write: unpack into destinations. On CUDA a phase that only queues work ends before the work
-    does, and the next phase that waits has its time.
+    Phases: read (locate the sources, pack them), transfer (bytes cross from rank to rank, and
+    copies straight from source to destination), write (unpack into destinations). On CUDA a phase
+    that only queues work ends before the work does; the next phase that waits includes its time.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -281,6 +347,7 @@ class PhaseClock:
         return timed_span(self.seconds, name)
 
     def take(self) -> dict[str, float]:
-        """The sums since the last call, which start again at zero."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        return taken
+        """Return the sums since the last call, and reset them."""
+        seconds = self.seconds
+        self.seconds = dict.fromkeys(seconds, 0.0)
+        return seconds

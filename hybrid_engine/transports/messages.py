@@ -1,11 +1,12 @@
-"""The messages of a bucket: what one rank sends another, derived at both ends from the order of the transfers.
+"""The messages of a bucket, derived at both ends from the order of the transfers.
 
-    body          header | piece | piece | ...      pieces follow one another in the bucket's order
-    relay image   the first elements of a relay buffer, packed as they lie there (planning/relays.py)
+    body          header | piece | piece | ...      pieces in the bucket's order
+    relay image   the first elements of a relay buffer, as they lie there (planning/relays.py)
 
-A piece is one transfer's elements, row-major, in `plan.wire_dtype`, from a multiple of its element size on. The header
-says which bucket this is, how many bytes it has, and, where the sender failed, why its contents are void. Nothing is
-pickled. In a fill of deltas (deltas.py) the header goes first, and says what else is sent.
+A piece is one transfer's elements, row-major, in `plan.wire_dtype`, aligned to the element size.
+The header has the bucket, the bytes of the message and, if the sender failed, the reason why its
+contents are void. Nothing is pickled. In a fill of deltas (deltas.py) the header is sent first, and
+announces the contents.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Transfer, wire_dtype
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
 
 HEADER_NBYTES = 512
-_HEADER = struct.Struct("<qqqqH")  # the fields of `Header`, the last as its length
+# The fields of `Header`. The last one is the number of bytes of the failure, which follows.
+_HEADER = struct.Struct("<qqqqH")
 ALIGNMENT = 64
-"""Bytes; of each part of a message in memory."""
+"""Alignment of each part of a message in memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One transfer's elements in a body: `nbytes` from byte `start`, row-major, in the dtype of the wire."""
+    """Elements of a transfer in a body, row-major, in the wire's dtype.
+
+    They take `nbytes` bytes from byte `start` of the body.
+    """
 
     transfer: Transfer
     dtype: torch.dtype
@@ -38,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RelayImage:
-    """Data that one rank sends into one relay buffer of another: its first `numel` elements, as they lie there."""
+    """Data for a relay buffer of another rank: its first `numel` elements, as they lie there."""
 
     buffer: BufferId
     transfers: tuple[Transfer, ...]
@@ -47,7 +53,7 @@ class RelayImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Size on the wire, in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -57,9 +63,9 @@ class Message:
 
     Attributes:
         peer: the other rank.
-        pieces: in the body.
-        nbytes: of the body: header, pieces and padding.
-        images: each goes as a message of its own, after the body.
+        pieces: pieces of the body.
+        nbytes: bytes of the body: header, pieces and padding.
+        images: relay images; each is sent separately, after the body.
     """
 
     peer: int
@@ -68,33 +74,35 @@ class Message:
     images: tuple[RelayImage, ...] = ()
 
     def body_in(self, dtype: torch.dtype) -> BufferId:
-        """The body as a flat buffer of this dtype."""
+        """Return the id of the body as a flat buffer of this dtype."""
         return BufferId(self.peer, f"message in {dtype}")
 
     def packed(self) -> Iterator[Transfer]:
-        """The transfers that fill it: they end in the message."""
+        """Yield the transfers that fill the message; they end in it."""
         for piece in self.pieces:
             yield replace(piece.transfer, dst=self._place_of(piece))
         for image in self.images:
             yield from image.transfers
 
     def unpacked(self) -> Iterator[Transfer]:
-        """The transfers that empty its body: they start there. Relay images lie where they belong already."""
+        """Yield the transfers that empty the body; they start in it."""
+        # Relay images are received in place.
         for piece in self.pieces:
             yield replace(piece.transfer, src=self._place_of(piece))
 
     def _place_of(self, piece: Piece) -> Place:
+        offset = piece.start // piece.dtype.itemsize
         strides = contiguous_strides(piece.transfer.lengths)
-        return Place(self.body_in(piece.dtype), piece.start // piece.dtype.itemsize, strides)
+        return Place(self.body_in(piece.dtype), offset, strides)
 
     @property
     def total_nbytes(self) -> int:
         """Bytes of the body and all images."""
-        return self.nbytes + sum(image.nbytes for image in self.images)
+        return sum(self._sizes)
 
     @property
     def staged_nbytes(self) -> int:
-        """Memory that holds the body and all images, aligned."""
+        """Bytes of memory for the body and all images, aligned."""
         return sum(round_up(nbytes, ALIGNMENT) for nbytes in self._sizes)
 
     @property
@@ -102,25 +110,29 @@ class Message:
         return self.nbytes, *(image.nbytes for image in self.images)
 
     def staged_in(self, memory: torch.Tensor) -> StagedMessage:
-        """In one piece of memory, uint8 [staged_nbytes]; what is between its parts becomes zero."""
-        parts, end = [], 0
+        """Lay the message out in `memory`, uint8 [staged_nbytes]; gaps become zero."""
+        parts = []
+        end = 0
         for nbytes in self._sizes:
-            start, end = end, end + round_up(nbytes, ALIGNMENT)
+            start = end
+            end += round_up(nbytes, ALIGNMENT)
             parts.append(memory[start : start + nbytes])
+            # Deltas compare the whole memory, gaps included.
             memory[start + nbytes : end].zero_()
-        return StagedMessage(self, parts[0], tuple(parts[1:]), memory[HEADER_NBYTES:])
+        body, *images = parts
+        return StagedMessage(self, body, tuple(images), memory[HEADER_NBYTES:])
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a sender says of a message.
+    """Header of a message.
 
     Attributes:
-        bucket: it belongs to.
-        nbytes: of the message.
-        delta_nbytes: of a delta that is sent instead of the contents; -1: there is none.
-        digest: of the contents, where a delta is sent.
-        failure: why nothing in it is valid; "": it is.
+        bucket: number of the bucket.
+        nbytes: bytes of the message.
+        delta_nbytes: bytes of a delta that is sent instead of the contents; -1: none is sent.
+        digest: digest of the contents, if a delta is sent.
+        failure: reason why the contents are void; "": they are valid.
     """
 
     bucket: int
@@ -135,11 +147,13 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedMessage:
-    """A message and the byte tensors that it is sent from or comes into.
+    """A message and the byte tensors from which it is sent, or into which it is received.
 
     Attributes:
-        images: of its relay images.
-        contents: all but the header; of use where it lies in one piece (`Message.staged_in`).
+        message: the message.
+        body: memory of the body.
+        images: memory of the relay images.
+        contents: the message without its header, if it lies in one piece (`Message.staged_in`).
     """
 
     message: Message
@@ -149,7 +163,7 @@ class StagedMessage:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """In the order in which they go."""
+        """Body and images in the order in which they are sent."""
         return self.body, *self.images
 
     @property
@@ -157,38 +171,48 @@ class StagedMessage:
         return self.body[:HEADER_NBYTES]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
-        """The body in every dtype of its pieces, and the images: what `Message.packed` and `unpacked` speak of."""
-        found = {
-            image.buffer: flat.view(image.dtype) for image, flat in zip(self.message.images, self.images, strict=True)
-        }
-        for dtype in dict.fromkeys(piece.dtype for piece in self.message.pieces):
-            whole = self.body.numel() // dtype.itemsize * dtype.itemsize
-            found[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
-        return found
+        """Return the flat buffers of the transfers that `Message.packed` and `unpacked` yield.
 
-    def write_header(self, bucket: int, failure: str, delta_nbytes: int = -1, digest: int = 0) -> None:
-        """Say which bucket this is and, where the contents are void, why; a long text is cut."""
+        They are the body, in every dtype of its pieces, and the images.
+        """
+        flats = {}
+        for image, flat in zip(self.message.images, self.images, strict=True):
+            flats[image.buffer] = flat.view(image.dtype)
+        for dtype in dict.fromkeys(piece.dtype for piece in self.message.pieces):
+            # torch views only whole elements.
+            whole = self.body.numel() // dtype.itemsize * dtype.itemsize
+            flats[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
+        return flats
+
+    def write_header(
+        self, bucket: int, failure: str, delta_nbytes: int = -1, digest: int = 0
+    ) -> None:
+        """Write the header; a failure that does not fit is cut."""
+        # The cut may split a character; `read_header` replaces it.
         text = failure.encode()[: HEADER_NBYTES - _HEADER.size]
         fixed = _HEADER.pack(bucket, self.message.total_nbytes, delta_nbytes, digest, len(text))
         header = bytearray(fixed + text).ljust(HEADER_NBYTES, b"\0")
         self.header.copy_(torch.frombuffer(header, dtype=torch.uint8))
 
     def read_header(self) -> Header:
-        """What the sender says of a message that has come."""
+        """Return the header of a message that was received."""
+        # With NCCL messages are received on the GPU.
         header = self.header.cpu().numpy().tobytes()
         bucket, nbytes, delta_nbytes, digest, text_nbytes = _HEADER.unpack_from(header)
         text = header[_HEADER.size : _HEADER.size + text_nbytes].decode(errors="replace")
         return Header(bucket, nbytes, delta_nbytes, digest, text)
 
     def fault(self, bucket: int) -> str:
-        """Describe what is wrong with a message of `bucket` that has come: "" if it is the one expected, and good."""
+        """Return the fault of a message received for `bucket`; "" if it is expected and valid."""
         header = self.read_header()
         if header.failure:
             return f"the peer failed: {header.failure}"
-        if (header.bucket, header.nbytes) != (bucket, self.message.total_nbytes):
+        expected_nbytes = self.message.total_nbytes
+        if header.bucket != bucket or header.nbytes != expected_nbytes:
             return (
-                f"the peer sent {header.nbytes} bytes of bucket {header.bucket}, expected {self.message.total_nbytes} "
-                f"of bucket {bucket}: the ranks' plans differ; compare their fingerprints"
+                f"the peer sent {header.nbytes} bytes of bucket {header.bucket}, "
+                f"expected {expected_nbytes} of bucket {bucket}: "
+                "the ranks' plans differ; compare their fingerprints"
             )
         return ""
 
@@ -199,9 +223,10 @@ class MessagePlanner:
 
     Attributes:
         rank: global rank of this process.
-        source_buffers: of all ranks.
-        destination_buffers: of all ranks, as far as their dtype is another.
-        relay_buffers: those that this rank has to do with.
+        source_buffers: source buffers of all ranks.
+        destination_buffers: destination buffers of all ranks; those with the dtype of their source
+            may be missing.
+        relay_buffers: relay buffers that this rank fills or reads.
     """
 
     rank: int
@@ -210,28 +235,28 @@ class MessagePlanner:
     relay_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
-        """Messages that this rank sends and receives, by ascending peer; copies within the rank are no messages."""
+        """Return the messages that this rank sends and receives, by ascending peer.
+
+        Copies within the rank need no message.
+        """
         outgoing: dict[int, list[Transfer]] = {}
         incoming: dict[int, list[Transfer]] = {}
         for transfer in transfers:
             if transfer.src_rank == transfer.dst_rank:
                 continue
+            # Transfers between two other ranks are skipped.
             if transfer.src_rank == self.rank:
                 outgoing.setdefault(transfer.dst_rank, []).append(transfer)
             elif transfer.dst_rank == self.rank:
                 incoming.setdefault(transfer.src_rank, []).append(transfer)
-        return self._by_peer(outgoing), self._by_peer(incoming)
+        # Sorted, so that any two ranks post their messages in a deterministic order.
+        sent = [self._message(peer, outgoing[peer]) for peer in sorted(outgoing)]
+        received = [self._message(peer, incoming[peer]) for peer in sorted(incoming)]
+        return sent, received
 
     def source_dtype(self, transfer: Transfer) -> torch.dtype:
-        """Dtype of the source buffer."""
+        """Return the dtype of the source buffer."""
         return _dtype(self.source_buffers[transfer.src.buffer].dtype)
-
-    def _wire_dtype(self, transfer: Transfer) -> torch.dtype:
-        source = self.source_buffers[transfer.src.buffer]
-        return _dtype(wire_dtype(source.dtype, self.destination_buffers.get(transfer.dst.buffer, source).dtype))
-
-    def _by_peer(self, transfers: Mapping[int, Sequence[Transfer]]) -> list[Message]:
-        return [self._message(peer, transfers[peer]) for peer in sorted(transfers)]
 
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> Message:
         pieces: list[Piece] = []
@@ -239,26 +264,28 @@ class MessagePlanner:
         relayed: dict[BufferId, list[Transfer]] = {}
         for transfer in transfers:
             if transfer.dst.buffer in self.relay_buffers:
+                # Packed in its place of the relay buffer, so it needs no unpacking.
                 relayed.setdefault(transfer.dst.buffer, []).append(transfer)
                 continue
-            dtype = self._wire_dtype(transfer)
-            start = round_up(end, dtype.itemsize)  # torch views bytes as elements only where these are aligned
-            pieces.append(Piece(transfer, dtype, start, transfer.numel * dtype.itemsize))
-            end = start + pieces[-1].nbytes
-        images = (self._image(buffer, relayed[buffer]) for buffer in sorted(relayed))
+            source = self.source_buffers[transfer.src.buffer]
+            destination = self.destination_buffers.get(transfer.dst.buffer, source)
+            dtype = _dtype(wire_dtype(source.dtype, destination.dtype))
+            # torch views bytes as elements only at aligned addresses.
+            start = round_up(end, dtype.itemsize)
+            nbytes = transfer.numel * dtype.itemsize
+            pieces.append(Piece(transfer, dtype, start, nbytes))
+            end = start + nbytes
+        images = []
+        # Sorted, so that both ends derive the same order.
+        for buffer in sorted(relayed):
+            into_buffer = relayed[buffer]
+            dtype = _dtype(self.relay_buffers[buffer].dtype)
+            numel = max(transfer.dst.extent(transfer.lengths).stop for transfer in into_buffer)
+            images.append(RelayImage(buffer, tuple(into_buffer), dtype, numel))
         return Message(peer, tuple(pieces), end, tuple(images))
-
-    def _image(self, buffer: BufferId, transfers: Sequence[Transfer]) -> RelayImage:
-        dtype = _dtype(self.relay_buffers[buffer].dtype)
-        return RelayImage(buffer, tuple(transfers), dtype, max(one.dst.extent(one.lengths).stop for one in transfers))
 
 
 def _dtype(name: str) -> torch.dtype:
-    """torch's, by the name that a `Buffer` has."""
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The first multiple that is not smaller."""
-    return -(-value // multiple) * multiple
+    """Return the dtype of torch for the dtype name of a `Buffer`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

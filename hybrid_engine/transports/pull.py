@@ -1,12 +1,13 @@
-"""Transports in which the destination rank copies straight from where the source lies. No packing, no staging.
+"""Transports in which the destination rank copies straight from the source. No packing, no staging.
 
     LocalTransport          the source is on the same rank
     SharedMemoryTransport   the source is a peer's mapped memory, on one host:
-                            ElasticBuffer --export()--> handle --map_pages() or open_peer().mapped()--> flat view
+                            ElasticBuffer --export()--> handle
+                                          --map_pages() or open_peer().mapped()--> flat view
 
-The source rank does nothing while it is read, so nobody waits for anybody. The caller fences: before the first bucket,
-until all sources hold final values; before an owner releases what a bucket reads (switch/release_fence.py), or, after
-the last one, overwrites its buffer.
+The source rank is passive while it is read, so no rank waits for another. The caller fences: before
+the first bucket, until all sources hold final values; before an owner releases memory that a bucket
+reads (switch/release_fence.py) or, after the last bucket, overwrites its buffer.
 """
 
 from __future__ import annotations
@@ -24,38 +25,47 @@ from hybrid_engine.memory.host_pages import BufferHandle, map_pages
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.context import TransportContext
-from hybrid_engine.transports.copies import BatchedCopies, FlatOf, PhaseClock, copy_straight, failure_at
+from hybrid_engine.transports.copies import (
+    BatchedCopies,
+    FlatBuffers,
+    FlatOf,
+    PhaseClock,
+    copy_straight,
+    failure_at,
+)
 
 
 class PullTransport:
-    """Base of both; a subclass says where the sources are."""
+    """Base class of the transports that pull; a subclass locates the sources."""
 
     name: str
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._clock = PhaseClock()
-        self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}  # by bucket and first transfer
+        # By bucket and first transfer: relay buffers are read in a second run of the bucket.
+        self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}
 
     def start(
         self,
         bucket: int,
         transfers: Sequence[Transfer],
-        source: Mapping[str, torch.Tensor] | None,
+        source: FlatBuffers | None,
         reason: str = "",
     ) -> None:
-        """Nothing to do: no rank waits for another."""
+        """Do nothing: there are no messages to post."""
 
     def run(
         self,
         bucket: int,
         transfers: Sequence[Transfer],
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
+        destination: FlatBuffers,
     ) -> None:
         """Copy the transfers that write to this rank; see `ports.Transport`."""
         if not transfers:
             return
+        # Device memory of peers is unmapped when the stack is closed.
         with ExitStack() as readings:
             with self._clock.phase("read"):
                 copies = self._copies_of(bucket, transfers)
@@ -64,12 +74,17 @@ class PullTransport:
                 copy_straight(self.name, bucket, copies, source_of, destination)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Nothing to do: no rank waits for another."""
+        """Do nothing: no rank waits for another."""
 
     def notify(
-        self, bucket: int, phase: str, receivers: Iterable[int], senders: Iterable[int], reason: str = ""
+        self,
+        bucket: int,
+        phase: str,
+        receivers: Iterable[int],
+        senders: Iterable[int],
+        reason: str = "",
     ) -> str:
-        """Nothing to say or hear: there are no messages."""
+        """Return "": there are no messages."""
         return ""
 
     def take_seconds(self) -> dict[str, float]:
@@ -77,25 +92,35 @@ class PullTransport:
         return self._clock.take()
 
     def trim(self) -> int:
-        """Nothing is staged."""
+        """Return 0: there is no staging memory."""
         return 0
 
     def close(self) -> None:
-        """Forget what was made for the buckets; idempotent."""
+        """Drop the copies prepared for the buckets; idempotent."""
         self._copies.clear()
 
     def _copies_of(self, bucket: int, transfers: Sequence[Transfer]) -> BatchedCopies:
-        """Copies of those that write to this rank. The same object comes at every switch, and relays have their own."""
-        known, copies = self._copies.get((bucket, transfers[0]), (None, None))
+        """Return the copies of the transfers that write to this rank."""
+        key = (bucket, transfers[0])
+        known, copies = self._copies.get(key, (None, None))
+        # The router passes the same list at every switch; another list is another plan.
         if copies is None or known is not transfers:
-            copies = BatchedCopies(transfer for transfer in transfers if transfer.dst_rank == self.rank)
-            self._copies[bucket, transfers[0]] = transfers, copies
+            writing = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
+            copies = BatchedCopies(writing)
+            self._copies[key] = (transfers, copies)
         return copies
 
     def _open_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
+        self,
+        bucket: int,
+        pulls: Sequence[Transfer],
+        source: FlatBuffers,
+        readings: ExitStack,
     ) -> FlatOf:
-        """Return what finds a transfer's flat source; `readings` is closed after the copies. Raises TransportError."""
+        """Return a function from a transfer to its flat source.
+
+        `readings` is closed after the copies. Raises TransportError.
+        """
         raise NotImplementedError
 
 
@@ -115,38 +140,56 @@ class LocalTransport(PullTransport):
         return cls(context.rank)
 
     def _open_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
+        self,
+        bucket: int,
+        pulls: Sequence[Transfer],
+        source: FlatBuffers,
+        readings: ExitStack,
     ) -> FlatOf:
         return lambda transfer: source[transfer.src.buffer.name]
 
 
 class SharedMemoryTransport(PullTransport):
-    """Reads peers' elastic buffers. Peers are opened on first use, until `close`.
+    """Reads peers' elastic buffers, which are opened on first use and kept until `close`.
 
-    Host pages stay mapped so long; of device memory a chunk stays from the first bucket that reads it to the last, so
-    that its owner can release it then.
+    Host pages stay mapped until then. A chunk of device memory stays mapped from the first bucket
+    that reads it to the last, so that its owner can release it afterwards.
 
-    Has no timeout, since it waits for nobody: a peer that ended is an error at its first use, and harmless after.
+    There is no timeout, because no rank waits for another: a peer that has ended is an error at its
+    first use, and harmless later.
     """
 
     name = "shared_memory"
 
-    def __init__(self, rank: int, handles: Mapping[BufferId, Handle], buckets: Iterable[Bucket] = ()) -> None:
-        """`handles`: of the source buffers of all ranks (`export_handles`), exchanged once. `buckets`: of the plan.
+    def __init__(
+        self, rank: int, handles: Mapping[BufferId, Handle], buckets: Iterable[Bucket] = ()
+    ) -> None:
+        """Prepare to read the buffers behind `handles`.
 
-        When a rank allocates its buffers anew the handles are stale: make a new transport.
+        If a rank reallocates its buffers the handles are stale; create another transport then.
+
+        Args:
+            rank: global rank of this process.
+            handles: handles of the source buffers of all ranks (`export_handles`), exchanged once.
+            buckets: buckets of the plan; see `TransportContext`.
         """
         super().__init__(rank)
         self._handles = dict(handles)
         self._host_pages: dict[BufferId, torch.Tensor] = {}
-        self._files: dict[BufferHandle, torch.Tensor] = {}  # whole memory files, which hold many buffers
+        # Whole memory files, each of which contains many buffers.
+        self._files: dict[BufferHandle, torch.Tensor] = {}
         self._device_peers: dict[BufferId, DevicePeer] = {}
-        self._reads: dict[BufferId, list[tuple[int, Transfer]]] = {}  # of device memory, with the bucket's index
-        self._last_reads: dict[BufferId, dict[int, int]] = {}  # chunk -> the last bucket that reads it
+        # Reads of device memory, with the number of the bucket.
+        self._reads: dict[BufferId, list[tuple[int, Transfer]]] = {}
+        # Number of the last bucket that reads a chunk, by chunk.
+        self._last_reads: dict[BufferId, dict[int, int]] = {}
+        # Chunks are known only after a peer is opened, so reads are converted at first use.
         for bucket in buckets:
             for transfer in (*bucket.transfers, *bucket.fan_out):
-                if transfer.dst_rank == rank and isinstance(handles.get(transfer.src.buffer), DeviceHandle):
-                    self._reads.setdefault(transfer.src.buffer, []).append((bucket.index, transfer))
+                buffer_id = transfer.src.buffer
+                is_on_device = isinstance(handles.get(buffer_id), DeviceHandle)
+                if transfer.dst_rank == rank and is_on_device:
+                    self._reads.setdefault(buffer_id, []).append((bucket.index, transfer))
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
@@ -161,11 +204,14 @@ class SharedMemoryTransport(PullTransport):
         return cls(context.rank, context.handles, context.buckets)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """Keep nothing mapped: what later buckets read will not be read."""
+        """Unmap device memory: no later bucket will be read."""
         self.trim()
 
     def trim(self) -> int:
-        """Keep no device memory mapped, not even for buckets that were skipped; none of it counts as staging."""
+        """Unmap device memory, including chunks kept for buckets that were skipped.
+
+        Returns 0, because mappings are not staging memory.
+        """
         for peer in self._device_peers.values():
             peer.unmap()
         return 0
@@ -176,93 +222,120 @@ class SharedMemoryTransport(PullTransport):
         self._host_pages.clear()
         self._files.clear()
         while self._device_peers:
-            self._device_peers.popitem()[1].close()
+            _, peer = self._device_peers.popitem()
+            peer.close()
 
     def _open_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
+        self,
+        bucket: int,
+        pulls: Sequence[Transfer],
+        source: FlatBuffers,
+        readings: ExitStack,
     ) -> FlatOf:
         on_devices: dict[BufferId, list[Transfer]] = {}
         for transfer in pulls:
             buffer_id = transfer.src.buffer
+            # Host pages stay mapped after their first use.
             if buffer_id in self._host_pages:
                 continue
-            with self._failing_at(bucket, transfer):
-                if isinstance(handle := self._handle_of(buffer_id), DeviceHandle):
+            with self._located(bucket, transfer):
+                handle = self._handles.get(buffer_id)
+                if handle is None:
+                    raise TransportError(
+                        f"no handle of {buffer_id} was exchanged; "
+                        "export the buffer or use collective",
+                        code="no-handle",
+                    )
+                if isinstance(handle, DeviceHandle):
                     on_devices.setdefault(buffer_id, []).append(transfer)
                 else:
                     self._host_pages[buffer_id] = self._map(handle)
-        if not on_devices:
-            return lambda transfer: self._host_pages[transfer.src.buffer]
-        mapped = {
-            buffer_id: readings.enter_context(self._mapped(bucket, buffer_id, transfers))
-            for buffer_id, transfers in on_devices.items()
-        }
-        return lambda transfer: (
-            mapped[transfer.src.buffer] if transfer.src.buffer in mapped else self._host_pages[transfer.src.buffer]
-        )
+        mapped: dict[BufferId, torch.Tensor] = {}
+        for buffer_id, transfers in on_devices.items():
+            reading = self._mapped(bucket, buffer_id, transfers)
+            mapped[buffer_id] = readings.enter_context(reading)
+
+        def source_of(transfer: Transfer) -> torch.Tensor:
+            buffer_id = transfer.src.buffer
+            return mapped[buffer_id] if buffer_id in mapped else self._host_pages[buffer_id]
+
+        return source_of
 
     def _map(self, handle: BufferHandle) -> torch.Tensor:
-        """A peer's flat tensor in host pages; its memory file is mapped once."""
+        """Return a peer's flat tensor in host pages; each memory file is mapped once."""
+        # Buffers of one file differ only in the part that they take.
         whole = replace(handle, offset=0, numel=handle.file_nbytes, dtype="uint8")
         if whole not in self._files:
             self._files[whole] = map_pages(whole)
         dtype = getattr(torch, handle.dtype)
-        return self._files[whole][handle.offset : handle.offset + handle.numel * dtype.itemsize].view(dtype)
+        stop = handle.offset + handle.numel * dtype.itemsize
+        return self._files[whole][handle.offset : stop].view(dtype)
 
     @contextmanager
-    def _mapped(self, bucket: int, buffer_id: BufferId, transfers: Sequence[Transfer]) -> Iterator[torch.Tensor]:
-        """A peer's flat device tensor, with what these transfers read of it mapped."""
+    def _mapped(
+        self, bucket: int, buffer_id: BufferId, transfers: Sequence[Transfer]
+    ) -> Iterator[torch.Tensor]:
+        """Yield a peer's flat device tensor, with the elements that these transfers read mapped."""
         handle = self._handles[buffer_id]
         assert isinstance(handle, DeviceHandle)
-        with self._failing_at(bucket, transfers[0]):
+        with self._located(bucket, transfers[0]):
             if buffer_id not in self._device_peers:
                 self._device_peers[buffer_id] = open_peer(handle)
             peer = self._device_peers[buffer_id]
             last_reads = self._last_reads_of(buffer_id, handle, peer)
+            # Mapping a chunk again for a later bucket would take longer than keeping it.
             keep = {chunk for chunk, last in last_reads.items() if last > bucket}
             reading = peer.mapped(_extents(transfers, handle), keep)
             flat = reading.__enter__()
+        # Outside `_located`: errors of the block itself must not be reported as read errors.
         with ExitStack() as stack:
             stack.push(reading)
             yield flat
 
-    def _last_reads_of(self, buffer_id: BufferId, handle: DeviceHandle, peer: DevicePeer) -> Mapping[int, int]:
+    def _last_reads_of(
+        self, buffer_id: BufferId, handle: DeviceHandle, peer: DevicePeer
+    ) -> Mapping[int, int]:
+        """Return the number of the last bucket that reads a chunk, by chunk."""
         if buffer_id not in self._last_reads:
-            reads = self._reads.pop(buffer_id, [])
-            self._last_reads[buffer_id] = {
-                chunk: bucket for bucket, transfer in reads for chunk in peer.chunks(_extents([transfer], handle))
-            }
+            last_reads: dict[int, int] = {}
+            for bucket, transfer in self._reads.pop(buffer_id, []):
+                # Buckets are in order, so later ones replace earlier ones.
+                for chunk in peer.chunks(_extents([transfer], handle)):
+                    last_reads[chunk] = bucket
+            self._last_reads[buffer_id] = last_reads
         return self._last_reads[buffer_id]
 
-    def _handle_of(self, buffer_id: BufferId) -> Handle:
-        if buffer_id not in self._handles:
-            raise TransportError(f"no handle of {buffer_id} was exchanged; export the buffer or use collective")
-        return self._handles[buffer_id]
-
     @contextmanager
-    def _failing_at(self, bucket: int, transfer: Transfer) -> Iterator[None]:
-        """Say of a failure to open a source where it happened."""
+    def _located(self, bucket: int, transfer: Transfer) -> Iterator[None]:
+        """Turn a failure to open a source into a TransportError that names bucket and transfer."""
         try:
             yield
         except (OSError, TransportError) as error:
-            raise failure_at(self.name, bucket, "read", transfer, error, peer=transfer.src_rank) from error
+            raise failure_at(
+                self.name, bucket, "read", transfer, error, peer=transfer.src_rank
+            ) from error
 
 
 def _extents(transfers: Iterable[Transfer], handle: DeviceHandle) -> list[Extent]:
-    hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize  # chunks on both sides of it are read
+    # A smaller hole cannot contain a whole chunk, so leaving it out would save nothing.
+    hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize
     return [extent for transfer in transfers for extent in source_extents(transfer, hole)]
 
 
 def source_extents(transfer: Transfer, hole: int) -> list[Extent]:
-    """Elements of the source that a transfer reads.
+    """Return the elements of the source that a transfer reads.
 
-    From the first to the last of each step along its first dim, since what lies between the steps may belong to others
-    (the experts of one layer); in one where fewer than `hole` elements lie there.
+    One extent per step along the first dim, from its first to its last element, because the
+    elements between the steps may belong to others (the experts of one layer). A single extent if
+    fewer than `hole` elements lie between two steps.
     """
-    if not transfer.lengths:
-        return [transfer.src.extent(())]
-    step, others = (1, *transfer.lengths[1:]), (0,) * (len(transfer.lengths) - 1)
-    first = transfer.src.extent(step)
-    if transfer.src.strides[0] - (first.stop - first.start) < hole:
-        return [transfer.src.extent(transfer.lengths)]
-    return [transfer.src.at((index, *others)).extent(step) for index in range(transfer.lengths[0])]
+    src = transfer.src
+    lengths = transfer.lengths
+    if not lengths:
+        return [src.extent(())]
+    step = (1, *lengths[1:])
+    first = src.extent(step)
+    if src.strides[0] - (first.stop - first.start) < hole:
+        return [src.extent(lengths)]
+    inner_origin = (0,) * (len(lengths) - 1)
+    return [src.at((index, *inner_origin)).extent(step) for index in range(lengths[0])]

@@ -1,7 +1,8 @@
-"""The set of transports of one rank: gives each transfer of a bucket to one of them, and runs them in order.
+"""The transports of one rank: each transfer of a bucket is assigned to one, and they run in order.
 
-To add a transport: a class that implements `RegisteredTransport`; its place in `REGISTRY`, before those that it is
-better than; its name in `generate_config.transport` if it can be asked for; a case in the contract tests.
+To add a transport: write a class that implements `RegisteredTransport`; put it into `REGISTRY`,
+before the transports that it is better than; add its name to `generate_config.transport` if users
+may choose it; add a case to the contract tests.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError
 from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
-from hybrid_engine.ranks.process import signals_held
+from hybrid_engine.ranks.signals_and_forks import signals_held
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers, TransportContext
+from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.deltas import DeltaCount, Deltas
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
@@ -30,57 +32,85 @@ CONFIG_KEY = "generate_config.transport"
 
 
 class RegisteredTransport(Transport, Protocol):
-    """A transport that says by itself what it is for."""
+    """A transport with the transfers that it can carry."""
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
-        """Why it cannot carry a transfer, given the buffers that peers can map; "" if it can."""
+        """Return why the transport cannot carry a transfer; "" if it can.
+
+        `exported`: buffers that peers can map.
+        """
         ...
 
     @classmethod
     def connect(cls, context: TransportContext) -> Transport | None:
-        """This rank's; None where the job has not got what it needs. No collective."""
+        """Build this rank's transport, or return None if the job lacks a requirement.
+
+        No collective.
+        """
         ...
 
 
-REGISTRY: tuple[type[RegisteredTransport], ...] = (LocalTransport, SharedMemoryTransport, CollectiveTransport)
-"""Best first; a bucket's transfers run in this order too. The last carries everything."""
+REGISTRY: tuple[type[RegisteredTransport], ...] = (
+    LocalTransport,
+    SharedMemoryTransport,
+    CollectiveTransport,
+)
+"""Best first; a bucket's transfers run in this order too. The last carries every transfer."""
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
-    """Name of the transport for a transfer.
+    """Return the name of the transport for a transfer.
 
-    auto: the first of the registry that can carry it. With another preference everything between two ranks goes that
-    way (`obstacle_of` says whether it can).
+    "auto" chooses the first of the registry that can carry it. Any other preference applies to all
+    transfers between two ranks, even if that transport cannot carry them; see `obstacle_of`.
     """
     for transport in REGISTRY:
         if not transport.obstacle(transfer, exported):
-            return transport.name if preference == "auto" or transport is LocalTransport else preference
+            # A preference is about two ranks; copies within a rank are always local.
+            if preference == "auto" or transport is LocalTransport:
+                return transport.name
+            return preference
     raise AssertionError("the last transport of the registry carries everything")
 
 
 def obstacle_of(name: str, transfer: Transfer, exported: Set[BufferId]) -> str:
-    """Why the transport of this name cannot carry a transfer; "" if it can, or is not of the registry."""
-    return next((each.obstacle(transfer, exported) for each in REGISTRY if each.name == name), "")
+    """Return why transport `name` cannot carry a transfer; "" if it can or is unknown."""
+    for transport in REGISTRY:
+        if transport.name == name:
+            return transport.obstacle(transfer, exported)
+    return ""
 
 
-_ARRIVED, _READ = "relay arrived", "relay read"  # phases in messages
+# Phases of relaying, as they appear in messages.
+_ARRIVED = "relay arrived"
+_READ = "relay read"
 
 
-def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[BufferId, Handle]:
-    """Handles of this rank's flat buffers that peers can map; to be exchanged once among the ranks of a host."""
-    handles = {BufferId(rank, name): export_tensor(flat) for name, flat in buffers.items()}
-    return {buffer_id: handle for buffer_id, handle in handles.items() if handle is not None}
+def export_handles(rank: int, buffers: FlatBuffers) -> dict[BufferId, Handle]:
+    """Return handles of this rank's flat buffers that peers can map.
+
+    To be exchanged once among the ranks of a host.
+    """
+    handles: dict[BufferId, Handle] = {}
+    for name, flat in buffers.items():
+        handle = export_tensor(flat)
+        if handle is not None:
+            handles[BufferId(rank, name)] = handle
+    return handles
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Costs of one bucket on this rank; bytes of a pull that casts count in the narrower dtype, as a message has them.
+    """Costs of one bucket on this rank.
+
+    Bytes of a pull that casts count in the narrower dtype, like those of a message.
 
     Attributes:
         seconds: by phase (read, transfer, write).
-        nbytes: bytes it received, by transport name and by the rank they came from: for what was relayed, once from its
-            sender to the relay rank, and from there to each other reader; of a message that came as a delta, its own.
+        nbytes: bytes received, by transport name and sending rank. Relayed bytes count once from
+            their sender to the relay rank, and once from there to each other reader. A message that
+            came as a delta counts with the bytes of the delta.
         nbytes_by_link: the same bytes by link.
     """
 
@@ -90,22 +120,23 @@ class RunReport:
 
 
 class TransportSet:
-    """The transports of one rank, with a rule that gives each transfer to one of them.
+    """The transports of one rank, with a rule that assigns each transfer to one of them.
 
-    Every rank calls `run` for every bucket of the plan, whatever its share, and each transport runs in each of them. A
-    rank that cannot go on calls `abandon` for the buckets that are left.
+    Every rank calls `run` for every bucket of the plan, even without a share, and each transport
+    runs in each bucket. A rank that cannot continue calls `abandon` for the remaining buckets.
 
-    What comes over relay buffers is read after the bucket's other transfers:
+    Transfers out of relay buffers follow the bucket's other transfers:
 
-        relay rank  receives -> tells its readers -> reads its own part -> hears that they have read: it may come anew
-        reader      hears its relay ranks -> reads where it lies -> tells them
+        relay rank  receives -> notifies its readers -> reads its part -> waits for their
+                    notifications: the buffer may be overwritten
+        reader      waits for notifications of its relay ranks -> reads in place -> notifies them
 
     Args:
         rank: global rank of this process.
         transports: in the order in which they run.
-        choose: name of the transport for a transfer.
+        choose: returns the name of the transport for a transfer.
         relays: the plan's relay buffers; default: none.
-        deltas: of messages; default: each goes whole.
+        deltas: state of message deltas; default: every message is sent whole.
     """
 
     def __init__(
@@ -119,9 +150,11 @@ class TransportSet:
         self.rank = rank
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
-        self._relays, self._deltas = relays or RelayBuffers(rank, {}), deltas
+        self._relays = relays or RelayBuffers(rank, {})
+        self._deltas = deltas
         self._shares: dict[int, _BucketShare] = {}
-        self.num_met = 0  # buckets in which this rank took part, run or abandoned, since it was connected
+        # Buckets in which this rank took part, run or abandoned, since it was connected.
+        self.num_met = 0
 
     @classmethod
     def connect(
@@ -130,70 +163,101 @@ class TransportSet:
         preference: str = "auto",
         registry: Sequence[type[RegisteredTransport]] = REGISTRY,
     ) -> TransportSet:
-        """The transports of a running job. No collective.
+        """Build the transports of a running job. No collective.
 
         Args:
-            context: what they are built from.
+            context: inputs of the transports.
             preference: see `choose_transport`; a plan with relays needs "auto".
-            registry: those that are tried; each name stands for what `REGISTRY` says that it can carry.
+            registry: classes to build. Each carries the transfers of the class of the same name in
+                `REGISTRY`.
         """
-        connected = [transport.connect(context) for transport in registry]
+        transports = []
+        for transport_class in registry:
+            transport = transport_class.connect(context)
+            if transport is not None:
+                transports.append(transport)
+        # Both ranks of a transfer on a host have the same handles, so they choose alike.
         exported = frozenset(context.handles)
         return cls(
             context.rank,
-            [transport for transport in connected if transport is not None],
+            transports,
             lambda transfer: choose_transport(transfer, exported, preference),
             context.relays,
             context.deltas,
         )
 
     def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:
-        """Raise ConfigError unless the chosen transports can carry every transfer of the plan. Before any bucket."""
+        """Raise ConfigError unless the chosen transports can carry every transfer of the plan.
+
+        Called before any bucket.
+        """
         exported = frozenset(exported)
-        problems: dict[str, Violation] = {}
+        violations: dict[str, Violation] = {}
         for transfer in plan.transfers():
             name = self._choose(transfer)
-            if obstacle := obstacle_of(name, transfer, exported):
-                problem = f"{name} cannot read {obstacle} ({transfer.src.buffer})"
-                problems.setdefault(problem, Violation(CONFIG_KEY, problem, "Choose auto or collective"))
+            buffer = transfer.src.buffer
+            obstacle = obstacle_of(name, transfer, exported)
+            if obstacle:
+                problem = f"{name} cannot read {obstacle} ({buffer})"
+                remedy = "Choose auto or collective"
+                violation = Violation(CONFIG_KEY, problem, remedy, code="cannot-read")
             elif name not in self._transports:
-                problem = f"rank {transfer.dst_rank} reads {transfer.src.buffer} by {name}, which is absent"
+                problem = (
+                    f"rank {transfer.dst_rank} reads {buffer} by {name}, which is not available"
+                )
                 remedy = "Initialise torch.distributed, or export the buffer to its host"
-                problems.setdefault(problem, Violation(CONFIG_KEY, problem, remedy))
-        if problems:
-            raise ConfigError(list(problems.values()))
+                violation = Violation(CONFIG_KEY, problem, remedy, code="no-transport")
+            else:
+                continue
+            # The same problem is reported once.
+            violations.setdefault(problem, violation)
+        if violations:
+            raise ConfigError(list(violations.values()))
 
     @torch.no_grad()
     @signals_held()
     def run(
         self,
         bucket: Bucket,
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
+        source: FlatBuffers,
+        destination: FlatBuffers,
         following: Bucket | None = None,
     ) -> RunReport:
-        """Carry out this rank's share of a bucket. Raises TransportError; no peer is left waiting then.
+        """Carry out this rank's share of a bucket.
 
-        `following`: the next bucket, whose messages are sent meanwhile; all ranks name it, or none. What fails here
-        reaches the peers with a bucket's messages, so one bucket later if these were sent before.
+        Args:
+            bucket: bucket of the plan.
+            source: this rank's flat source buffers, by name.
+            destination: this rank's flat destination buffers, by name.
+            following: the next bucket, whose messages are sent meanwhile; passed by all ranks or by
+                none.
 
-        Signals are held until its end: a rank that stopped before it has sent all of a bucket, or heard of it, would
-        meet its peers with others from there on.
+        Raises:
+            TransportError: this rank or a peer failed; no peer is left waiting. Peers receive the
+                failure with the messages of a bucket, so one bucket later if these were already
+                sent.
         """
+        # Signals are held until the end. A rank interrupted before it has sent and received all
+        # messages of a bucket would exchange messages of different buckets with its peers from then
+        # on.
         share = self._share(bucket)
         self.num_met += 1
-        failure = self._start(bucket, following, source) if following is not None else None
+        failure = None
+        if following is not None:
+            failure = self._start(bucket, following, source)
         for name, transport in self._transports.items():
+            # Every transport takes part, also without transfers: peers may wait for its messages.
             transfers = share.transfers.get(name, ())
             try:
                 if failure is None:
                     with span(name) if transfers else nullcontext():
                         transport.run(bucket.index, transfers, source, destination)
                 else:
+                    # Peers that wait for this transport fail with the reason instead.
                     transport.abandon(bucket.index, transfers, str(failure))
             except Exception as error:
                 failure = failure or error
-        if share.is_relaying:
+        if share.fan_out:
             with span("relay"):
                 failure = self._fan_out(share, destination, failure)
         report = self._report(share)
@@ -202,9 +266,10 @@ class TransportSet:
         return report
 
     def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
-        """Take part in a bucket without reading or writing: peers that wait for this rank fail with `reason`.
+        """Take part in a bucket without reading or writing; peers of this rank fail with `reason`.
 
-        `following` as in `run`. Raises TransportError when a process group is dead, having told all that others carry.
+        `following` as in `run`. Raises TransportError when a process group is unusable, after the
+        other transports have notified their peers.
         """
         share = self._share(bucket)
         self.num_met += 1
@@ -213,85 +278,121 @@ class TransportSet:
             try:
                 transport.abandon(bucket.index, share.transfers.get(name, ()), reason)
             except Exception as error:
+                # The first failure explains later ones. Other transports have other peers.
                 failure = failure or error
-        for phase in (_ARRIVED, _READ) if share.is_relaying else ():
-            try:
-                self._notify(share, phase, reason)
-            except Exception as error:
-                failure = failure or error
+        if share.fan_out:
+            for phase in (_ARRIVED, _READ):
+                try:
+                    self._notify(share, phase, reason)
+                except Exception as error:
+                    failure = failure or error
         if failure is not None:
             raise failure
 
     def trim(self) -> int:
-        """Give back staging and relay memory after a fill, which they are taken for again; returns their bytes."""
-        return sum(transport.trim() for transport in self._transports.values()) + self._relays.release()
+        """Free staging and relay memory after a fill; return its bytes.
+
+        Both are allocated again for the next fill.
+        """
+        staged = sum(transport.trim() for transport in self._transports.values())
+        return staged + self._relays.release()
 
     def begin(self, *, whole: bool) -> None:
-        """Say how messages go, before any rank fills: ranks that abandon a fill send as the others do.
+        """Set the form of the messages, before any rank fills; never raises.
 
-        `whole`: no message is a delta; the same on all ranks. Raises nothing.
+        Called on every rank, because ranks that abandon a fill send messages too.
+
+        Args:
+            whole: no message is a delta; the same on all ranks.
         """
         if self._deltas is not None:
             self._deltas.begin(whole=whole)
 
     def prepare(self) -> None:
-        """Before a fill: have relay memory. Raises DeviceMemoryError."""
+        """Allocate relay memory before a fill. Raises DeviceMemoryError."""
         self._relays.restore()
 
     def deltas_sent(self) -> DeltaCount:
-        """Of the messages that this rank sent since `begin`."""
+        """Return counts of the messages that this rank sent since `begin`."""
         return DeltaCount() if self._deltas is None else self._deltas.counted()
 
     def _report(self, share: _BucketShare) -> RunReport:
-        name, by_link, nbytes = CollectiveTransport.name, dict(share.nbytes_by_link), dict(share.nbytes)
-        for peer, came in ({} if self._deltas is None else self._deltas.take_came()).items():
-            link = next(each.link for each in share.transfers[name] if each.src_rank == peer)
-            by_link[link] += came - nbytes[name][peer]
-            nbytes[name] = {**nbytes[name], peer: came}
-        return RunReport(self._take_seconds(), nbytes, by_link)
+        """Return the costs of a bucket, with the actual bytes of messages sent as deltas."""
+        nbytes = dict(share.nbytes)
+        nbytes_by_link = dict(share.nbytes_by_link)
+        if self._deltas is not None:
+            name = CollectiveTransport.name
+            for peer, received in self._deltas.take_came().items():
+                transfers = share.transfers[name]
+                link = next(transfer.link for transfer in transfers if transfer.src_rank == peer)
+                nbytes_by_link[link] += received - nbytes[name][peer]
+                # A copy: the share keeps the planned bytes for the next switch.
+                nbytes[name] = {**nbytes[name], peer: received}
+        seconds: dict[str, float] = defaultdict(float)
+        for transport in self._transports.values():
+            for phase, phase_seconds in transport.take_seconds().items():
+                seconds[phase] += phase_seconds
+        return RunReport(dict(seconds), nbytes, nbytes_by_link)
 
     def _start(
-        self, bucket: Bucket, following: Bucket | None, source: Mapping[str, torch.Tensor] | None, reason: str = ""
+        self,
+        bucket: Bucket,
+        following: Bucket | None,
+        source: FlatBuffers | None,
+        reason: str = "",
     ) -> Exception | None:
-        """Start buckets that were not yet, in order; returns a failure."""
+        """Start the buckets, in order, that have not started yet; return a failure."""
+        buckets = [bucket] if following is None else [bucket, following]
         try:
-            for each in (bucket, following):
-                if each is not None:
-                    for name, transport in self._transports.items():
-                        transport.start(each.index, self._share(each).transfers.get(name, ()), source, reason)
+            for started in buckets:
+                share = self._share(started)
+                for name, transport in self._transports.items():
+                    transfers = share.transfers.get(name, ())
+                    transport.start(started.index, transfers, source, reason)
         except Exception as error:
             return error
         return None
 
     def _fan_out(
-        self, share: _BucketShare, destination: Mapping[str, torch.Tensor], failure: Exception | None
+        self,
+        share: _BucketShare,
+        destination: FlatBuffers,
+        failure: Exception | None,
     ) -> Exception | None:
-        """Read what came into relay buffers, unless this rank or one of its relay ranks failed; returns a failure.
+        """Read from relay buffers, unless this rank or one of its relay ranks failed.
 
-        Says what is to be said in any case, so that nobody waits.
+        Both notifications are sent in any case, so that no rank is left waiting. Returns a failure.
         """
         for phase in (_ARRIVED, _READ):
             try:
-                heard = self._notify(share, phase, "" if failure is None else str(failure))
-                if heard and failure is None:
-                    failure = PeerTransportError(heard)
+                reason = self._notify(share, phase, "" if failure is None else str(failure))
+                if reason and failure is None:
+                    failure = PeerTransportError(reason, code="peer-failed")
                 if phase == _ARRIVED and failure is None:
+                    # The relay rank reads its part here as well.
                     for name, transfers in share.fan_out.items():
-                        self._transports[name].run(share.bucket.index, transfers, self._relays.tensors, destination)
+                        transport = self._transports[name]
+                        relays = self._relays.tensors
+                        transport.run(share.bucket.index, transfers, relays, destination)
             except Exception as error:
                 failure = failure or error
         return failure
 
     def _notify(self, share: _BucketShare, phase: str, reason: str) -> str:
-        """Relay ranks tell readers that a bucket has arrived, readers tell relay ranks that they have read it."""
-        receivers, senders = share.readers, share.relay_ranks
+        """Notify readers that a bucket has arrived, or relay ranks that it was read.
+
+        Returns the reason of the first failed sender, or "".
+        """
+        receivers = share.readers
+        senders = share.relay_ranks
         if phase == _READ:
             receivers, senders = senders, receivers
-        told = [
+        # Every transport notifies its peers, even after a failure of one.
+        reasons = [
             transport.notify(share.bucket.index, phase, receivers, senders, reason)
             for transport in self._transports.values()
         ]
-        return next(filter(None, told), "")
+        return next(filter(None, reasons), "")
 
     def close(self) -> None:
         """Close all transports; idempotent."""
@@ -300,51 +401,50 @@ class TransportSet:
             transport.close()
         self._relays.release()
 
-    def _take_seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last call, of all transports together."""
-        total: dict[str, float] = defaultdict(float)
-        for transport in self._transports.values():
-            for phase, seconds in transport.take_seconds().items():
-                total[phase] += seconds
-        return dict(total)
-
     def _share(self, bucket: Bucket) -> _BucketShare:
+        """Return this rank's share of a bucket, computed once: a plan runs at every switch."""
         share = self._shares.get(bucket.index)
-        if share is None or share.bucket is not bucket:
-            share = self._shares[bucket.index] = self._split(bucket)
-        return share
-
-    def _split(self, bucket: Bucket) -> _BucketShare:
-        own = bucket.of_rank(self.rank)
-        transfers = self._by_transport(bucket.index, own.transfers)
-        fan_out = self._by_transport(bucket.index, own.fan_out)
+        # Another object under the same number belongs to another plan.
+        if share is not None and share.bucket is bucket:
+            return share
+        of_rank = bucket.of_rank(self.rank)
+        transfers = self._by_transport(bucket.index, of_rank.transfers)
+        fan_out = self._by_transport(bucket.index, of_rank.fan_out)
+        # Planned bytes; `_report` replaces those of deltas.
         nbytes: dict[str, Counter[int]] = {name: Counter() for name in self._transports}
         nbytes_by_link = dict.fromkeys(Link, 0)
-        for transfer in own.counted():
+        for transfer in of_rank.counted():
             if transfer.dst_rank == self.rank:
                 nbytes[self._choose(transfer)][transfer.src_rank] += transfer.nbytes
                 nbytes_by_link[transfer.link] += transfer.nbytes
-        return _BucketShare(
+        readers = {transfer.dst_rank for transfer in of_rank.fan_out}
+        relay_ranks = {transfer.src_rank for transfer in of_rank.fan_out}
+        share = _BucketShare(
             bucket,
             transfers,
             fan_out,
             nbytes,
             nbytes_by_link,
-            frozenset(each.dst_rank for each in own.fan_out) - {self.rank},
-            frozenset(each.src_rank for each in own.fan_out) - {self.rank},
+            frozenset(readers - {self.rank}),
+            frozenset(relay_ranks - {self.rank}),
         )
+        self._shares[bucket.index] = share
+        return share
 
-    def _by_transport(self, index: int, transfers: Iterable[Transfer]) -> Mapping[str, Sequence[Transfer]]:
-        found: defaultdict[str, list[Transfer]] = defaultdict(list)
+    def _by_transport(
+        self, index: int, transfers: Iterable[Transfer]
+    ) -> Mapping[str, Sequence[Transfer]]:
+        by_name: defaultdict[str, list[Transfer]] = defaultdict(list)
         for transfer in transfers:
             name = self._choose(transfer)
             if name not in self._transports:
                 raise TransportError(
-                    f"bucket {index}, tensor {transfer.tensor}: no {name} transport on rank {self.rank}; "
-                    f"there are {', '.join(self._transports)}"
+                    f"bucket {index}, tensor {transfer.tensor}: no {name} transport on rank "
+                    f"{self.rank}; available: {', '.join(self._transports)}",
+                    code="no-transport",
                 )
-            found[name].append(transfer)
-        return found
+            by_name[name].append(transfer)
+        return by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +452,10 @@ class _BucketShare:
     """A rank's work in a bucket.
 
     Attributes:
-        transfers, fan_out: by transport name.
-        nbytes, nbytes_by_link: as in RunReport, where all messages go whole.
-        readers: other ranks that read this one's relay buffers. relay_ranks: whose relay buffers it reads.
+        transfers, fan_out: by transport name. `fan_out` reads from relay buffers.
+        nbytes, nbytes_by_link: as in RunReport, if all messages are sent whole.
+        readers: other ranks that read this rank's relay buffers.
+        relay_ranks: other ranks whose relay buffers this rank reads.
     """
 
     bucket: Bucket
@@ -364,7 +465,3 @@ class _BucketShare:
     nbytes_by_link: Mapping[Link, int]
     readers: Set[int]
     relay_ranks: Set[int]
-
-    @property
-    def is_relaying(self) -> bool:
-        return bool(self.fan_out)

@@ -1,11 +1,15 @@
-"""Group "cpu": megatron-core on CPU tensors and gloo, without CUDA or apex; beside group "without_te".
+"""Group "cpu": megatron-core on CPU tensors and gloo, without CUDA or apex.
 
-Covers what `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP, VPP, EP, sequence parallel, both
-optimizers, fp32 and bf16. The caller passes ``use_cpu_initialization=True`` and turns fusions off. Gloo (torch 2.13)
-has every collective that megatron calls, coalesced and in bf16 too, but for gathers and scatters of uneven parts (MoE
-with tp > 1), which `gloo` builds from others.
+Applied together with group "without_te".
 
-What depends on CUDA raises CpuUnsupportedError: CUDA graphs, fp8, megatron's own CPU offloading.
+Covers everything that `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP,
+VPP, EP, sequence parallel, both optimizers, fp32 and bf16. The caller passes
+``use_cpu_initialization=True`` and turns fusions off. Gloo (torch 2.13) supports every collective
+that megatron calls, coalesced and in bf16 also, except gathers and scatters of uneven parts (MoE
+with tp > 1). `cuda_names` builds these from others.
+
+Features that depend on CUDA raise CpuUnsupportedError: CUDA graphs, fp8, megatron's own CPU
+offloading.
 """
 
 from __future__ import annotations
@@ -25,14 +29,18 @@ _CORE = "megatron.core"
 _ALWAYS = "megatron-core selects its device instead of naming CUDA"
 
 
-def _cpu_patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
+def _cpu_patch(
+    name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any
+) -> Patch:
     options = {"remove_when": _ALWAYS, **more}
     return Patch(f"cpu.{name}", "cpu", target, reason, build=build, **options)
 
 
 def _build_get_rng_state(original: Any) -> Callable[..., Any]:
-    def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        """The CPU generator's state."""
+    def _get_cuda_rng_state(
+        device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
+        """Return the CPU generator's state."""
         _refuse_graph_safe(graph_safe)
         return torch.get_rng_state()
 
@@ -40,7 +48,9 @@ def _build_get_rng_state(original: Any) -> Callable[..., Any]:
 
 
 def _build_set_rng_state(original: Any) -> Callable[..., Any]:
-    def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def _set_cuda_rng_state(
+        new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False
+    ) -> None:
         """Set the CPU generator's state."""
         _refuse_graph_safe(graph_safe)
         torch.set_rng_state(new_state)
@@ -50,12 +60,14 @@ def _build_set_rng_state(original: Any) -> Callable[..., Any]:
 
 def _refuse_graph_safe(graph_safe: bool) -> None:
     if graph_safe:
-        raise CpuUnsupportedError("a graph-safe RNG state requires CUDA graphs; turn use_cudagraphable_rng off on CPU")
+        raise CpuUnsupportedError(
+            "a graph-safe RNG state requires CUDA graphs; turn use_cudagraphable_rng off on CPU"
+        )
 
 
 def _build_nccl_options(original: Any) -> Callable[..., None]:
     def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
-        """No options: gloo has none of NCCL's."""
+        """Return None, because gloo has none of NCCL's options."""
 
     return get_nccl_options
 
@@ -65,7 +77,8 @@ def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., t
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if not config.sequence_parallel:
             return original(cls, config, *args, **kwargs)
-        # built as if without sequence parallel, which the original refuses, then marked as Megatron marks norms
+        # The original refuses sequence parallel. Build the norm without it, then mark its
+        # parameters as Megatron marks norms.
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
@@ -78,13 +91,15 @@ def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., t
 
 
 def _build_eager(original: Any) -> Any:
-    """The function that ``torch.compile`` was put around."""
+    """Return the function inside a ``torch.compile`` wrapper."""
     return getattr(original, "_torchdynamo_orig_callable", original)
 
 
 def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     return maybe_move_tensor_to_cpu
@@ -93,10 +108,11 @@ def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 def _build_keeping_outputs_while_sent(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-        # of outputs in a list or a dict the original calls this for each
+        # The original calls this function for each output in a list or a dict.
         if isinstance(out, torch.Tensor) and deallocate_pipeline_outputs:
             sent: Any = out
-            sent.kept_for_sending = out.data  # keeps the memory that `out` drops and gloo still reads
+            # Keeps the memory that `out` drops and gloo still reads.
+            sent.kept_for_sending = out.data
         original(out, deallocate_pipeline_outputs)
 
     return deallocate_output_tensor
@@ -109,7 +125,8 @@ _CUDA_SPELLED = (
     "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
     "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
     "optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
-    "models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
+    "models.common.language_module.language_module"
+    ":LanguageModule.setup_embeddings_and_output_layer",
     "models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
     "tensor_parallel.data:broadcast_data",
     "utils:check_param_hashes_across_dp_replicas",
@@ -125,7 +142,7 @@ _COMPILED = (
     "transformer.utils:erf_gelu",
     "transformer.utils:gelu_impl",
 )
-"""Functions that are compiled on import."""
+"""Functions that megatron-core compiles on import."""
 
 
 def _spelling_patch(target: str) -> Patch:
@@ -152,7 +169,8 @@ PATCHES: tuple[Patch, ...] = (
     _cpu_patch(
         "torch",
         "megatron.*:torch",
-        "torch.cuda calls and device='cuda' factories are redirected to CPU, for megatron's modules only",
+        "names CUDA in torch.cuda and in factories with device='cuda'; for megatron's modules "
+        "alone these are redirected to CPU",
         cuda_names.torch_on_cpu,
     ),
     _cpu_patch(
@@ -176,20 +194,23 @@ PATCHES: tuple[Patch, ...] = (
     _cpu_patch(
         "sequence_parallel_norm",
         f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__",
-        "refuses sequence parallel, which only needs the weights marked so that their gradients are summed over TP",
+        "refuses sequence parallel, which only needs marks on the weights, so that their gradients "
+        "are summed over TP",
         _build_norm_new,
         remove_when="WrappedTorchNorm accepts sequence_parallel",
     ),
     _cpu_patch(
         "split_sizes",
         f"{_CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-        "converts split sizes to numpy only if they are on CUDA; all_to_all_single does not accept tensors as sizes",
+        "converts split sizes to numpy only if they are on CUDA; all_to_all_single does not accept "
+        "tensors as sizes",
         _build_move_to_cpu,
     ),
     _cpu_patch(
         "pipeline_outputs",
         f"{_CORE}.pipeline_parallel.schedules:deallocate_output_tensor",
-        "frees outputs that are still being sent: CUDA keeps their memory until then, gloo sends what is there next",
+        "frees outputs that are still being sent: CUDA keeps their memory until then, but gloo "
+        "sends the new contents",
         _build_keeping_outputs_while_sent,
         remove_when="interleaved schedules wait for a send before they free the output",
     ),

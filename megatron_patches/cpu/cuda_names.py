@@ -1,14 +1,15 @@
-"""Substitutes that let code which names CUDA run on CPU, visible to megatron alone.
+"""Substitutes for CUDA names that let code run on CPU, visible to megatron alone.
 
-CUDA is named in two ways:
+Code names CUDA in two ways:
 
-- through the module: ``torch.cuda.current_device()``, ``torch.zeros(1, device="cuda")``. Megatron's modules get
-  `torch_on_cpu` as their global ``torch``: a namespace that forwards everything but a few names.
-- through a tensor: ``tensor.cuda()``, ``tensor.type() == "torch.cuda.FloatTensor"``. A namespace does not see these, so
-  the few functions that do it run under `CudaSpelling`.
+- through the module: ``torch.cuda.current_device()``, ``torch.zeros(1, device="cuda")``.
+  Megatron's modules get `torch_on_cpu` as their global ``torch``, a namespace that forwards all
+  but a few names.
+- through a tensor: ``tensor.cuda()``, ``tensor.type() == "torch.cuda.FloatTensor"``. A namespace
+  cannot intercept these, so the few functions that use them run under `CudaSpelling`.
 
-The few `torch.distributed` calls that gloo does not support (torch 2.13) are built from others. torch itself is never
-changed: other importers in this process see the original.
+The few `torch.distributed` calls that gloo does not support (torch 2.13) are built from others.
+torch itself is never changed: other code in this process imports the original.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_patches.errors import CpuUnsupportedError
 
 
 def new_group(*args: Any, **kwargs: Any) -> Any:
-    """`dist.new_group` without NCCL: its options are ignored, "nccl" means the default backend."""
+    """Create a group without NCCL: its options are ignored, and "nccl" is the default backend."""
     if kwargs.get("backend") == "nccl":
         kwargs["backend"] = None
     kwargs["pg_options"] = None
@@ -41,9 +42,10 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """`dist.all_gather`, also of tensors that differ in their first dim, as NCCL allows (MoE dispatch).
+    """Run `dist.all_gather`, also of tensors that differ in their first dim (MoE dispatch).
 
-    Uneven parts are padded to the longest, which takes group size times the longest part in extra memory.
+    NCCL allows these. Uneven parts are padded to the longest, which takes group size times the
+    longest part in extra memory.
     """
     longest = max(part.shape[0] if part.dim() else 0 for part in tensor_list)
     if all(part.shape == tensor_list[0].shape for part in tensor_list):
@@ -65,10 +67,10 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """`dist.reduce_scatter`, also of parts that differ in their first dim.
+    """Run `dist.reduce_scatter`, also of parts that differ in their first dim.
 
-    Uneven parts are all-reduced as one tensor, of which this rank keeps its own part. Takes the volume of all parts in
-    extra memory.
+    Uneven parts are all-reduced as one tensor, of which this rank keeps its part. That takes the
+    volume of all parts in extra memory.
     """
     if all(part.shape == input_list[0].shape for part in input_list):
         return dist.reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
@@ -91,16 +93,39 @@ OVERRIDES = {"new_group": new_group, "all_gather": all_gather, "reduce_scatter":
 CPU = torch.device("cpu")
 
 _FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
-    *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
-    *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
 )
+"""Functions of torch that take a device."""
 
 
 class Namespace(ModuleType):
-    """A module with some names overridden.
+    """Module with some names overridden.
 
-    Reads return the override, if there is one, or else the live attribute of `base`. Writes go to `base`.
+    Reads return the override if there is one, else the live attribute of `base`. Writes go to
+    `base`.
     """
 
     def __init__(self, base: ModuleType, overrides: Mapping[str, Any]) -> None:
@@ -119,14 +144,19 @@ class Namespace(ModuleType):
 
 
 class CudaSpelling(TorchFunctionMode):
-    """While active, CPU tensors pass for CUDA tensors where only the name matters.
+    """Mode in which CPU tensors have the names of CUDA tensors.
 
-    ``tensor.cuda(...)`` returns the tensor itself and ``tensor.type()`` returns ``torch.cuda.…Tensor``. Active in the
-    current thread, between enter and exit; nesting it changes nothing more.
+    ``tensor.cuda(...)`` returns the tensor itself and ``tensor.type()`` returns
+    ``torch.cuda.…Tensor``. Active in the current thread, between enter and exit; nesting has no
+    further effect.
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
@@ -137,7 +167,7 @@ class CudaSpelling(TorchFunctionMode):
 
 
 def under_cuda_spelling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, run under `CudaSpelling`."""
+    """Return `original` wrapped to run under `CudaSpelling`."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -151,8 +181,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-class Event:
-    """An event that has always occurred already."""
+class CpuEvent:
+    """Event that has already occurred."""
 
     __init__ = record = wait = synchronize = _nothing
 
@@ -161,12 +191,12 @@ class Event:
 
 
 class Stream:
-    """The only stream of a CPU. Work is done when the call returns, so there is nothing to wait for."""
+    """Stream of a CPU, on which work is complete when the call returns."""
 
     __init__ = wait_stream = wait_event = synchronize = _nothing
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        return event or CpuEvent()
 
     def query(self) -> bool:
         return True
@@ -180,7 +210,7 @@ def _the_stream(device: Any = None) -> Stream:
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """The state of the CPU's only generator, uint8 of shape (5056,)."""
+    """Return the state of the CPU's only generator, uint8 of shape (5056,)."""
     return torch.get_rng_state()
 
 
@@ -189,7 +219,8 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the CPU's generator; `torch.manual_seed` would seed CUDA's, too."""
+    """Seed the CPU's generator."""
+    # `torch.manual_seed` would also seed CUDA's.
     torch.default_generator.manual_seed(int(seed))
 
 
@@ -198,8 +229,11 @@ def _device_context(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
 
 
 def _to_cpu_device(device: Any) -> Any:
-    """`device`, or the CPU if it names CUDA, as a bare index does."""
-    if isinstance(device, int) or (isinstance(device, (str, torch.device)) and str(device).startswith("cuda")):
+    """Return `device`, or the CPU if it names CUDA."""
+    # A bare index is a CUDA device.
+    if isinstance(device, int):
+        return CPU
+    if isinstance(device, (str, torch.device)) and str(device).startswith("cuda"):
         return CPU
     return device
 
@@ -217,9 +251,11 @@ def _factory_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _device_on_cpu(device: Any, index: int | None = None) -> torch.device:
-    """`torch.device`, with CUDA read as CPU."""
+    """Return `torch.device` of the arguments, with the CPU in place of CUDA."""
     redirected = _to_cpu_device(device)
-    return CPU if redirected is CPU else torch.device(redirected, *(() if index is None else (index,)))
+    if redirected is CPU:
+        return CPU
+    return torch.device(redirected) if index is None else torch.device(redirected, index)
 
 
 def _autocast_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> torch.autocast:
@@ -227,11 +263,20 @@ def _autocast_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> torch.autoc
 
 
 def _cuda_on_cpu() -> Namespace:
-    rng = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": manual_seed}
-    seeds = {**rng, "manual_seed_all": manual_seed, "seed": _nothing, "initial_seed": torch.initial_seed}
+    rng = {
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": manual_seed,
+    }
+    seeds = {
+        **rng,
+        "manual_seed_all": manual_seed,
+        "seed": _nothing,
+        "initial_seed": torch.initial_seed,
+    }
     streams = {
         "Stream": Stream,
-        "Event": Event,
+        "Event": CpuEvent,
         "stream": _device_context,
         "current_stream": _the_stream,
         "default_stream": _the_stream,
@@ -251,7 +296,9 @@ def _cuda_on_cpu() -> Namespace:
         "device_count": lambda: 1,
         "memory_stats": lambda device=None: defaultdict(int),
         "device": _device_context,
-        "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing, mark=_nothing, range=_device_context),
+        "nvtx": SimpleNamespace(
+            range_push=_nothing, range_pop=_nothing, mark=_nothing, range=_device_context
+        ),
         "random": Namespace(torch.cuda.random, seeds),
         **seeds,
         **streams,
@@ -261,10 +308,15 @@ def _cuda_on_cpu() -> Namespace:
 
 
 def torch_on_cpu(original: ModuleType) -> ModuleType | Namespace:
-    """The global ``torch`` of megatron's modules. Returns anything else of that name (a submodule) unchanged."""
+    """Return the global ``torch`` of megatron's modules.
+
+    Another object of that name (a submodule) is returned unchanged.
+    """
     if original is not torch:
         return original
-    overrides: dict[str, Any] = {name: _factory_on_cpu(getattr(original, name)) for name in _FACTORIES}
+    overrides: dict[str, Any] = {
+        name: _factory_on_cpu(getattr(original, name)) for name in _FACTORIES
+    }
     overrides["cuda"] = _cuda_on_cpu()
     overrides["device"] = _device_on_cpu
     overrides["autocast"] = _autocast_on_cpu

@@ -1,8 +1,8 @@
-"""Group "cpu_training": ``megatron.training`` and its scripts without CUDA, on top of group "cpu".
+"""Group "cpu_training": ``megatron.training`` and its scripts without CUDA, with group "cpu".
 
 For experiments and tests: ``pretrain_gpt.py --distributed-backend gloo --transformer-impl local
---use-cpu-initialization`` and the --no-…-fusion flags. Megatron compiles its data set helpers itself, which needs a C++
-compiler and pybind11.
+--use-cpu-initialization`` and the --no-…-fusion flags. Megatron compiles its data set helpers
+itself, which needs a C++ compiler and pybind11.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_patches.patch import Patch
 _TRAINING = "megatron.training"
 _ALWAYS = "megatron.training selects its device instead of naming CUDA"
 _DRAWS = (
-    "draws from the CPU generator, which without CUDA is also dropout's and must stay equal on ranks without a data "
-    "loader; and may call tensor.cuda()"
+    "draws from the CPU generator, which without CUDA also serves dropout and must stay equal on "
+    "ranks without a data loader; and may call tensor.cuda()"
 )
 
 
@@ -68,7 +68,7 @@ def _build_keeping_generator(original: Callable[..., Any]) -> Callable[..., Any]
 
 def _build_stay(original: Callable[..., Any]) -> Callable[..., Any]:
     def cuda(self: Any, device: Any = None) -> Any:
-        """The module, where it is."""
+        """Return the module without moving it."""
         return self
 
     return cuda
@@ -92,13 +92,15 @@ PATCHES: tuple[Patch, ...] = (
     _patch(
         "warmup",
         f"{_TRAINING}.initialize:_warmup_jit_function",
-        "compiles fused kernels before training; on CPU that takes minutes and a C++ compiler, and they are not used",
+        "compiles fused kernels before training; on CPU that takes minutes and a C++ compiler, and "
+        "they are not used",
         _build_nothing,
     ),
     _patch(
         "architecture",
         f"{_TRAINING}.utils:get_device_arch_version",
-        "reads the GPU generation, to require CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell; a CPU has no such queue",
+        "reads the GPU generation, to require CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell; a "
+        "CPU has no such queue",
         _build_newest_architecture,
     ),
     _patch(
@@ -117,12 +119,13 @@ PATCHES: tuple[Patch, ...] = (
         _patch(
             f"spelling.{name}",
             target,
-            "runs what calls tensor.cuda() on a batch",
+            "calls functions that call tensor.cuda() on a batch",
             cuda_names.under_cuda_spelling,
             since="0.18.0",
         )
         for name, target in (
-            ("forward_step", "megatron.core.pipeline_parallel.schedules:forward_step"),  # the script's get_batch
+            # It calls the script's get_batch.
+            ("forward_step", "megatron.core.pipeline_parallel.schedules:forward_step"),
             ("dummy_train_step", f"{_TRAINING}.training:dummy_train_step"),
         )
     ),
@@ -133,7 +136,11 @@ PATCHES: tuple[Patch, ...] = (
         _build_keeping_generator,
     ),
     _patch(
-        "data.batch", f"{_TRAINING}.utils:get_batch_on_this_tp_rank", _DRAWS, _build_keeping_generator, until="0.18.0"
+        "data.batch",
+        f"{_TRAINING}.utils:get_batch_on_this_tp_rank",
+        _DRAWS,
+        _build_keeping_generator,
+        until="0.18.0",
     ),
     _patch(
         "data.next",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import planning, prefetch
+from benchmarks import critical_path, planning, prefetch
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
 from hybrid_engine.models import table_for
 from tests.harness.launch import REPO_ROOT
@@ -46,6 +46,16 @@ def test_the_quick_run_has_both_models_and_both_numbers_of_ranks(monkeypatch: py
 def test_cases_of_a_gpu_are_possible(case: Case, tmp_path: Path) -> None:
     assert case.config(tmp_path, {"attention_backend": "TRITON_ATTN"}).generate_config.vllm
     table_for(MODELS[case.model])  # raises for an impossible one
+
+
+@pytest.mark.slow
+def test_few_kernels_copy_the_experts_of_a_large_model() -> None:
+    """Kernels are counted from the plan: to queue one takes the host some microseconds."""
+    (job,) = (job for job in critical_path.JOBS if job.name == "30B-A3B, 8: EP8 -> TP8")
+    figures = critical_path.figures_of(job, critical_path.Rates())
+    assert figures["launches"] <= 1000 < 12000 < figures["alone"]
+    for name in ("stay", "leave"):
+        assert figures[name]["bound"] < figures[name]["seconds"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from examples.gpt_rl import settings
-from hybrid_engine.ranks.launching import kill_tree
+from hybrid_engine.tools.launching import kill_tree
 from tests.harness.launch import REPO_ROOT
 
 CONFIGS = Path(settings.__file__).parent / "configs"

@@ -1,4 +1,4 @@
-"""Code that is shown to readers runs as it stands, and learns: README.md's, the quick start's, a page-long example,
+"""Code that is shown to readers runs as it stands, and learns: the quick start's two programs, a page-long example,
 one's own trainer."""
 
 from __future__ import annotations
@@ -16,40 +16,38 @@ from unittest import mock
 
 import pytest
 
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import REPO_ROOT, Ranks
 
-CODE, LOOP = (
-    re.search(r"```python\n(.*?)```", (REPO_ROOT / page).read_text(), re.DOTALL)[1]
-    for page in ("README.md", "docs/quick_start.md")
-)
+PAGE = (REPO_ROOT / "docs" / "quick_start.md").read_text()
+CODE, LOOP = (re.search(rf"```python\n(# {name}\.py.*?)```", PAGE, re.DOTALL)[1] for name in ("rl", "loop"))
 EXAMPLE = REPO_ROOT / "examples" / "fsdp_engine.py"
 
 
 def run(out: Path) -> list[float]:
-    """On a rank, in the root of the checkout: the rewards of README.md's, by step."""
+    """On a rank, in the root of the checkout: the rewards of the quick start's rl.py, by step."""
     names: dict[str, Any] = {}
-    exec(compile(CODE.replace("runs/even", str(out)), "README.md", "exec"), names)
+    exec(compile(CODE.replace("runs/even", str(out)), "rl.py", "exec"), names)
     return [row["reward"] for row in names["rows"]]
 
 
 def run_loop() -> tuple[list[float], int]:
-    """The rewards of the quick start's loop, by step, and how many completions of the last one differ."""
+    """The rewards of the quick start's loop.py, by step, and how many completions of the last one differ."""
     rewards: list[float] = []
     names: dict[str, Any] = {"print": lambda line: rewards.append(float(line.split()[-1]))}
-    exec(compile(LOOP, "quick_start.md", "exec"), names)
+    exec(compile(LOOP, "loop.py", "exec"), names)
     return rewards, len({one.token_ids for group in names["groups"] for one in group})
 
 
 @pytest.mark.slow
-def test_rewards_of_the_readme_grow(engines: Ranks, tmp_path: Path) -> None:
+def test_rewards_of_the_one_call_grow(engines: Ranks, tmp_path: Path) -> None:
     rewards, others = engines.launch(run, 2, tmp_path / "out")
     assert rewards == others
     assert rewards[-1] > rewards[0] + 0.2
 
 
 @pytest.mark.slow
-def test_rewards_of_the_quick_start_grow(engines: Ranks) -> None:
+def test_rewards_of_the_loop_grow(engines: Ranks) -> None:
     (rewards, num_distinct), others = engines.launch(run_loop, 2)
     assert (rewards, num_distinct) == others
     assert rewards[-1] > rewards[0] + 0.3

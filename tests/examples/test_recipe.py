@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from examples.recipes.grpo_gsm8k import Problem, number_in, prompt_of, read_problems, reward
 from hybrid_engine import Completion, load_config
-from hybrid_engine.cli import app
+from hybrid_engine.tools.cli import app
 from tests.harness.launch import REPO_ROOT
 from tests.zoo.published_configs import QWEN2_5_0_5B
 

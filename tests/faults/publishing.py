@@ -31,8 +31,8 @@ import torch
 from hybrid_engine import ActorHybridWorker, Sampling, load_config
 from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.ranks.launching import Ended, run_started
 from hybrid_engine.switch.states import State
+from hybrid_engine.tools.launching import Ended, run_started
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.serving.test_deltas import do_at
 from tests.hybrid_engine.serving.test_servers import train_step

@@ -68,7 +68,7 @@ KINDS = {
     "killed": Kind(
         {
             "train step": Fault("kill", STEP, call=8),
-            "exchange of layouts": Fault("kill", "hybrid_engine.switch.rendezvous:rank_plan"),
+            "exchange of layouts": Fault("kill", "hybrid_engine.switch.setup:rank_plan"),
             "fill": Fault("kill", FILL, call=3),
             "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),
             "generate": Fault("kill", GENERATE, call=4),

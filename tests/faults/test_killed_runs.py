@@ -1,4 +1,5 @@
-"""README's job, killed again and again at random moments: the same call goes on, to the rows of a run that was not.
+"""The quick start's job, killed again and again at random moments: the same call goes on, to the rows of a run that
+was not.
 
 python -m tests.faults.test_killed_runs 60 7          # kills, seed; prints a line for each, and what came of them
 """
@@ -28,7 +29,7 @@ from tests.harness.launch import REPO_ROOT
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-CODE = re.search(r"```python\n(# rl\.py.*?)```", (REPO_ROOT / "README.md").read_text(), re.DOTALL)[1]
+CODE = re.search(r"```python\n(# rl\.py.*?)```", (REPO_ROOT / "docs" / "quick_start.md").read_text(), re.DOTALL)[1]
 STEPS, OUT = "steps=8,", '"runs/even"'
 NUM_STEPS = 12
 LONGER = f"steps={NUM_STEPS}, save_every=2, kl_coefficient=0.01,"
@@ -113,7 +114,7 @@ def run_and_kill(
 
 
 class KilledJob:
-    """README's job in one directory, started and killed."""
+    """The quick start's job in one directory, started and killed."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory = directory
@@ -203,7 +204,8 @@ NUM_KILLS = 4
 
 def test_every_killed_run_goes_on(tmp_path: Path, record: Callable[..., None]) -> None:
     findings = kill_runs(tmp_path, NUM_KILLS, 1, print)
-    record(fault=f"{findings.kills.total()} kills of README's job", message=str(findings), resumed=not findings.wrong)
+    fault = f"{findings.kills.total()} kills of the quick start's job"
+    record(fault=fault, message=str(findings), resumed=not findings.wrong)
     assert findings.wrong == []
     assert findings.kills.total() == NUM_KILLS
 

@@ -22,7 +22,6 @@ def rows_of(config: Path, out: Path, *iterations: int) -> list[dict[str, Any]]:
         process = start(config, out, "rl_config.ppo.value_warm_up=1", f"rl_config.iterations={number}")
         output = finish(process)
         assert process.returncode == 0, output
-        assert "critic train" in output, "the memory plan"
     return run_files(out).metrics.rows()
 
 
@@ -34,9 +33,6 @@ def test_a_critic_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert at_once[1]["weight_version"] == at_once[0]["weight_version"] < at_once[2]["weight_version"]
     for row, other in zip(at_once, stopped, strict=True):
         assert {key: row.get(key) for key in RESULTS} == {key: other.get(key) for key in RESULTS}
-    report = (tmp_path / "stopped" / "memory.txt").read_text()
-    assert "measured" in report
-    assert "[Memory] rank" not in (tmp_path / "stopped" / "log-rank0.txt").read_text(), "more than was planned"
 
 
 CODE = re.search(r"```python\n(.*?)```", (REPO_ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)[1]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hybrid_engine.errors import ReshardError
-from hybrid_engine.verification.reference import Reference
-from hybrid_engine.verification.verify import SCRATCH_PREFIX
+from hybrid_engine.tools.verify.reference import Reference
+from hybrid_engine.tools.verify.verify import SCRATCH_PREFIX
 from tests.faults.running import Running
-from tests.hybrid_engine.cli.test_plan_command import job
+from tests.hybrid_engine.tools.cli.test_plan_command import job
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 

@@ -27,8 +27,8 @@ import pytest
 
 from benchmarks.launching import engine_arguments
 from hybrid_engine.files.scratch import scratch_directory
-from hybrid_engine.ranks.launching import Ended, run_ranks
-from hybrid_engine.verification.machine import facts_of, this_machine
+from hybrid_engine.tools.launching import Ended, run_ranks
+from hybrid_engine.tools.verify.machine import facts_of, this_machine
 from tests.gpu.needs import lacking
 from tests.gpu.sizes import is_software_gpu, sizes_of
 from tests.harness import marks

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, is_accepted
-from hybrid_engine.verification.machine import GIB, Gpu, Machine, available_host_nbytes
+from hybrid_engine.tools.verify.machine import GIB, Gpu, Machine, available_host_nbytes
 from tests.gpu.sizes import MEMORY_SHARE, sizes_of
 
 

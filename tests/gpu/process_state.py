@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.backends.vllm.process_state import ProcessSettings
-from hybrid_engine.ranks.launching import children_of
-from hybrid_engine.verification.machine import is_secret
+from hybrid_engine.tools.launching import children_of
+from hybrid_engine.tools.verify.machine import is_secret
 
 FROZEN = "objects frozen by the collector"
 """The setting that vLLM changes for as long as it lives: its start-up heap is not looked through again and again."""

@@ -14,6 +14,10 @@ from typing import Any
 from benchmarks.flat_models import TINY, ModelShape
 
 GIB, MIB = 2**30, 2**20
+NUM_SWITCHES = int(os.environ.get("NUM_SWITCHES", "5"))
+"""Of both engines in one process, and of a trainer beside a server; the device's memory is watched in each."""
+SLACK = 1.05
+"""Of the most memory in a switch: a driver gives it in units of 2 MiB, and libraries take some."""
 MEMORY_SHARE = 0.3
 """vLLM's on a GPU: it refuses to start where less than this share is free after its communicators are made."""
 _ADAM_NBYTES = 18  # of a parameter with bfloat16
@@ -115,6 +119,11 @@ CPU = Sizes(
     taken_before_vllm=0,
     needed_on_host=0,
 )
+
+
+def most_in_switches(train_nbytes: int, infer_nbytes: int, bucket_mb: int) -> int:
+    """Bytes that a device may take: what is there on either side of a switch, and two buckets."""
+    return max(train_nbytes, infer_nbytes) + 2 * bucket_mb * MIB
 
 
 def is_software_gpu() -> bool:

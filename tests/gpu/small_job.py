@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.verification.cases import SEQ_LENGTH
+from hybrid_engine.tools.verify.cases import SEQ_LENGTH
 from tests.gpu.sizes import MEMORY_SHARE, Sizes, sizes_of
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import QWEN3_8B

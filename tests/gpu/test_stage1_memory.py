@@ -18,7 +18,7 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory import device_pages
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, exported_buffer_of, reading
-from hybrid_engine.verification.machine import GIB, available_host_nbytes, memory_users, versions
+from hybrid_engine.tools.verify.machine import GIB, available_host_nbytes, memory_users, versions
 from tests.gpu.conftest import Noted
 from tests.gpu.needs import too_little
 from tests.gpu.sizes import MIB, Sizes, sizes_of

@@ -26,9 +26,9 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels
+from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
-from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
-from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
 from tests.gpu.small_job import GREEDY, SmallJob, differences
 

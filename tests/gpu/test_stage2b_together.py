@@ -31,22 +31,21 @@ from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
+from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels
+from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
-from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
 from tests.gpu.process_state import FROZEN, ProcessState
-from tests.gpu.sizes import is_software_gpu
+from tests.gpu.sizes import NUM_SWITCHES, SLACK, is_software_gpu, most_in_switches
 from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences
 
 if TYPE_CHECKING:
     from hybrid_engine.config import HybridConfig
+    from tests.software_gpu.device import Timeline
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
-NUM_SWITCHES = 5
 LEAST_SHARE = 0.05
-SLACK = 1.05
 MOST_LEFT = 0.75 * GIB
 """Device memory that libraries may have taken between the build and the end: half of vLLM's weights."""
 _MIB = 2**20
@@ -82,7 +81,8 @@ class Engines:
         self.copied_nbytes = 0  # of the training state, to the host and back
         self.before_vllm = self.at_first = ProcessState.now()
         self.peak = PeakOfDevice(self.device)
-        self.calls: dict[State, Counter[str]] = {}  # of the last switch to each state, over the software GPU
+        # of the last switch to each state, over the software GPU: its calls, and its timeline
+        self.calls: dict[State, tuple[Counter[str], Timeline]] = {}
         self.calls_of_switches = self.calls  # of the last of `switches`
         started = time.perf_counter()
         with mock.patch("hybrid_engine.assembly.build_inference_engine", self._noting(build_inference_engine)):
@@ -125,11 +125,11 @@ class Engines:
         if not is_software_gpu():
             yield
             return
-        from tests.software_gpu.device import counted
+        from tests.software_gpu.device import counted, timed
 
-        with counted() as calls:
+        with counted() as calls, timed() as timeline:
             yield
-        self.calls[state] = calls
+        self.calls[state] = calls, timeline
 
     def draw(self) -> list[list[int]]:
         return [answer.tokens for answer in self.draw_answers()]
@@ -282,8 +282,9 @@ class Together:
             pytest.skip("the driver of hardware does not count")
         from tests.software_gpu.switch_calls import RECORDED, by_kind
 
-        calls = by_kind(engines.calls_of_switches[state])
-        noted(", ".join(f"{number} {kind}" for kind, number in calls.items()), **calls)
+        counts, timeline = engines.calls_of_switches[state]
+        calls = by_kind(counts)
+        noted(f"{', '.join(f'{number} {kind}' for kind, number in calls.items())}; {timeline}", **calls)
         recorded = RECORDED[state.name.lower()]
         assert {kind: number for kind, number in calls.items() if number > recorded.get(kind, 0)} == {}
 
@@ -363,7 +364,7 @@ def seconds_of_plain_copy(device: torch.device, name: str, nbytes: int) -> float
 def judge_peak(engines: Engines, noted: Noted) -> None:
     """Of all switches to vLLM: at most what is there on either side of them, and two buckets."""
     taken, peak = engines.taken, engines.peak.nbytes
-    most = max(taken["train"], taken["infer"]) + 2 * engines.config.generate_config.bucket_mb * _MIB
+    most = most_in_switches(taken["train"], taken["infer"], engines.config.generate_config.bucket_mb)
     figure = f"{peak / GIB:.2f} GiB (training {taken['train'] / GIB:.2f}, vLLM {taken['infer'] / GIB:.2f})"
     limit = f"at most {SLACK:g} times the larger and two buckets, {most / GIB:.2f} GiB"
     noted(figure, limit, nbytes=peak, training_nbytes=taken["train"], infer_nbytes=taken["infer"])

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.timings import PeakOfDevice
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.memory.cuda_driver import taken_nbytes
+from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from hybrid_engine.verification.machine import GIB
 from tests.gpu.conftest import Noted
-from tests.gpu.sizes import MEMORY_SHARE
+from tests.gpu.sizes import MEMORY_SHARE, NUM_SWITCHES, SLACK, most_in_switches
 from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences_of_answers
 from tests.harness.vllm_server import FILLED, serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
-NUM_SWITCHES = 3
 PASSED_ON = ("VLLM_USE_FLASHINFER_SAMPLER",)
 """What the caller says of the installation; a server has no other variable of vLLM's that this process has."""
 MOST_KEPT = 0.25 * GIB
@@ -62,8 +62,8 @@ def config_of(job: SmallJob, url: str) -> HybridConfig:
 
 
 def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
-    """Publish and withdraw a few times; what differs from both engines' answers is an error."""
-    expected, taken = job.read_answers(), list[int]()
+    """Publish and withdraw again and again; what the first and the last answer unlike both engines is an error."""
+    expected, training, inferring = job.read_answers(), list[int](), list[int]()
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     with ExitStack() as ends:
         own = {name: value for name, value in os.environ.items() if name in PASSED_ON}
@@ -71,30 +71,40 @@ def fill_and_empty(job: SmallJob, directory: Path, noted: Noted) -> None:
         before = taken_nbytes(device)  # with the server asleep, and no trainer
         worker = ends.enter_context(ActorHybridWorker(config_of(job, server.url)))
         at_first = taken_nbytes(device)
-        reports = []
-        for _ in range(NUM_SWITCHES):
-            with worker.rollout_context():
-                reports.append(worker.sharding.last_report)
-                answers = worker.generate_sequences(job.prompts(), GREEDY)
-            found = [Answer(list(each[0].token_ids), list(each[0].logprobs)) for each in answers]
-            assert differences_of_answers(found, expected) == ""
-            with worker.train_context():
-                taken.append(taken_nbytes(device))
-    kept = max(taken) - at_first
+        reports, peak = [], PeakOfDevice(device)
+        for number in range(NUM_SWITCHES):
+            with peak.watched():  # of trainer and server together
+                with worker.rollout_context():
+                    reports.append(worker.sharding.last_report)
+                    if number in (0, NUM_SWITCHES - 1):
+                        answers = worker.generate_sequences(job.prompts(), GREEDY)
+                        found = [Answer(list(each[0].token_ids), list(each[0].logprobs)) for each in answers]
+                        assert differences_of_answers(found, expected) == ""
+                    inferring.append(taken_nbytes(device))
+                with worker.train_context():
+                    training.append(taken_nbytes(device))
+        bucket_mb = worker.config.generate_config.bucket_mb
+    kept = max(training) - at_first
+    most = most_in_switches(max(training), max(inferring), bucket_mb)
     last = reports[-1]
     noted(
         f"a publish {last.seconds:.2f} s, {last.bytes_own / GIB:.2f} GiB on the device, {last.bytes_received} bytes "
-        f"from elsewhere; {kept / GIB:.2f} GiB more taken while training than before the first one",
-        f"at most {MOST_KEPT / GIB:.2f} GiB more",
+        f"from elsewhere; {kept / GIB:.2f} GiB more taken while training than before the first one; at most "
+        f"{peak.nbytes / GIB:.3f} GiB taken (training {max(training) / GIB:.3f}, vLLM {max(inferring) / GIB:.3f})",
+        f"at most {MOST_KEPT / GIB:.2f} GiB more, and {SLACK:g} times {most / GIB:.3f} GiB",
         seconds=last.seconds,
         bytes_own=last.bytes_own,
         kept=kept,
         server=before,
+        peak=peak.nbytes,
+        training=max(training),
+        inferring=max(inferring),
     )
     assert last.bytes_received == last.bytes_least
     if job.device == "cuda":
         assert last.bytes_received == 0 < last.bytes_own
         assert kept <= MOST_KEPT
+        assert peak.nbytes <= SLACK * most
 
 
 class TestEager:

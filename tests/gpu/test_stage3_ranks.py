@@ -16,8 +16,8 @@ import pytest
 from benchmarks import pull_figures as pulls
 from benchmarks.targets import target_named
 from benchmarks.timings import Timing
-from hybrid_engine.verification.cases import Case, case_of
-from hybrid_engine.verification.verify import run_cases
+from hybrid_engine.tools.verify.cases import Case, case_of
+from hybrid_engine.tools.verify.verify import run_cases
 from tests.gpu.conftest import Noted
 from tests.gpu.sizes import MEMORY_SHARE, sizes_of
 from tests.gpu.test_stage1_memory import REPEAT, judge, pulled
@@ -55,6 +55,7 @@ GRAPHS = {"enforce_eager": False}
 BY_READING = Layouts(TP2, {"transport": "shared_memory"})
 LAYOUTS = {
     "TP 2 to 1, NCCL": Layouts(TP2, {"transport": "collective"}),
+    "TP 2 to 1, communicators suspended": Layouts(TP2, {"suspend_communicators": True}),
     "PP 2 to TP 2, CUDA graphs": Layouts(PP2, {**INFER_TP2, **GRAPHS}),
     "experts, EP 2 to TP 2": Layouts(EP2, INFER_TP2, QWEN3_30B_A3B),
     "experts, EP 2 to EP 2": Layouts(EP2, {**INFER_TP2, "infer_expert_parallel_size": 2}, QWEN3_30B_A3B),

@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybrid_engine.ranks.launching import run_started
+from hybrid_engine.tools.launching import run_started
 from tests.harness.no_pickles import refuse_pickles
 
 T = TypeVar("T")
@@ -47,12 +47,18 @@ _freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
+# vLLM's worker for CPUs puts others in the place of torch's streams, which a GPU needs.
+_OF_THE_DEVICE = (
+    ("vllm.v1.worker.gpu_worker", "vllm.v1.attention.backends.triton_attn")
+    if "SOFTWARE_GPU_LIBRARIES" in os.environ
+    else ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
+)
 # Those that are not installed are left out: megatron-core's other versions are tested without vLLM.
 _SERVER.set_forkserver_preload(
     [
-        *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
+        *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", *_OF_THE_DEVICE),
         # vLLM imports these with its first engine.
-        *("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn"),
+        *("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler"),
         *("vllm.entrypoints.anthropic.protocol", "vllm.entrypoints.launchers.cli_args", "compressed_tensors", "peft"),
         *("vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute"),
         *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hybrid_engine.ranks.launching import children_of
+from hybrid_engine.tools.launching import children_of
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from tests.harness.libcuda import load_compiled
+from tests.harness.compiled import load_compiled
 
 
 class Stop(BaseException):

@@ -27,10 +27,11 @@ FLOORS = (
     ("switch",),
     ("serving",),
     ("backends",),
+    ("vllm_plugin",),
     ("assembly", "hybrid_engine", "attaching", "megatron_script"),
     ("trainer",),
     ("integrations", "rl"),
-    ("advisor", "verification", "cli", "__main__", ""),
+    ("tools", "__main__", ""),
 )
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # What each imports beside the standard library; the longest name that fits a module counts. Without torch: pure.
@@ -42,6 +43,7 @@ OUTSIDE = {
     "ranks": {"torch", "xxhash"},
     "models": set(),
     "models.config_json": {"pydantic"},
+    "models.derived": {"torch", "transformers"},
     "planning": {"numpy", "scipy"},
     "memory": {"cuda", "numpy", "torch"},
     "tracing": {"torch"},
@@ -49,8 +51,9 @@ OUTSIDE = {
     "ports": {"torch"},
     "probes": {"torch"},
     "config": {"pydantic"},
-    "config.training_rules": {"megatron_patches", "pydantic"},  # inside a function: what it imports needs torch
-    "advisor": {"numpy"},
+    "config.override_rules": {"megatron_patches", "pydantic"},  # inside a function: what it imports needs torch
+    "tools": set(),
+    "tools.plan": {"numpy"},
     "transports": {"msgspec", "numpy", "torch"},
     "switch": {"torch"},
     "switch.report": set(),
@@ -62,18 +65,19 @@ OUTSIDE = {
     "backends.vllm": {"numpy", "pydantic", "torch", "transformers", "vllm"},
     "backends.vllm.engine_settings": {"pydantic"},
     "serving": {"msgspec", "ray", "requests", "torch"},
+    "vllm_plugin": {"vllm"},
     "assembly": {"torch"},
     "hybrid_engine": {"torch"},
     "attaching": {"megatron_patches", "pydantic", "torch"},
     "megatron_script": {"megatron_patches", "torch"},
     "trainer": {"torch"},
-    "trainer.fsdp": {"torch", "transformers"},
+    "trainer.fsdp": {"torch"},
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch"},
     "integrations": {"ray", "verl"},  # in what verl imports; other frameworks by name, where one is used
-    "verification": {"numpy", "safetensors", "torch", "transformers"},
-    "verification.cases": set(),
-    "cli": {"rich", "typer", "yaml"},
+    "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
+    "tools.verify.cases": set(),
+    "tools.cli": {"rich", "typer", "yaml"},
 }
 # What runs in place of a GPU: never imported where one is.
 STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")
@@ -81,7 +85,7 @@ STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")
 # Megatron's parallel state, which is as global. The `Job` tells all others.
 ASK_FOR_THEIR_RANK = (
     "hybrid_engine.ranks.world",
-    "hybrid_engine.verification.verify",
+    "hybrid_engine.tools.verify.verify",
     "hybrid_engine.backends.megatron.model_tensors",
     "hybrid_engine.backends.megatron.live_model",
 )
@@ -93,7 +97,7 @@ TORCH_INTERNALS = (
 )
 # What loads where neither engine is installed.
 WITHOUT_ENGINES = tuple(
-    f"hybrid_engine.{name}" for name in FLOOR_OF if name not in ("backends", "verification", "cli", "__main__", "")
+    f"hybrid_engine.{name}" for name in FLOOR_OF if name not in ("backends", "tools", "__main__", "")
 )
 
 
@@ -322,7 +326,7 @@ def test_every_public_name_is_found(name: str) -> None:
 
 
 def test_no_file_is_named_utils() -> None:
-    packages = [ENGINE, PATCHES, "examples", "benchmarks", "offline", "tests", "docs"]
+    packages = [ENGINE, PATCHES, "examples", "benchmarks", "tests", "docs"]
     vague = {"utils", "util", "helpers", "common", "misc"}
     assert [path for package in packages for path in sources(package) if path.stem in vague] == []
 

@@ -28,7 +28,7 @@ from tests.harness.absent import left_out
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.ranks.test_agreement import refusal_of
 from tests.zoo import sharded_models
-from tests.zoo.abilities import BY_THE_OWNER, refused, stored_and_loaded
+from tests.zoo.abilities import stored_and_loaded
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tokenizers import save_numbers
 
@@ -82,7 +82,7 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
             optimizer.step()
             prefetched.append(engine.sharding.last_report.bytes_prefetched)
         losses.append(loss.item())
-    stored = stored_and_loaded(engine, model), refused(engine)
+    stored = stored_and_loaded(engine, model)
     tokens = ModelTokenizer(str(engine.config.model)).encode(["5 6"])  # of what a checkpoint gets beside its weights
     engine.shutdown()
     weights = [parameter.to_local().clone() for parameter in model.parameters()]
@@ -276,19 +276,19 @@ REFUSED: Mapping[str, dict[str, Any]] = {
 MESSAGES = {
     "not resharded": ["enable_reshard: False"],
     "an unknown key": ["tp_sise: unknown key"],
-    "a size twice": ["rollout_config.tp_size: infer_tensor_parallel_size says the same"],
+    "a size twice": ["rollout_config.tp_size: infer_tensor_parallel_size is the same setting"],
     "an unknown dp_type": ["rollout_config.dp_type: 'some'"],
     "more ranks than there are": ["infer_tensor_parallel_size"],
     "a wrong strategy": ["train_config.fsdp_config.sharding_strategy", "Did you mean mixed_precision?"],
     "replicas without HYBRID_SHARD": ["train_config.fsdp_config.replicas: 2 with sharding_strategy FULL_SHARD"],
     "nothing narrower": ["float32 is not narrower than the training dtype float32"],
-    "sharded or not": ["ConfigError", "train_config: says how to shard, and shard is False"],
+    "sharded or not": ["ConfigError", "train_config: configures sharding, but shard is False"],
     "several dtypes": [
         "ModelError",
         "in float32, first model.embed_tokens.weight; 1 in bfloat16, first lm_head.weight",
     ],
     "over one rank": ["ModelError", "of 2: use a mesh of all ranks"],
-    "config changed since": ["ModelError", "variance_epsilon is 1e-06, by model.config 0.1"],
+    "config changed since": ["ModelError", "variance_epsilon is 1e-06", "0.1"],
     "no such files": ["ConfigError", "rollout_config.model: /nowhere is not a directory"],
     "sharded twice": ["ModelError", "the model is sharded already: leave train_config out"],
 }
@@ -359,13 +359,10 @@ def test_prefetch_changes_nothing_but_the_time(seeds: Outcomes) -> None:
         assert all(nbytes > 2 * parameters for nbytes in with_optimizer), "with two moments each, from the second on"
 
 
-def test_the_engine_stores_weights_and_says_what_is_the_loops(of_the_seed: list[dict[str, Any]]) -> None:
+def test_the_engine_stores_weights(of_the_seed: list[dict[str, Any]]) -> None:
     for found in of_the_seed:
-        keeps, by_the_owner = found["stored"]
-        assert keeps
+        assert found["stored"]
         assert found["tokens"] == [[5, 6]]
-        assert by_the_owner.keys() == BY_THE_OWNER.keys()
-        assert all("the model is trained in its owner's loop" in text for text in by_the_owner.values())
 
 
 def test_hooks_may_take_no_argument(of_the_seed: list[dict[str, Any]]) -> None:
@@ -459,10 +456,10 @@ def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -
     [
         ("mixed", "prompts[1]: token ids, but prompts[0] is a text"),
         ("a mask for lists", "attention_mask: is for prompts in a tensor [B, S]"),
-        ("delta", "sampling.output_kind: DELTA, but completions come back whole"),
+        ("delta", "sampling.output_kind: DELTA, but completions are returned whole"),
         ("delta", "sampling.prompt_logprob_token_ids: completions do not carry it"),
         ("delta", "A server streams: set generate_config.servers"),
-        ("stream", "stream: is no argument of this call: completions come back whole"),
+        ("stream", "stream: is not an argument of this call: completions are returned whole"),
         ("out of range", "ArgumentError"),
         ("out of range", "sampling: vLLM refuses it: token_id(s) [5000] in stop_token_ids"),
         ("no sampling", "sampling: got {'max_tokens': 3}"),

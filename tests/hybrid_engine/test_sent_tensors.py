@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.tools.verify.comparison import Comparison
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.trainer.trained_model import TrainedModel
-from hybrid_engine.verification.comparison import Comparison
 
 DEVICE = torch.device("meta")
 

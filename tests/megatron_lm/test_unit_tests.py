@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 import torch
 
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.tools.launching import run_ranks
 
 REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 PLUGIN_FOLDER: Final = Path(__file__).resolve().parent / "plugin"

@@ -182,7 +182,7 @@ def test_revert_refuses_when_someone_patched_over_us(toy: types.ModuleType) -> N
     registry.apply([make_patch("function"), make_patch("value")])
     ours, foreign = toy.function, object()
     toy.function = foreign
-    with pytest.raises(errors.PatchSetError, match="replaced by somebody else"):
+    with pytest.raises(errors.PatchSetError, match="replaced by other code"):
         registry.revert()
     assert toy.function is foreign
     assert toy.value != 1

@@ -1,4 +1,4 @@
-"""megatron_patches/patches/: the files parse, and apply.sh puts all of them on a tree or none."""
+"""patches/: the files parse, and apply.sh puts all of them on a tree or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_patches import script
 from megatron_patches.__main__ import app, folder, patch_sets
 from megatron_patches.patch import CORE_VERSIONS, release_of
 
-PATCHES = Path(__file__).resolve().parents[2] / "megatron_patches" / "patches"
+PATCHES = Path(__file__).resolve().parents[2] / "patches"
 SETS = sorted(path.parent for path in PATCHES.glob("core_v*/series"))
 HEADER = ("Description", "Origin", "Forwarded", "Author", "Last-Update", "X-Upstream", "X-Remove-When")
 

@@ -229,7 +229,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setattr(sys, "argv", ["pytest"])
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as python -m has it
-    monkeypatch.setattr(script, "_run", script._Run())
+    monkeypatch.setattr(script, "_run", script._ScriptRun())
     yield write_tree(tmp_path / "checkout")
     for name in set(sys.modules) - before:
         if name.startswith(("megatron.training", "megatron.legacy", "helper_beside", "engine_that")):
@@ -374,7 +374,7 @@ def test_an_exit_detaches_and_survives_an_engine_that_cannot_be_ended(
         run(capsys, tree, *ENGINE, "--exit-at", "2")
     assert caught.value.code == 7
     assert notes(tree)[-2:] == [["switched", 2], ["detached"]]
-    assert "could not be ended" in caplog.text
+    assert "could not be detached" in caplog.text
     assert "OSError: detached and failed" in caplog.text
     sys.path[0] = ""
     with pytest.raises(OSError, match="detached and failed"):
@@ -509,7 +509,7 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     sys.path[0] = ""
     with pytest.raises(AssertionError, match="allow_no_cuda"):  # the script's own error: it runs as it is
         run_script(str(tree), [])
-    assert "the script runs as it is" in caplog.text
+    assert "the script runs unpatched" in caplog.text
     sys.path[0] = ""
     assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}
     assert "megatron-core 0.99.0 is imported" in caplog.text
@@ -519,7 +519,7 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
 def test_scripts_without_megatron_training_are_refused(tree: Path) -> None:
     lonely = tree.parents[1] / "lonely.py"
     lonely.write_text("raise AssertionError('started')\n")
-    with pytest.raises(SystemExit, match=r"there is no megatron\.training"):
+    with pytest.raises(SystemExit, match=r"megatron\.training is missing"):
         run_script(str(lonely), [])
 
 
@@ -537,6 +537,6 @@ def test_options_say_what_was_given_and_nothing_else() -> None:
 
 def test_an_engine_that_was_not_made_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --yaml-cfg Megatron does not call validate_args."""
-    monkeypatch.setattr(script, "_run", script._Run(options=ReshardingOptions(enabled=True)))
+    monkeypatch.setattr(script, "_run", script._ScriptRun(options=ReshardingOptions(enabled=True)))
     with pytest.raises(SystemExit, match="--yaml-cfg"):
         script.with_buffers(lambda provider, wrap_with_ddp=True: [])(None)

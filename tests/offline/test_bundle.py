@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from offline import bundle, run
+from tests.gpu.offline import bundle, run
 
 LIMIT = 2**18 + 40_000
 FACTS = {"python": "{}.{}".format(*sys.version_info), "torch": "2.11"}
@@ -135,7 +135,7 @@ def test_the_plugin_of_vllm_is_found_there(tmp_path: Path) -> None:
     bundle.write_metadata(tmp_path)
     (found,) = metadata.distributions(path=[str(tmp_path)])
     (plugin,) = found.entry_points.select(group="vllm.general_plugins")
-    assert (found.name, plugin.value) == ("hybrid-engine", "hybrid_engine.backends.vllm.server.plugin:register")
+    assert (found.name, plugin.value) == ("hybrid-engine", "hybrid_engine.vllm_plugin:register")
 
 
 WITHOUT_STAGE_2 = """

@@ -1,6 +1,7 @@
 """Build the software GPU's libraries from `native/` with gcc and g++, and the headers that the CUDA wheels bring.
 
     libraries = build()        # a folder in the environment, named after the sources: built once, in about a minute
+    libcuda = build_driver()   # the driver alone, which needs no CUDA wheel of torch: seconds
 
 What torch's and vLLM's libraries link and no source here defines becomes a function that says "not supported".
 """
@@ -15,15 +16,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 TORCH = SITE_PACKAGES / "torch"
-CUDA_HEADERS = SITE_PACKAGES / "nvidia/cu13/include"
 NCCL_HEADERS = SITE_PACKAGES / "nvidia/nccl/include"
 
 _COMMON = ("-fPIC", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter")
@@ -58,28 +59,51 @@ class Library:
     is_versioned: bool = False
 
 
-LIBRARIES = (
-    Library(
-        "libcuda.so.1",
-        ("accounts.cpp", "checker.cpp", "devices.cpp", "memory.cpp", "peers.cpp", "streams.cpp", "virtual_memory.cpp"),
-        r"cu(Mem|Ctx|Device|Stream|Event|Graph|Func|Launch|Module|Library|Kernel|Tensor|Multicast|Pointer|Get|Init)\w*",
-        801,
+DRIVER = Library(
+    "libcuda.so.1",
+    (
+        *("accounts.cpp", "checker.cpp", "devices.cpp", "memory.cpp", "peers.cpp", "streams.cpp", "timeline.cpp"),
+        "virtual_memory.cpp",
     ),
+    r"cu(Mem|Ctx|Device|Stream|Event|Graph|Func|Launch|Module|Library|Kernel|Tensor|Multicast|Pointer|Get|Init)\w*",
+    801,
+)
+LIBRARIES = (
+    DRIVER,
     Library("libcudart.so.13", ("runtime.cpp",), r"(__)?cuda[A-Z]\w*", 801, links=("libcuda.so.1",), is_versioned=True),
-    Library("libnccl.so.2", ("collectives.cpp",), r"p?nccl[A-Z]\w*", 3, links=("libcuda.so.1",)),
+    Library(
+        "libnccl.so.2",
+        (
+            *("nccl.cpp", "nccl_calls.cpp", "nccl_collectives.cpp", "nccl_communicator.cpp"),
+            *("nccl_exchange.cpp", "nccl_groups.cpp", "nccl_reductions.cpp"),
+        ),
+        r"p?nccl[A-Z]\w*",
+        3,
+        links=("libcuda.so.1",),
+    ),
     Library("libnvidia-ml.so.1", ("nvml.cpp",), r"nvml[A-Z]\w*", 3),
 )
 
 
 def build() -> Path:
     """Return the folder of the libraries; build them if the sources or the wheels have changed."""
-    folder = _CACHE / _digest_of([Path(__file__), *sorted(NATIVE.iterdir()), TORCH / "version.py"])
+    return _built([Path(__file__), *sorted(NATIVE.iterdir()), TORCH / "version.py"], _build_in)
+
+
+def build_driver() -> Path:
+    """Return the driver's library. Raises PackageNotFoundError without the package that has CUDA's headers."""
+    return _built([Path(__file__), *_read_by_driver(DRIVER.sources)], _build_driver_in) / DRIVER.name
+
+
+def _built(made_from: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
+    """Return the folder of what is made from these files; `build_in` fills it if it is not there."""
+    folder = _CACHE / _digest_of(made_from)
     if folder.is_dir():
         return folder
     _CACHE.mkdir(parents=True, exist_ok=True)
     being_built = Path(tempfile.mkdtemp(dir=_CACHE))
     try:
-        _build_in(being_built)
+        build_in(being_built)
         being_built.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was faster
@@ -93,8 +117,7 @@ def _build_in(folder: Path) -> None:
     linked = sorted([*TORCH.glob("lib/lib*.so"), *SITE_PACKAGES.glob("vllm/*.so")])
     undefined = _symbols("-D", "--undefined-only", *linked)
     sources = [_OPERATORS, *(source for library in LIBRARIES for source in library.sources)]  # the longest first
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        objects = dict(zip(sources, threads.map(_compiled, sources), strict=True))
+    objects = _objects_of(sources)
     for library in LIBRARIES:
         _link(folder, library, [objects[source] for source in library.sources], undefined)
     torch = ("-L", TORCH / "lib", *(f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")))
@@ -104,6 +127,24 @@ def _build_in(folder: Path) -> None:
     _run("gcc", "-shared", *_COMMON, NATIVE / "redirect.c", "-o", folder / "redirect.so")
     for path in SITE_PACKAGES.glob("*.libs/libcudart*.so*"):
         _link_alias(folder, path.name)
+
+
+def _build_driver_in(folder: Path) -> None:
+    _link(folder, DRIVER, [*_objects_of(DRIVER.sources).values()], undefined=())
+
+
+def _read_by_driver(sources: Iterable[str]) -> list[Path]:
+    """What objects of the driver are made from."""
+    return [*(NATIVE / source for source in sources), *sorted(NATIVE.glob("*.h")), _cuda_headers() / "cuda.h"]
+
+
+def _cuda_headers() -> Path:
+    return Path(str(distribution("nvidia-cuda-runtime").locate_file("nvidia/cu13/include")))
+
+
+def _objects_of(sources: Sequence[str]) -> dict[str, Path]:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return dict(zip(sources, threads.map(_compiled, sources), strict=True))
 
 
 def _link_alias(folder: Path, name: str) -> None:
@@ -116,10 +157,12 @@ def _link_alias(folder: Path, name: str) -> None:
 
 def _compiled(source: str) -> Path:
     """Return the object file of a source, which is kept as long as it and the headers stay the same."""
-    includes = [CUDA_HEADERS, NCCL_HEADERS]
+    includes, made_from = [_cuda_headers(), NCCL_HEADERS], _read_by_driver([source])
     if source == _OPERATORS:
         includes += [TORCH / "include", TORCH / "include/torch/csrc/api/include"]
-    digest = _digest_of([NATIVE / source, *sorted(NATIVE.glob("*.h")), TORCH / "version.py"])
+    if source not in DRIVER.sources:
+        made_from.append(TORCH / "version.py")
+    digest = _digest_of(made_from)
     kept = _CACHE / "objects" / f"{source}.{digest}.o"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -4,39 +4,112 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from unittest import SkipTest
 
 import pytest
 
+from tests.software_gpu.build import build_driver
+
 OUT_OF_MEMORY = 2
 NOT_SUPPORTED = 801
+GARBAGE = 0xA5
+"""Each byte of new memory, but for large pieces."""
+GRANULE = 65536
+"""The granularity of the driver that `load_driver` loads."""
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """libcuda, for calls that torch does not make."""
     library = ctypes.CDLL("libcuda.so.1")
-    library.software_gpu_counts.restype = ctypes.c_size_t
+    assert hasattr(library, "software_gpu_counts"), "the driver of a GPU was loaded in this process before"
+    library.software_gpu_counts.restype = library.software_gpu_mapped.restype = ctypes.c_size_t
     return library
+
+
+@functools.cache
+def _bindings_over_driver() -> ModuleType:
+    """Raises SkipTest with what is missing."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        raise SkipTest("cuda-bindings is missing: requirements-cpu.txt has it")
+    if shutil.which("g++") is None or shutil.which("gcc") is None:
+        raise SkipTest("there is no C++ compiler (gcc and g++) for the driver in software")
+    try:
+        path = build_driver()
+    except PackageNotFoundError as error:
+        raise SkipTest(f"{error.name} is missing, which has cuda.h: requirements-cpu.txt has it") from None
+    os.environ["SOFTWARE_GPU_PAGE_NBYTES"] = str(GRANULE)
+    ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    from cuda.bindings import driver
+
+    return driver
+
+
+def load_driver() -> ModuleType:
+    """Load the driver alone, where torch has no CUDA, and return `cuda.bindings.driver` over it, initialized.
+
+    The library has the driver's own name, so whatever asks for libcuda.so.1 afterwards gets this one, vLLM's compiled
+    allocator too. The state is the process's; a limit that a test has set is gone.
+    """
+    api = _bindings_over_driver()
+    gc.collect()  # what tests before left in cycles has memory
+    limit(None)
+    (code,) = api.cuInit(0)
+    assert code == api.CUresult.CUDA_SUCCESS
+    return api
 
 
 @dataclass(frozen=True)
 class VirtualMemory:
-    """What this process has: physical memory by handles, mappings, address ranges."""
+    """What this process has: physical memory by handles and mappings, mappings, address ranges, bytes of the memory."""
 
-    num_allocations: int
-    num_mappings: int
-    num_reservations: int
+    num_allocations: int = 0
+    num_mappings: int = 0
+    num_reservations: int = 0
+    nbytes: int = 0
 
 
 def virtual_memory() -> VirtualMemory:
-    numbers = [ctypes.c_uint64() for _ in range(3)]
-    _library().software_gpu_virtual_memory(*map(ctypes.byref, numbers))
+    numbers = [ctypes.c_uint64() for _ in range(4)]
+    library().software_gpu_virtual_memory(*map(ctypes.byref, numbers))
     return VirtualMemory(*(number.value for number in numbers))
+
+
+def mapped() -> list[tuple[int, int]]:
+    """(address, bytes) of everything that is mapped in this process and may be touched, in order."""
+    found = ((ctypes.c_uint64 * 2) * library().software_gpu_mapped(None, ctypes.c_size_t(0)))()
+    library().software_gpu_mapped(found, ctypes.c_size_t(len(found)))
+    return [(address, nbytes) for address, nbytes in found]
+
+
+def limit(total_nbytes: int | None) -> None:
+    """Leave the first device so much for this process's physical memory, with what it has; None: all that there is."""
+    free_nbytes = -1 if total_nbytes is None else max(total_nbytes - virtual_memory().nbytes, 0)
+    library().software_gpu_leave(0, ctypes.c_int64(free_nbytes))
+
+
+@contextmanager
+def without_attribute(name: str) -> Iterator[None]:
+    """Let the devices lack an attribute (CU_DEVICE_ATTRIBUTE_ and this name) within the block."""
+    from cuda.bindings import driver
+
+    attribute = int(getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"))
+    library().software_gpu_set_attribute(attribute, 0)
+    try:
+        yield
+    finally:
+        library().software_gpu_set_attribute(attribute, 1)
 
 
 def counts() -> Counter[str]:
@@ -44,7 +117,7 @@ def counts() -> Counter[str]:
     room = 0
     while True:
         text = ctypes.create_string_buffer(room)
-        needed = _library().software_gpu_counts(text, ctypes.c_size_t(room))
+        needed = library().software_gpu_counts(text, ctypes.c_size_t(room))
         if needed <= room:
             break
         room = 2 * needed
@@ -62,14 +135,54 @@ def counted() -> Iterator[Counter[str]]:
         within.update(counts() - before)
 
 
+@dataclass
+class Timeline:
+    """Seconds that a block would take on hardware of given speed, its own computing aside; see timeline.cpp.
+
+    Attributes:
+        seconds: of the host, with its waits.
+        memory, to_host, from_host, link: for which the device's memory, copies to the host and from it, and copies
+            between devices were busy.
+    """
+
+    seconds: float = 0.0
+    memory: float = 0.0
+    to_host: float = 0.0
+    from_host: float = 0.0
+    link: float = 0.0
+
+    def __str__(self) -> str:
+        names = [field.name for field in fields(self)][1:]
+        in_use = ", ".join(f"{name.replace('_', ' ')} {getattr(self, name) * 1e3:.3f}" for name in names)
+        return f"{self.seconds * 1e3:.3f} ms by the timeline, of which in use: {in_use}"
+
+
+@contextmanager
+def timed() -> Iterator[Timeline]:
+    """The timeline of the block, which is filled at its end."""
+    before, timeline = _clocks(), Timeline()
+    try:
+        yield timeline
+    finally:
+        seconds = (now - then for now, then in zip(_clocks(), before, strict=True))
+        for field, value in zip(fields(Timeline), seconds, strict=True):
+            setattr(timeline, field.name, value)
+
+
+def _clocks() -> list[float]:
+    clocks = (ctypes.c_double * len(fields(Timeline)))()
+    library().software_gpu_timeline(clocks)
+    return list(clocks)
+
+
 @contextmanager
 def failing(name: str, first: int = 1, num: int = 1, error: int = OUT_OF_MEMORY) -> Iterator[None]:
     """Let calls of `name` within the block fail: so many, from the one with this number on (1: the next one)."""
-    _library().software_gpu_fail(name.encode(), ctypes.c_uint64(first), ctypes.c_uint64(num), error)
+    library().software_gpu_fail(name.encode(), ctypes.c_uint64(first), ctypes.c_uint64(num), error)
     try:
         yield
     finally:
-        _library().software_gpu_fail(name.encode(), ctypes.c_uint64(1), ctypes.c_uint64(0), 0)
+        library().software_gpu_fail(name.encode(), ctypes.c_uint64(1), ctypes.c_uint64(0), 0)
 
 
 class Reports:

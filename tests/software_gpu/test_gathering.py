@@ -27,7 +27,7 @@ def test_memory_goes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         restore_elastic(flat, stop)
         taken.append(taken_nbytes(DEVICE))
 
-    home = optimizers._Home()
+    home = optimizers._BufferPlace()
     moved = [OptimizerTensor(str(number), "moment", "exp_avg", tensor) for number, tensor in enumerate(tensors)]
     home.adopt(moved, "", reserve_elastic, give_memory)
     assert home.without(moved) == []

@@ -5,14 +5,16 @@ vLLM loads weights within a pool whose memory goes in its sleep.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.weights.weight_memory import after_workspaces
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.weight_memory import prepare_allocator, without_what_stays
 from hybrid_engine.ranks import digests
 
 DEVICE = torch.device("cuda", 0)
@@ -42,7 +44,7 @@ def test_a_first_digest_leaves_nothing_in_the_pool(
 
     def load() -> int:
         with torch.cuda.stream(torch.cuda.Stream(DEVICE) if has_own_stream else None):
-            return after_workspaces(lambda worker: digest_in_a_pool())(SimpleNamespace(device=DEVICE))
+            return without_what_stays(lambda worker: digest_in_a_pool())(SimpleNamespace(device=DEVICE))
 
     assert in_new_thread(load) == 0
 
@@ -50,3 +52,22 @@ def test_a_first_digest_leaves_nothing_in_the_pool(
 def test_without_a_workspace_it_would(in_new_thread: Callable[[Callable[[], int]], int]) -> None:
     """So the software GPU has what the test above is about."""
     assert in_new_thread(digest_in_a_pool) > 0
+
+
+@pytest.mark.slow  # imports vLLM
+def test_an_engine_that_never_sleeps_leaves_no_tensor_of_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next engine would be refused for the memory of a module that vLLM has imported."""
+    module = ModuleType("imported_while_weights_are_loaded")
+    allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
+
+    def load(_worker: object) -> None:
+        with allocator.use_memory_pool(tag="weights"):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            module.table = torch.arange(8, device=DEVICE)  # type: ignore[attr-defined]
+
+    without_what_stays(load)(SimpleNamespace(device=DEVICE))
+    allocator.release_pools()  # as vLLM's worker ends
+    prepare_allocator()
+    assert module.table.tolist() == [*range(8)]

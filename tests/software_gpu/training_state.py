@@ -9,12 +9,12 @@ from unittest import mock
 
 import torch
 
-from hybrid_engine.memory import offload_items
+from hybrid_engine.memory import device_pages, offload_items
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Guards, Kind, OffloadItem, Part
 from hybrid_engine.memory.offloader import Offloader
 
-NUMEL = 20_000_000  # of the parameters: two chunks of bfloat16
+_NUM_CHUNKS = 1.2  # of parameters in bfloat16, so that there are two
 _PLAIN_NUMELS = (1_000, 400_000, 37_777)
 _COPIED: tuple[Kind, ...] = ("param", "optimizer")
 
@@ -22,17 +22,23 @@ _COPIED: tuple[Kind, ...] = ("param", "optimizer")
 class TrainingState:
     """The owner of the tensors, which also trains: it computes on a stream of its own, and does not wait for it.
 
+    Args:
+        seed: of all values.
+        chunk_nbytes: of the elastic memory, in which everything is measured.
+
     Attributes:
         offloader: of this state.
         guard: where the offloader says what is away.
         kept: what parameters and optimizer hold, elsewhere.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, chunk_nbytes: int = device_pages.CHUNK_NBYTES) -> None:
         device = torch.device("cuda", 0)
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._param = allocate_elastic(NUMEL, torch.bfloat16, device, "param")
-        self._grad = allocate_elastic(NUMEL, torch.float32, device, "grad")
+        self.chunk_nbytes, self.numel = chunk_nbytes, int(chunk_nbytes * _NUM_CHUNKS) // 2
+        with mock.patch.object(device_pages, "CHUNK_NBYTES", chunk_nbytes):
+            self._param = allocate_elastic(self.numel, torch.bfloat16, device, "param")
+            self._grad = allocate_elastic(self.numel, torch.float32, device, "grad")
         self._adam = [torch.zeros(numel, device=device) for numel in _PLAIN_NUMELS]
         self._side = torch.cuda.Stream(device)
         self.guard = Guards()
@@ -58,7 +64,7 @@ class TrainingState:
 
     def parts(self, generator: random.Random) -> list[Part]:
         """The parameters, cut in places that fit no chunk."""
-        cuts = [0, *sorted(generator.randrange(NUMEL) for _ in range(4)), NUMEL]
+        cuts = [0, *sorted(generator.randrange(self.numel) for _ in range(4)), self.numel]
         return [Part(self._param, start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def require_intact(self, *, has_dropped: bool = True) -> None:
@@ -93,7 +99,7 @@ def _in_background(state: TrainingState, _generator: random.Random) -> None:
 
 
 def _some_first(state: TrainingState, _generator: random.Random) -> None:
-    state.offloader.onload(limit=NUMEL)
+    state.offloader.onload(limit=state.numel)
 
 
 def _read_only_first(state: TrainingState, _generator: random.Random) -> None:
@@ -121,7 +127,7 @@ def leave_and_come_back(state: TrainingState, leave: str, come: str, seed: int) 
     """Train, offload in one way, onload in another, and compare."""
     generator = random.Random(seed)
     state.train()
-    with mock.patch.object(offload_items, "_PIECE_NBYTES", 20 * 2**20 + 6):  # cuts chunks
+    with mock.patch.object(offload_items, "_PIECE_NBYTES", state.chunk_nbytes * 5 // 8 + 6):  # cuts chunks
         WAYS_TO_LEAVE[leave](state, generator)
         state.offloader.offload()
         WAYS_TO_COME[come](state, generator)

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine import HybridEngine
+from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.config import HybridConfig
@@ -47,7 +48,7 @@ class Fsdp2(Subject):
             train = build_actor(config, table, job, ends)
             self.model, self.optimizer = train.model, train.optimizer
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
-        engine = HybridEngine(train, side, config)
+        engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
         ends.callback(engine.sharding.close)
         engine.start()
         super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora)
@@ -99,7 +100,7 @@ class Fsdp2(Subject):
     def forward(self) -> torch.Tensor:
         self._seed += 1
         batch = token_batch(100 * self._seed + self.job.rank, num_sequences=1, length=8)
-        tokens, labels = batch["tokens"] % self.vocab_size, batch["labels"] % self.vocab_size
+        tokens, labels = (batch[name].to(self.job.device) % self.vocab_size for name in ("tokens", "labels"))
         return -label_log_probs(self.model(tokens).logits, labels).mean()
 
     def step(self) -> None:
@@ -191,7 +192,7 @@ class Fsdp2(Subject):
             zeros,
             [each.clone() for each in zeros],
             [],
-            [torch.zeros(()) for _ in parts],
+            [torch.zeros((), device=self.job.device) for _ in parts],
             **kernel,
             **{"amsgrad": False, "beta1": 0.9, "beta2": 0.99, "lr": 0.01, "weight_decay": 0.0, "eps": 1e-8},
             maximize=False,

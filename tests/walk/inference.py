@@ -12,7 +12,7 @@ from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.rendezvous import gather_side
+from hybrid_engine.switch.setup import gather_side
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.zoo import workers
 

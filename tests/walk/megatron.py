@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine import HybridEngine
+from hybrid_engine.assembly import parts_with_engine
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models import table_for
@@ -31,7 +32,7 @@ class Megatron(Subject):
         train = build_actor(config, table, job, ends)
         self.chunks, self.optimizer = train.actor.chunks, train.actor.optimizer
         side, inference = inference_for(train, config, table, job, ends, serve=serve)
-        engine = HybridEngine(train, side, config)
+        engine = HybridEngine.from_parts(parts_with_engine(train, side, config))
         ends.callback(engine.sharding.close)
         engine.start()
         super().__init__(engine, job, inference, exact=not serve)
@@ -70,7 +71,8 @@ class Megatron(Subject):
         weights = self.engine.train.weights.merged
         weights.prepare()  # sums with adapters, where there are some
         whole = whole_weights(weights)
-        return {name: whole[name].to(getattr(torch, self.inference.dtype)) for name in self.inference.tensors}
+        dtype = getattr(torch, self.inference.dtype)
+        return {name: whole[name].to(self.job.device, dtype) for name in self.inference.tensors}
 
     def forward(self) -> torch.Tensor:
         return self.engine.train.log_probs(self._share())

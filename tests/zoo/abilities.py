@@ -1,10 +1,9 @@
-"""What every engine can do, whoever trains its model; and what only a trainer of this project does."""
+"""Abilities of every engine, and those of an engine that builds its trainer."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,16 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine import HybridEngine
-from hybrid_engine.errors import StateError
 
-BY_THE_OWNER: dict[str, Callable[[HybridEngine[Any]], object]] = {
-    "update": lambda engine: engine.update({}, lambda _batch, log_probs: log_probs.mean()),
-    "compute_log_probs": lambda engine: engine.compute_log_probs({}),
-    "learning_rate": lambda engine: engine.learning_rate,
-    "set_learning_rate": lambda engine: engine.set_learning_rate(1.0),
-    "save_checkpoint": lambda engine: engine.save_checkpoint("nowhere"),
-    "load_checkpoint": lambda engine: engine.load_checkpoint("nowhere"),
-}
-"""What is refused where a model is trained in its owner's loop."""
-
-
-def refused(engine: HybridEngine[Any]) -> dict[str, str]:
-    said = {}
-    for name, call in BY_THE_OWNER.items():
-        try:
-            said[name] = f"returned {call(engine)}"
-        except StateError as error:
-            said[name] = str(error)
-    return said
+BY_THE_OWNER = (
+    "update",
+    "compute_log_probs",
+    "learning_rate",
+    "set_learning_rate",
+    "save_checkpoint",
+    "load_checkpoint",
+)
+"""Names of `ActorHybridWorker` alone: the loop of a model's owner does these by itself."""
 
 
 @torch.no_grad()

@@ -90,12 +90,13 @@ def load_canonical(run: Run, path: Path) -> None:
 
 
 def whole_weights(weights: Any) -> dict[str, torch.Tensor]:
-    """The checkpoint tensors that the ranks' training weights hold together, read through the records; on every rank.
+    """The checkpoint tensors that the ranks' training weights hold together, read through the records; on every rank,
+    in host memory.
 
     A region that several ranks hold must be the same on all of them.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
-    own = (weights.layout(), {name: flat.clone() for name, flat in weights.buffers().items()})
+    own = (weights.layout(), {name: flat.cpu().clone() for name, flat in weights.buffers().items()})
     dist.all_gather_object(everyone, own)
     layout = Layout.merge(rank_layout for rank_layout, _ in everyone)
     found = {name: torch.full(shape, torch.nan) for name, shape in layout.tensors.items()}

@@ -1,14 +1,15 @@
-"""What the layers of a transformers model pass to their attention, and what an implementation of it leaves out.
+"""Settings that a transformers model passes to its attention, and those that its attention ignores.
 
-transformers' own forward pass runs over a model without memory, with an attention implementation
-that records what it is called with and ends the layer's pass:
+transformers' own forward pass runs over a model without memory. The attention implementation
+`_RECORDER` records the call and ends the layer's forward pass:
 
-    mask function     transformers asks for the mask of a kind of layers    -> window
-    attention call    a layer calls it with its settings and its mask       -> scaling, softcap, ...
-    rotary module     a layer is given what such a module has returned      -> the module, its input
+    mask function     called by transformers for the mask of a kind of layers   -> window
+    attention call    called by a layer with its settings and its mask          -> scaling, ...
+    rotary module     its output is an argument of a layer                      -> module, its input
 
-A model passes all its settings to whichever implementation is chosen, and one that has no parameter for a setting
-ignores it: sdpa, the default, ignores Gemma-2's soft cap. The eager function beside the model has them all.
+A model passes all its settings to any implementation that the user chooses. An implementation
+without a parameter for a setting ignores it: sdpa, the default, ignores Gemma-2's soft cap. Only
+the eager function in the model's own file has parameters for all settings.
 """
 
 from __future__ import annotations
@@ -26,18 +27,30 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hybrid_engine.backends.fsdp.internals import OperationWatch, storages_in
+from hybrid_engine.errors import ModelError, clipped
 from hybrid_engine.probes import attributes_set
 
 _RECORDER = "hybrid_engine_recorder"
-_OF_EVERY_MODEL = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
-"""Parameters that an implementation may take by other names."""
+"""Name of the recording attention implementation."""
+_NOT_SETTINGS = {
+    "module",
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+    "scaling",
+    "dropout",
+    "kwargs",
+}
+"""Parameters that every implementation has, perhaps under other names."""
 _POSITION = 2**20
-"""Position of the query whose keys are counted; it is beyond any window."""
+"""Position of the query whose keys are counted. It is beyond any window."""
 
 
 @dataclass(frozen=True)
 class RotaryCall:
-    """What a rotary module was called with, and what it returned."""
+    """Arguments and output of one call of the rotary module named `module`."""
 
     module: str
     args: tuple[Any, ...]
@@ -47,12 +60,12 @@ class RotaryCall:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer passes to its attention.
+    """Arguments that a layer passes to its attention.
 
     Attributes:
-        window: number of tokens that its mask lets a query see, its own included; None: all.
-        settings: that are not None, by transformers' names.
-        rotary: the call whose output the layer was given, if it was given any.
+        window: number of tokens that a query attends to, including itself; None: all.
+        settings: settings that are not None, by transformers' names.
+        rotary: call whose output the layer computed with; None: it computed with none.
     """
 
     window: int | None
@@ -60,8 +73,8 @@ class AttentionCall:
     rotary: RotaryCall | None
 
 
-class _Reached(Exception):
-    """Ends a layer's forward pass where its attention is called."""
+class _AttentionReached(Exception):
+    """Ends a layer's forward pass at the call of its attention."""
 
     def __init__(self, window: int | None, settings: Mapping[str, Any]) -> None:
         super().__init__(window, settings)
@@ -71,88 +84,157 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def attention_calls(model: Any) -> dict[int, AttentionCall]:
-    """Return what every decoder layer of a transformers model on the meta device passes to its attention, by number."""
+    """Return the attention call of every decoder layer, by layer number.
+
+    Args:
+        model: a transformers model on the meta device.
+
+    Raises:
+        ModelError: transformers cannot compute the model.
+    """
     rotary_calls: list[RotaryCall] = []
     calls: dict[int, AttentionCall] = {}
-    kinds = model._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    layer_classes = model._no_split_modules or ()
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    mask = torch.ones_like(tokens)
+    watch = OperationWatch()
     with ExitStack() as undo:
+        undo.enter_context(watch)
         for name, module in model.named_modules():
             if _is_rotary(module):
-                note = partial(_note, rotary_calls, name)
-                undo.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+                hook = partial(_record_rotary_call, rotary_calls, name)
+                undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                # Some forward methods have a decorator that chooses frequencies by the highest
+                # position. Positions on the meta device have no value.
+                plain_forward = inspect.unwrap(type(module).forward)
+                module.forward = plain_forward.__get__(module)
+                undo.callback(delattr, module, "forward")
         for number, layer in enumerate(layers):
-            layer.forward = _recording(layer.forward, number, calls, rotary_calls)
+            layer.forward = _recording(layer.forward, number, calls, rotary_calls, watch)
             undo.callback(delattr, layer, "forward")
         undo.enter_context(attributes_set([model.config], _attn_implementation=_RECORDER))
-        model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+        # Without the head, which may compute losses from the layers' outputs.
+        inner = model.base_model
+        try:
+            inner(tokens, attention_mask=mask, use_cache=False)
+        except Exception as error:
+            cause = clipped(f"{type(error).__name__}: {error}", 1000)
+            raise ModelError(
+                f"transformers cannot compute the model that its config describes: {cause}. "
+                "Compare its config.json with the published one",
+                code="not-computable",
+            ) from error
     return calls
 
 
 def settings_left_out(model: torch.nn.Module, implementation: str | None) -> dict[str, Any]:
-    """Settings of attention that a model computes with and an implementation ignores, by transformers' names.
+    """Return the attention settings that the model has and an implementation ignores.
 
     Args:
         model: a transformers model on the meta device.
-        implementation: its name, as `attn_implementation` takes it.
+        implementation: its name, as in `attn_implementation`; None: eager.
+
+    Returns:
+        values by transformers' names of the settings.
+
+    Raises:
+        ModelError: transformers cannot compute the model.
     """
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", None)
-    if function is None:  # eager
+    if function is None:  # eager, which the registry does not list
         return {}
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    own = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
-    settings = {name for each in own for name in inspect.signature(each).parameters} - _OF_EVERY_MODEL
+    settings: set[str] = set()
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        if hasattr(file, "eager_attention_forward"):
+            settings.update(inspect.signature(file.eager_attention_forward).parameters)
+    settings -= _NOT_SETTINGS
     if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        settings.add("sliding_window")  # else it is in the mask
+        # For other implementations the mask contains the window.
+        settings.add("sliding_window")
     ignored = settings - inspect.signature(function).parameters.keys()
     if not ignored:
         return {}
-    passed = {name: value for call in attention_calls(model).values() for name, value in call.settings.items()}
-    return {name: value for name, value in passed.items() if name in ignored}
+    values: dict[str, Any] = {}
+    for call in attention_calls(model).values():
+        values.update(call.settings)
+    return {name: value for name, value in values.items() if name in ignored}
 
 
 def _is_rotary(module: torch.nn.Module) -> bool:
-    """Whether a module computes with buffers alone, as rotary embeddings do."""
+    """Return whether a module computes with buffers alone, as rotary embeddings do."""
     has_buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-    return has_buffers and not any(True for _ in module.parameters())
+    return has_buffers and next(module.parameters(), None) is None
 
 
-def _note(calls: list[RotaryCall], name: str, _module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """A forward hook."""
+def _record_rotary_call(
+    calls: list[RotaryCall],
+    name: str,
+    _module: Any,
+    args: Any,
+    kwargs: Any,
+    output: Any,
+) -> None:
+    """Append the call of a rotary module (a forward hook)."""
     calls.append(RotaryCall(name, args, kwargs, output))
 
 
 def _recording(
-    forward: Callable[..., Any], number: int, calls: dict[int, AttentionCall], rotary_calls: list[RotaryCall]
+    forward: Callable[..., Any],
+    number: int,
+    calls: dict[int, AttentionCall],
+    rotary_calls: list[RotaryCall],
+    watch: OperationWatch,
 ) -> Callable[..., Any]:
-    """The forward pass of layer `number` up to its attention, whose call is noted. Returns its input."""
+    """Return a forward pass of layer `number` that records its attention call.
+
+    It ends at that call, and returns the input of the layer.
+    """
 
     def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        watch.storages.clear()
         try:
             forward(hidden, *args, **kwargs)
-        except _Reached as reached:
-            given = {id(value) for value in (*args, *kwargs.values())}
-            rotary = next((call for call in rotary_calls if id(call.output) in given), None)
+        except _AttentionReached as reached:
+            # The layer's rotary module is identified by its output among the arguments. Some layers
+            # get it and have no rotation.
+            arguments = {id(value) for value in (*args, *kwargs.values())}
+            rotary = next((call for call in rotary_calls if id(call.output) in arguments), None)
+            if rotary is not None and watch.storages.isdisjoint(storages_in(rotary.output)):
+                rotary = None
             calls[number] = AttentionCall(reached.window, reached.settings, rotary)
         return hidden
 
     return record
 
 
-def _record_mask(*, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], **_unused: Any) -> Any:
-    """A mask without values that knows how many keys a query sees."""
-    nothing, keys = torch.tensor(0), torch.arange(_POSITION + 1)
-    num_seen = int(mask_function(nothing, nothing, torch.tensor(_POSITION), keys).sum())
+def _record_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    **_unused: Any,
+) -> Any:
+    """Return a mask without values, with the number of keys that a query attends to as `window`."""
+    zero = torch.tensor(0)
+    query = torch.tensor(_POSITION)
+    keys = torch.arange(_POSITION + 1)
+    num_keys = int(mask_function(zero, zero, query, keys).sum())
     mask: Any = torch.empty(1, 1, q_length, kv_length, device="meta")
-    mask.window = None if num_seen == len(keys) else num_seen
+    mask.window = None if num_keys == len(keys) else num_keys
     return mask
 
 
 def _record_call(
-    _layer: Any, _query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, mask: Any, **settings: Any
+    _layer: Any,
+    _query: torch.Tensor,
+    _key: torch.Tensor,
+    _value: torch.Tensor,
+    attention_mask: Any,
+    **settings: Any,
 ) -> NoReturn:
-    raise _Reached(mask.window, {name: value for name, value in settings.items() if value is not None})
+    present = {name: value for name, value in settings.items() if value is not None}
+    raise _AttentionReached(attention_mask.window, present)
 
 
 AttentionInterface.register(_RECORDER, _record_call)

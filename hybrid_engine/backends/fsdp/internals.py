@@ -1,4 +1,4 @@
-"""Names of torch and transformers that this backend uses and that neither documents, each with its reason.
+"""Undocumented names of torch and transformers that this backend uses, each with its reason.
 
 tests/hybrid_engine/backends/fsdp/test_model_checks.py looks each up in the installed versions.
 """
@@ -11,49 +11,92 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybrid_engine.ranks.torch_internals import PrivateName
+from hybrid_engine.ranks.torch_internals import PrivateName, storage_id
 
 __all__ = [
     "PRIVATE_NAMES",
+    "OperationWatch",
     "StridedShard",
     "TorchDispatchMode",
     "checkpoint_wrapper",
     "initialize_module",
     "revert_weight_conversion",
+    "storages_in",
 ]
 
 PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
-        "computes a layer again in the backward pass; transformers' own does so in training mode only, with dropout",
+        "recomputes a layer in the backward pass in any mode; transformers' checkpointing does so "
+        "in training mode only, with dropout",
     ),
-    PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "sees the copies of a conversion"),
+    PrivateName(
+        "torch.utils._pytree:tree_leaves", "lists the tensors among an operation's arguments"
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "intercepts the copies of a conversion",
+    ),
     PrivateName(
         "transformers.core_model_loading:revert_weight_conversion",
-        "from the tensors of a model to those of a checkpoint, as save_pretrained writes them, without writing",
+        "converts the tensors of a model to those of a checkpoint, as save_pretrained does, "
+        "without writing files",
     ),
     PrivateName(
         "transformers:PreTrainedModel._init_weights",
-        "random values of one module, and its buffers: init_weights draws for all modules, which must all have memory",
+        "initializes one module and its buffers; init_weights initializes all modules, and all "
+        "of them must have memory",
     ),
     PrivateName(
         "torch.nn:Module._apply",
-        "what Module.to calls for every parameter: FSDP takes the tensors up that it is given there",
+        "replaces every parameter as Module.to does; FSDP adopts the tensors that it returns",
     ),
     PrivateName(
         "torch.distributed.tensor:DTensor.__create_chunk_list__",
-        "offsets and lengths of the local part, as distributed checkpoints ask for them",
+        "returns offsets and lengths of the local part, for distributed checkpoints",
     ),
     PrivateName(
         "torch.distributed.tensor.placement_types:_StridedShard",
-        "how FSDP2 places what tensor parallelism has split along the same dim before",
+        "is FSDP2's placement on a dim that tensor parallelism has split before",
     ),
 )
 
 
 def initialize_module(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Draw the values of a module's own tensors as the transformers model that it is a part of does."""
-    draw: Any = model._init_weights
-    draw(module)
+    """Initialize the tensors of `module` itself as `model`, its transformers model, does."""
+    initialize: Any = model._init_weights
+    initialize(module)
+
+
+class OperationWatch(TorchDispatchMode):
+    """Records the storages that operations on a model without memory read.
+
+    A flag without a value counts as True: models ask whether all tokens are to be attended to.
+
+    Attributes:
+        storages: keys of the storages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True
+        if func is torch.ops.aten._grouped_mm.default:
+            # Experts of layers without attention, which are computed to their end. On the meta
+            # device this operation accepts bfloat16 alone.
+            rows, weights = args[:2]
+            return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
+        self.storages |= storages_in((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def storages_in(values: Any) -> set[int]:
+    """Return the keys of the storages of all tensors in nested containers."""
+    tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+    return {storage_id(tensor.untyped_storage()) for tensor in tensors}

@@ -1,260 +1,355 @@
-"""What makes a model impossible to read or to drive, all of it at once and before anything was changed.
+"""Checks of a model that report every reason why it cannot be read or driven.
 
-vLLM is built from the model's config, so that must say what the model computes:
+They run before anything is changed. vLLM is built from the model's config, so the config must
+describe the computation of the model:
 
-    model.config  ->  transformers builds it once more, without memory  ->  compared, module by module, with the model
+    model.config  ->  built again by transformers, without memory  ->  compared module by module
 
-A config that was changed after the model was built says otherwise, and so does a model whose modules were changed.
+A config that was changed after the model was built differs, and so does a model whose modules were
+changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from packaging.version import Version
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from transformers import AutoModelForCausalLM
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module
 from hybrid_engine.backends.fsdp.names import plain_name
 from hybrid_engine.errors import DependencyError, ModelError, clipped
-from hybrid_engine.models.families import TABLES
+from hybrid_engine.models.derived import meta_copy_of
 
 TESTED_TORCH = Version("2.13.0")
 
 _OTHER_WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+_READABLE_PLACEMENTS = (Shard, Replicate, StridedShard)
+_NOT_INFERENCE = frozenset(
+    {
+        # Only gradients depend on these.
+        "training",
+        "gradient_checkpointing",
+        "padding_idx",
+        # Compared by the shapes of tensors.
+        "vocab_size",
+        # Compared by rotary frequencies.
+        "max_seq_len_cached",
+        "original_max_seq_len",
+    }
+)
+"""Attributes of modules that are not compared with the config."""
+_NOT_INFERENCE_PARTS = ("drop", "jitter", "loss")
+"""Parts of the names of attributes that only training uses."""
 
 
 def require_torch(version: str = torch.__version__) -> None:
-    """Raise DependencyError when torch is older than what FSDP2 was tested with."""
+    """Raise DependencyError if torch is older than the version that FSDP2 was tested with."""
     if Version(version).release < TESTED_TORCH.release:
         raise DependencyError(
-            f"torch {version} is installed, but sharded models were tested with {TESTED_TORCH} and later: "
-            f"pip install 'torch>={TESTED_TORCH}'"
+            f"torch {version} is installed, but sharded models were tested with {TESTED_TORCH} "
+            f"and later: pip install 'torch>={TESTED_TORCH}'",
+            code="torch-too-old",
         )
 
 
 def require_drivable(model: torch.nn.Module, num_ranks: int) -> None:
-    """Raise ModelError for a model that cannot be sharded by us, or is sharded and cannot be read, on all ranks."""
+    """Check a model that the engine shards, or one that the user has sharded over `num_ranks`.
+
+    Raises:
+        ModelError: it cannot be sharded, or it is sharded and cannot be read, on all ranks.
+    """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         require_sharded(model)
         _require_all_ranks(model, num_ranks)
-    else:
-        _raise_for("the model cannot be sharded", [*_of_other_wrappers(model), *_of_dtypes(model), *_of_meta(model)])
+        return
+    _refuse("the model cannot be sharded", _problems_of_whole(model))
 
 
 def weights_dtype(weights: Mapping[str, torch.Tensor], wire_dtype: str | None) -> str:
-    """The dtype that a model's weights are kept in.
+    """Return the dtype in which a model stores its weights.
 
     Args:
-        weights: name -> tensor; buffers do not count.
-        wire_dtype: in which they are sent, if that is another; then some may be in it already.
+        weights: name -> tensor; buffers are ignored.
+        wire_dtype: dtype in which weights are sent, if it differs from theirs. A float32 model may
+            store some of its weights in it.
 
-    Raises ModelError for several, of which no one is what vLLM would have to compute in.
+    Raises:
+        ModelError: there are several dtypes, so vLLM's compute dtype is ambiguous.
     """
-    names: dict[str, list[str]] = {}
+    names_by_dtype: dict[str, list[str]] = {}
     for name, tensor in weights.items():
         if isinstance(tensor, torch.nn.Parameter):
-            names.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(name)
-    if len(names) == 1:
-        return next(iter(names))
-    if wire_dtype is not None and names.keys() == {"float32", wire_dtype}:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            names_by_dtype.setdefault(dtype, []).append(name)
+    if len(names_by_dtype) == 1:
+        return next(iter(names_by_dtype))
+    # Weights that are sent in bfloat16 lose nothing if some are stored in it.
+    if wire_dtype is not None and names_by_dtype.keys() == {"float32", wire_dtype}:
         return "float32"
-    each = "; ".join(f"{len(found)} in {dtype}, first {found[0]}" for dtype, found in names.items())
+    listed = "; ".join(
+        f"{len(names)} in {dtype}, first {names[0]}" for dtype, names in names_by_dtype.items()
+    )
     raise ModelError(
-        f"the weights have several dtypes ({each}): convert the model by model.to(torch.float32) before it is sharded, "
-        "or send float32 and bfloat16 alike in bfloat16 by compress_reshard"
+        f"the weights have several dtypes ({listed}): convert the model by "
+        "model.to(torch.float32) before it is sharded, or set compress_reshard to send both "
+        "float32 and bfloat16 weights in bfloat16",
+        code="several-dtypes",
     )
 
 
 def require_sharded(model: torch.nn.Module) -> None:
-    """Raise ModelError naming everything about a sharded model that cannot be read."""
-    found = [*_of_other_wrappers(model), *_of_dtypes(model)]
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        found.append("the model is not sharded: call torch.distributed.fsdp.fully_shard on its layers and on it")
+    """Raise ModelError listing every reason why a sharded model cannot be read."""
+    problems = [*_wrapper_problems(model), *_dtype_problems(model)]
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        for name, parameter in model.named_parameters():
+            if (problem := _sharding_problem(parameter)) is not None:
+                problems.append(f"{name}: {problem}")
     else:
-        found += [f"{name}: {problem}" for name, each in model.named_parameters() if (problem := _problem(each))]
-    _raise_for("the sharded model cannot be read", found)
+        problems.append(
+            "the model is not sharded: call torch.distributed.fsdp.fully_shard on its layers and "
+            "on the model"
+        )
+    _refuse("the sharded model cannot be read", problems)
 
 
 def require_whole(model: torch.nn.Module) -> None:
-    """Raise ModelError naming everything about a model that is not sharded that cannot be read."""
-    _raise_for("the model cannot be read", [*_of_other_wrappers(model), *_of_dtypes(model), *_of_meta(model)])
+    """Raise ModelError listing every reason why a model that is not sharded cannot be read."""
+    _refuse("the model cannot be read", _problems_of_whole(model))
 
 
 def _require_all_ranks(model: torch.nn.Module, num_ranks: int) -> None:
-    """Raise ModelError for a model that is sharded over some of the job's ranks: the others' weights are others."""
-    meshes = [each.device_mesh.mesh for each in model.parameters() if isinstance(each, DTensor)]
-    used = sorted({int(rank) for mesh in meshes for rank in mesh.flatten()})
+    """Raise ModelError for a model that is sharded over a part of the job's ranks.
+
+    Ranks outside of its mesh would have other weights.
+    """
+    used: set[int] = set()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            used.update(parameter.device_mesh.mesh.flatten().tolist())
     if used and len(used) < num_ranks:
-        ranks = ", ".join(map(str, used))
+        listed = ", ".join(map(str, sorted(used)))
         raise ModelError(
-            f"the model is sharded over ranks {ranks} of {num_ranks}: use a mesh of all ranks, for copies one of two "
-            "dims (replicas, shards)"
+            f"the model is sharded over ranks {listed} of {num_ranks}: use a mesh of all ranks; "
+            "for replicas, one with the two dims (replicas, shards)",
+            code="not-on-all-ranks",
         )
 
 
-def _raise_for(what: str, findings: list[str]) -> None:
-    if len(findings) > 1:
-        raise ModelError(f"{what}:\n  " + "\n  ".join(findings))
-    if findings:
-        raise ModelError(f"{what}: {findings[0]}")
+def _refuse(heading: str, problems: list[str]) -> None:
+    """Raise ModelError with one problem per line, if there are any; a single one needs no line."""
+    if problems:
+        separator = "\n  " if len(problems) > 1 else " "
+        raise ModelError(separator.join([f"{heading}:", *problems]), code="unusable-model")
 
 
-def _of_other_wrappers(model: torch.nn.Module) -> Iterator[str]:
+def _wrapper_problems(model: torch.nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, _OTHER_WRAPPERS):
-            yield f"{name or 'it'} is wrapped by {type(module).__name__}; pass the model itself, and use fully_shard"
+            wrapper = type(module).__name__
+            yield (
+                f"{name or 'the model'} is wrapped by {wrapper}; pass the model itself, and use "
+                "fully_shard"
+            )
 
 
-def _of_dtypes(model: torch.nn.Module) -> Iterator[str]:
+def _dtype_problems(model: torch.nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
+        # Quantized weights are stored as integers, or as floats of 8 bits.
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             dtype = str(parameter.dtype).removeprefix("torch.")
             yield f"{name}: stored as {dtype}; load the model without quantization"
 
 
-def _of_meta(model: torch.nn.Module) -> Iterator[str]:
-    if on_meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        yield f"{len(on_meta)} parameters are on the meta device, first {on_meta[0]}; shard it yourself, then to_empty"
+def _problems_of_whole(model: torch.nn.Module) -> list[str]:
+    problems = [*_wrapper_problems(model), *_dtype_problems(model)]
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        problems.append(
+            f"{len(on_meta)} parameters are on the meta device, first {on_meta[0]}; shard the "
+            "model yourself, then call to_empty and load the weights"
+        )
+    return problems
 
 
-def _problem(parameter: torch.nn.Parameter) -> str | None:
+def _sharding_problem(parameter: torch.nn.Parameter) -> str | None:
+    """Return the reason why this rank's part of a parameter cannot be read, or None."""
     if not isinstance(parameter, DTensor):
-        return "not sharded; call fully_shard on the whole model too, before this"
-    known = (Shard, Replicate, StridedShard)
-    if strange := [each for each in parameter.placements if not isinstance(each, known)]:
-        return f"unsupported placement {type(strange[0]).__name__}; use Shard or Replicate"
+        return "not sharded; call fully_shard on the whole model as well, before building an engine"
+    for placement in parameter.placements:
+        if not isinstance(placement, _READABLE_PLACEMENTS):
+            return f"unsupported placement {type(placement).__name__}; use Shard or Replicate"
     if parameter.is_meta:
-        return "on the meta device; give it memory first (to_empty, then load the weights)"
-    local = parameter.to_local()
-    if local.device.type != parameter.device_mesh.device_type:
-        return f"on {local.device.type}; leave CPUOffloadPolicy out, for a switch takes what it must off the device"
+        return "on the meta device; allocate it first (to_empty), then load the weights"
+    device = parameter.to_local().device.type
+    if device != parameter.device_mesh.device_type:
+        return f"on {device}; remove CPUOffloadPolicy, because a switch offloads parameters itself"
     if not _is_box(parameter):
-        return f"rank by rank no box of it, placements {tuple(parameter.placements)}; split it evenly over all ranks"
+        placements = tuple(parameter.placements)
+        return f"ranks hold no boxes of it, placements {placements}; split it evenly over all ranks"
     return None
 
 
 def _is_box(parameter: DTensor) -> bool:
-    """Whether each rank's part is one box, of which `__create_chunk_list__` then tells offsets and lengths.
+    """Return whether each rank's part is one box, as `__create_chunk_list__` describes it.
 
-    A strided shard is one if what it strides over, `split_factor` parts, are those of the later dims of the mesh: these
-    split the dim first (tensor parallelism), and FSDP2 split the parts again.
+    The part of a strided shard is a box if its stride, `split_factor` parts, results from the later
+    mesh dims: these split the dim first (tensor parallelism), and FSDP2 split the parts again.
     """
-    later = dict.fromkeys(range(parameter.dim()), 1)
-    for placement, size in reversed([*zip(parameter.placements, parameter.device_mesh.shape, strict=True)]):
-        if isinstance(placement, StridedShard) and placement.split_factor != later[placement.dim]:
+    # Dim -> number of parts by the mesh dims after the current one. Example: on a mesh (fsdp: 2,
+    # tp: 4) rows are split by tp first, and FSDP2 splits these 4 parts. Its placement has
+    # split_factor 4, and each rank holds one half of one part.
+    num_parts = dict.fromkeys(range(parameter.dim()), 1)
+    splits = [*zip(parameter.placements, parameter.device_mesh.shape, strict=True)]
+    for placement, size in reversed(splits):
+        if (
+            isinstance(placement, StridedShard)
+            and placement.split_factor != num_parts[placement.dim]
+        ):
             return False
         if isinstance(placement, (Shard, StridedShard)):
-            later[placement.dim] *= size
+            num_parts[placement.dim] *= size
     (chunk,) = parameter.__create_chunk_list__()
     return tuple(chunk.sizes) == tuple(parameter.to_local().shape)
 
 
-_NOT_INFERENCE = frozenset(
-    {"training", "gradient_checkpointing", "padding_idx", "vocab_size", "max_seq_len_cached", "original_max_seq_len"}
-)
-"""Attributes of modules that only gradients depend on, or that are compared by something else: sizes of vocabularies by
-the shapes of tensors, lengths by rotary frequencies."""
-_NOT_INFERENCE_PARTS = ("drop", "jitter", "loss")
-"""Parts of the names of attributes that only training uses."""
+class _ConfigDifference(NamedTuple):
+    """An attribute with its value in the live model and its value according to the config."""
 
-
-class _Difference(NamedTuple):
     attribute: str
     live: str
     configured: str
 
 
-def config_of(model: Any) -> Any:
-    """A copy of the model's config that names its architecture, whatever `fully_shard` made of its class."""
-    config = type(model.config).from_dict(model.config.to_dict())
-    names = [each.__name__ for each in type(model).__mro__]
-    config.architectures = [next((name for name in names if name in TABLES), names[0])]
-    return config
-
-
 def require_configured(model: torch.nn.Module) -> None:
-    """Raise ModelError naming everything in which a transformers model is not what its config describes.
+    """Check that a transformers model computes as its config describes.
 
-    Compared are numbers, flags and texts of its modules, its activations, and rotary frequencies and whatever else it
-    keeps in buffers that no checkpoint has. Its implementation of attention must take all that the config sets. Takes
-    no memory for weights, and no random number.
+    Compares numbers, flags and strings of its modules, its activations, and buffers that no
+    checkpoint has, such as rotary frequencies. Its attention implementation must support every
+    setting of the config. Allocates no memory for weights, and leaves the random number generators
+    unchanged.
+
+    Raises:
+        ModelError: listing every difference.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        with torch.device("meta"):
-            configured = AutoModelForCausalLM.from_config(config_of(model))
+        configured = meta_copy_of(model)
+        # vLLM's values, not those of transformers' classes, are what the live model must have.
         set_epsilon_of_norms(configured)
-        modules = {plain_name(name): module for name, module in model.named_modules()}
-        found: dict[_Difference, list[str]] = {}
+        live_modules = {plain_name(name): module for name, module in model.named_modules()}
+        modules_by_difference: dict[_ConfigDifference, list[str]] = {}
         for name, module in configured.named_modules():
-            if (live := modules.get(name)) is not None:
-                for difference in (*_of_attributes(live, module), *_of_buffers(live, module, configured)):
-                    found.setdefault(difference, []).append(name or "the model")
+            if (live := live_modules.get(name)) is None:
+                continue
+            differences = [
+                *_attribute_differences(live, module),
+                *_buffer_differences(live, module, configured),
+            ]
+            for difference in differences:
+                modules_by_difference.setdefault(difference, []).append(name or "the model")
         implementation = getattr(model.config, "_attn_implementation", None)
         left_out = settings_left_out(configured, implementation)
-    lines = [
-        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {difference.attribute} is "
-        f"{difference.live}, by model.config {difference.configured}"
-        for difference, names in found.items()
-    ]
-    lines += [
-        f"attention by {implementation!r} leaves out {name} {value}: load the model with attn_implementation='eager', "
-        "or call model.set_attn_implementation('eager')"
-        for name, value in left_out.items()
-    ]
-    if lines:
-        raise ModelError(
-            "the model computes otherwise than model.config says, from which vLLM is built. Set model.config to what "
-            "the model computes, or build the model from it:\n  " + "\n  ".join(lines)
+    # Layers usually differ alike, so modules with the same difference share a line.
+    lines = []
+    for difference, names in modules_by_difference.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(
+            f"{names[0]}{more}: {difference.attribute} is {difference.live}, but "
+            f"{difference.configured} in model.config"
         )
+    for name, value in left_out.items():
+        lines.append(
+            f"attention by {implementation!r} leaves out {name} {value}: load the model with "
+            "attn_implementation='eager', or call model.set_attn_implementation('eager')"
+        )
+    if lines:
+        heading = (
+            "the model computes otherwise than model.config says, from which vLLM is built. "
+            "Set model.config to the values of the model, or build the model from it:"
+        )
+        raise ModelError("\n  ".join([heading, *lines]), code="differs-from-config")
 
 
 def set_epsilon_of_norms(model: torch.nn.Module) -> None:
-    """Give all norms the config's epsilon, as vLLM does; transformers leaves those within DeepSeek's attention 1e-6."""
+    """Give all norms the config's epsilon, as vLLM does.
+
+    transformers gives the norms within DeepSeek's attention 1e-6, the default of their class.
+    """
     epsilon = getattr(model.config, "rms_norm_eps", None)
-    for module in model.modules() if epsilon is not None else ():
+    if epsilon is None:
+        return
+    for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             vars(module)["variance_epsilon"] = epsilon
 
 
-def _of_attributes(live: torch.nn.Module, configured: torch.nn.Module) -> Iterator[_Difference]:
-    own = vars(live)
+def _attribute_differences(
+    live: torch.nn.Module,
+    configured: torch.nn.Module,
+) -> Iterator[_ConfigDifference]:
+    """Compare numbers, flags and strings of two modules, and the classes of activations."""
+    live_attributes = vars(live)
     for key, value in vars(configured).items():
-        if key.startswith("_") or key in _NOT_INFERENCE or any(part in key for part in _NOT_INFERENCE_PARTS):
+        if key.startswith("_") or key in _NOT_INFERENCE or key not in live_attributes:
             continue
-        if key in own and isinstance(value, bool | int | float | str | None) and own[key] != value:
-            yield _Difference(key, clipped(repr(own[key])), clipped(repr(value)))
-    is_function = not any(configured.children()) and not any(True for _ in configured.parameters())
-    if is_function and type(live) is not type(configured) and not isinstance(configured, torch.nn.Dropout):
-        yield _Difference("its class", type(live).__name__, type(configured).__name__)
+        if any(part in key for part in _NOT_INFERENCE_PARTS):
+            continue
+        live_value = live_attributes[key]
+        # The config determines these; tensors and functions are compared by other checks.
+        if isinstance(value, bool | int | float | str | None) and live_value != value:
+            yield _ConfigDifference(key, clipped(repr(live_value)), clipped(repr(value)))
+    # A module without children and parameters is an activation, whose class is its function, or a
+    # dropout, which does nothing in inference.
+    if not any(configured.children()) and next(configured.parameters(), None) is None:
+        is_same = type(live) is type(configured)
+        if not is_same and not isinstance(configured, torch.nn.Dropout):
+            yield _ConfigDifference("its class", type(live).__name__, type(configured).__name__)
 
 
-def _of_buffers(live: torch.nn.Module, configured: torch.nn.Module, model: torch.nn.Module) -> Iterator[_Difference]:
-    """Compare floating-point buffers; those of a module with weights depend on the weights."""
-    buffers = {name: each for name, each in configured.named_buffers(recurse=False) if each.is_floating_point()}
-    if not buffers or any(True for _ in configured.parameters(recurse=False)):
+def _buffer_differences(
+    live: torch.nn.Module,
+    configured: torch.nn.Module,
+    model: torch.nn.Module,
+) -> Iterator[_ConfigDifference]:
+    """Compare floating-point buffers of two modules.
+
+    Args:
+        live: the module of the user's model.
+        configured: its counterpart on the meta device. It is given memory.
+        model: transformers model of `configured`.
+    """
+    buffers = dict(configured.named_buffers(recurse=False))
+    names = [name for name, buffer in buffers.items() if buffer.is_floating_point()]
+    # Buffers of a module with weights depend on the weights.
+    if not names or next(configured.parameters(recurse=False), None) is not None:
         return
     configured.to_empty(device="cpu", recurse=False)
-    for name in buffers:
-        configured.get_buffer(name).fill_(torch.nan)  # what stays so is not known
+    for name in names:
+        # NaN marks values that the initialization leaves unset.
+        configured.get_buffer(name).fill_(torch.nan)
     initialize_module(model, configured)
-    there: Mapping[str, torch.Tensor] = dict(live.named_buffers(recurse=False))
-    for name in buffers.keys() & there.keys():
-        expected, found = configured.get_buffer(name), there[name]
-        if expected.isnan().any() or found.is_meta:
+    live_buffers = dict(live.named_buffers(recurse=False))
+    for name in names:
+        expected = configured.get_buffer(name)
+        buffer = live_buffers.get(name)
+        if buffer is None or buffer.is_meta or expected.isnan().any():
             continue
-        values = found.detach().to("cpu", expected.dtype)
-        if values.shape != expected.shape or not torch.allclose(values, expected, rtol=1e-5, atol=0.0):
-            dtype = "" if found.dtype is expected.dtype else f" in {found.dtype}, for .to() rounds it; loading does not"
-            yield _Difference(name, f"{_shown(values)}{dtype}", _shown(expected))
+        values = buffer.detach().to("cpu", expected.dtype)
+        is_same_shape = values.shape == expected.shape
+        if is_same_shape and torch.allclose(values, expected, rtol=1e-5, atol=0.0):
+            continue
+        shown = _last_values(values)
+        if buffer.dtype is not expected.dtype:
+            shown += f" in {buffer.dtype}, which .to() has rounded; loading in that dtype does not"
+        yield _ConfigDifference(name, shown, _last_values(expected))
 
 
-def _shown(values: torch.Tensor) -> str:
-    """The last few; rotary frequencies all begin with 1."""
-    return f"[… {', '.join(f'{value:g}' for value in values.flatten()[-3:].tolist())}]"
+def _last_values(values: torch.Tensor) -> str:
+    """Return the last three elements as text; rotary frequencies all begin with 1."""
+    last = values.flatten()[-3:].tolist()
+    return f"[… {', '.join(f'{value:g}' for value in last)}]"

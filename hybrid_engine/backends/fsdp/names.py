@@ -1,17 +1,19 @@
-"""Names of a transformers model's tensors: in its state dict, by transformers, and in a checkpoint.
+"""Names of a transformers model's tensors: in its state dict, in transformers, and in a checkpoint.
 
-    base_model.model.model.layers.0._orig_mod.self_attn.q_proj.base_layer.weight     the model's state dict
-                     model.layers.0.self_attn.q_proj.weight                          transformers' name
+    base_model.model.model.layers.0._orig_mod.self_attn.q_proj.base_layer.weight   state dict
+                     model.layers.0.self_attn.q_proj.weight                        transformers
 
-PEFT wraps the model and the layers that it adapts, `torch.compile` and activation checkpointing wrap modules.
+PEFT wraps the model and the layers that it adapts. `torch.compile` and activation checkpointing
+wrap modules.
 
-    state dict of meta tensors  --->  transformers' conversion to a checkpoint  --->  views of those tensors
-                                                                                       |
+    state dict of meta tensors  ->  transformers' conversion to a checkpoint  ->  views of them
+                                                                                      |
                                       name on disk -> (parameter, offset, shape, strides)
 
-transformers packs some tensors (the experts of a layer in one of 3 dims) and renames others. What it does to save a
-checkpoint says where each tensor of one lies, for every model it knows; there is no table of ours to fall behind.
-A view on the meta device keeps offset and strides, and a copy made contiguous is taken for the view that it copies.
+transformers packs some tensors (the experts of a layer in one tensor of 3 dims) and renames others.
+Its conversion for saving a checkpoint shows the location of each tensor, for every model that
+transformers supports; a table here would become outdated. A view on the meta device keeps offset
+and strides. A copy that only makes a view contiguous is replaced by the view.
 """
 
 from __future__ import annotations
@@ -23,17 +25,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, PreTrainedModel
 
 from hybrid_engine.backends.fsdp.internals import TorchDispatchMode, revert_weight_conversion
 from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError, Violation, clipped
 from hybrid_engine.layouts.sharded import Packed, PackedModel
+from hybrid_engine.models.derived import meta_copy_of, meta_model, without_repetitions
+from hybrid_engine.models.families import architecture_of
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.torch_internals import storage_id
 from hybrid_engine.records.regions import StridedView
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What `torch.compile` and `checkpoint_wrapper` call the module that they wrap."""
+"""Attributes in which `torch.compile` and `checkpoint_wrapper` store the module that they wrap."""
+
+_LORA_MATRICES = (
+    ("lora_A.{}.weight", "lora_B.{}.weight"),
+    ("lora_embedding_A.{}", "lora_embedding_B.{}"),
+)
+"""Names of A and B below a layer with LoRA, by adapter: of a linear layer, and of an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +55,9 @@ class Lora:
         weight: W.
         a: A [rank, in].
         b: B [out, rank].
-        scaling: whatever PEFT derived it from: alpha and rank, rank-stabilised or not, by pattern or by hand.
-        transposed: W is [in, out], as those of embeddings are.
+        scaling: the factor that PEFT uses. It is read rather than derived, because alpha and rank,
+            rank stabilization, patterns and the user can all change it.
+        transposed: W is [in, out], as for embeddings.
     """
 
     weight: str
@@ -57,11 +69,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class WrappedNames:
-    """
+    """Names of the tensors with which a wrapped model computes.
+
     Attributes:
-        model: the transformers model inside.
-        weights: transformers' name -> name in the state dict of what computes. Neither adapters are there nor the
-            originals of modules that PEFT trains a copy of (modules_to_save).
+        model: the transformers model inside the wrappers.
+        weights: transformers' name -> name in the state dict. Adapters are left out, and so are the
+            originals of modules of which PEFT trains a copy (modules_to_save).
         loras: the active adapters.
     """
 
@@ -71,193 +84,300 @@ class WrappedNames:
 
 
 def transformers_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The transformers model in what may be around it; without one, the model itself."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    """Return the transformers model inside wrappers, or `model` itself if there is none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    return model
 
 
 def wrapped_names(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> WrappedNames:
-    """Find out which tensor of the state dict `tensors` is which of transformers' model.
+    """Match the tensors of a model's state dict with those of the transformers model inside it.
 
-    Raises ModelError with a line for everything of PEFT that is not supported.
+    Args:
+        model: a transformers model, perhaps inside wrappers.
+        tensors: state dict of `model`.
+
+    Raises:
+        ModelError: listing everything that PEFT added and that is not supported.
     """
     inner = transformers_model(model)
-    around = next(name for name, module in model.named_modules() if module is inner)
-    state_names = {plain_name(name).removeprefix(f"{plain_name(around)}." if around else ""): name for name in tensors}
-    layers = {plain_name(name): module for name, module in inner.named_modules()}
-    peft = _PeftLayers(layers, state_names, tensors) if "peft" in sys.modules else None
-    if peft is None:
+    # PEFT puts the transformers model at base_model.model.
+    path = next(name for name, module in model.named_modules() if module is inner)
+    prefix = f"{plain_name(path)}." if path else ""
+    state_names = {plain_name(name).removeprefix(prefix): name for name in tensors}
+    if "peft" not in sys.modules:
+        # PEFT is optional, and without it a model has no adapters.
         return WrappedNames(inner, state_names, ())
-    if peft.findings:
-        raise ModelError("what PEFT added to the model is not supported:\n  " + "\n  ".join(peft.findings))
-    weights = {name: state_names[plain] for plain in state_names if (name := peft.name_of(plain)) is not None}
+    layers = {plain_name(name): module for name, module in inner.named_modules()}
+    peft = _PeftLayers(layers, state_names, tensors)
+    if peft.problems:
+        listed = "\n  ".join(peft.problems)
+        raise ModelError(
+            f"what PEFT added to the model is not supported:\n  {listed}",
+            code="unsupported-adapters",
+        )
+    weights = {}
+    for plain, state_name in state_names.items():
+        if (name := peft.transformers_name(plain)) is not None:
+            weights[name] = state_name
     return WrappedNames(inner, weights, tuple(peft.loras))
 
 
 def plain_name(name: str) -> str:
-    """A name without what `torch.compile` and checkpointing put into it."""
+    """Return `name` without the parts that `torch.compile` and checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class _PeftLayers:
-    """What PEFT put in place of modules.
+    """Modules that PEFT put in place of others.
 
     Args:
         layers: plain name -> module.
         state_names: plain name of a tensor -> name in the state dict.
+        tensors: the state dict.
 
     Attributes:
-        loras: of all active adapters.
-        findings: a line for everything that is not supported.
+        loras: all active adapters.
+        problems: a line for everything that is not supported.
     """
 
     def __init__(
-        self, layers: Mapping[str, torch.nn.Module], state_names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+        self,
+        layers: Mapping[str, torch.nn.Module],
+        state_names: Mapping[str, str],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-        self._state_names, self._tensors = state_names, tensors
-        self._computes: dict[str, str] = {}  # plain name of a wrapper -> of its part that computes, below it
+        self._state_names = state_names
+        self._tensors = tensors
+        # Plain name of a wrapper -> path below it of the module that computes.
+        self._computing: dict[str, str] = {}
         self.loras: list[Lora] = []
-        self.findings: list[str] = []
+        self.problems: list[str] = []
         for name, layer in layers.items():
             if isinstance(layer, LoraLayer):
-                self._computes[name] = "base_layer"
+                self._computing[name] = "base_layer"
                 self._add_loras(name, layer)
             elif isinstance(layer, ModulesToSaveWrapper):
-                active = [] if layer.disable_adapters else layer.active_adapters
-                self._computes[name] = f"modules_to_save.{active[0]}" if active else "original_module"
+                active = _active_adapters(layer)
+                path = f"modules_to_save.{active[0]}" if active else "original_module"
+                self._computing[name] = path
             elif isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-                self.findings.append(f"{name}: {type(layer).__name__}; of PEFT's methods use LoRA")
+                self.problems.append(f"{name}: {type(layer).__name__}; of PEFT's methods use LoRA")
 
-    def name_of(self, plain: str) -> str | None:
-        """Of a tensor without PEFT's parts; None for one that does not compute, or that is an adapter's."""
-        parts, kept = plain.split("."), 0
-        while kept < len(parts):
-            kept += 1
-            below = self._computes.get(".".join(parts[:kept]))
-            if below is not None:
-                computes = below.split(".")
-                if parts[kept : kept + len(computes)] != computes:
-                    return None
-                del parts[kept : kept + len(computes)]
+    def transformers_name(self, plain: str) -> str | None:
+        """Return a tensor's name without the parts that PEFT inserts.
+
+        None: it belongs to an adapter, or to a module that does not compute now.
+        """
+        parts = plain.split(".")
+        depth = 0
+        # Example: q_proj.base_layer.weight. The prefix "q_proj" is a wrapper that computes with
+        # base_layer; removing that part leaves q_proj.weight. q_proj.lora_A.default.weight has
+        # another part there, so it is an adapter's. Wrappers may be nested, hence the loop.
+        while depth < len(parts):
+            depth += 1
+            path = self._computing.get(".".join(parts[:depth]))
+            if path is None:
+                continue
+            end = depth + path.count(".") + 1
+            if ".".join(parts[depth:end]) != path:
+                return None
+            del parts[depth:end]
         return ".".join(parts)
 
     def _add_loras(self, name: str, layer: Any) -> None:
+        """Add the active adapters of a layer, and the reasons why they are not supported."""
         if layer.merged_adapters:
             merged = ", ".join(layer.merged_adapters)
-            self.findings.append(f"{name}: {merged} is merged into its weight; call unmerge_adapter() first")
-        active = [] if layer.disable_adapters else layer.active_adapters
-        understood, num_findings = set(), len(self.findings)
+            self.problems.append(
+                f"{name}: {merged} is merged into its weight; call unmerge_adapter() first"
+            )
+        active = _active_adapters(layer)
+        num_problems = len(self.problems)
+        supported: set[str] = set()
         for adapter in active:
-            for matrices in _MATRICES:
-                parts = [f"{name}.{part.format(adapter)}" for part in ("base_layer.weight", *matrices)]
-                if parts[1] in self._state_names:
-                    problem = _problem(layer, adapter) or self._add(layer, parts, layer.scaling[adapter])
-                    self.findings += [f"{name}, adapter {adapter}: {problem}"] if problem else []
-                    understood.update(parts[1:])
-        others = [each for each in _added_tensors(layer, active) if f"{name}.{each}" not in understood]
-        if others and num_findings == len(self.findings):
-            kind = f"{type(layer).__name__} also computes with {', '.join(others)}"
-            self.findings.append(f"{name}: {kind}, which a switch does not know; of PEFT's methods use LoRA")
+            for template_a, template_b in _LORA_MATRICES:
+                a = f"{name}.{template_a.format(adapter)}"
+                b = f"{name}.{template_b.format(adapter)}"
+                if a not in self._state_names:
+                    continue
+                supported.update((a, b))
+                problem = _lora_problem(layer, adapter)
+                if problem is None:
+                    scaling = layer.scaling[adapter]
+                    problem = self._add_lora(layer, f"{name}.base_layer.weight", a, b, scaling)
+                if problem is not None:
+                    self.problems.append(f"{name}, adapter {adapter}: {problem}")
+        added = _added_tensors(layer, active)
+        others = [tensor for tensor in added if f"{name}.{tensor}" not in supported]
+        # Further tensors follow from a problem that is listed already, such as DoRA's magnitude.
+        if others and len(self.problems) == num_problems:
+            self.problems.append(
+                f"{name}: {type(layer).__name__} also computes with {', '.join(others)}, which a "
+                "switch does not know; of PEFT's methods use LoRA"
+            )
 
-    def _add(self, layer: Any, parts: list[str], scaling: float) -> str | None:
-        """`parts`: plain names of W, A and B. Returns why they cannot be."""
-        if parts[0] not in self._state_names:
-            return f"on a {type(layer.get_base_layer()).__name__}; use linear layers and embeddings"
-        weight, a, b = (self._state_names[name] for name in parts)
-        shape, product = tuple(self._tensors[weight].shape), (self._tensors[b].shape[0], self._tensors[a].shape[1])
+    def _add_lora(
+        self, layer: Any, plain_weight: str, plain_a: str, plain_b: str, scaling: float
+    ) -> str | None:
+        """Add an adapter, and return the reason why it is not supported, if any.
+
+        Args:
+            layer: the layer with the adapter.
+            plain_weight: plain name of W.
+            plain_a: plain name of A.
+            plain_b: plain name of B.
+            scaling: factor of B A.
+        """
+        if plain_weight not in self._state_names:
+            kind = type(layer.get_base_layer()).__name__
+            return f"on a {kind}; use linear layers and embeddings"
+        weight = self._state_names[plain_weight]
+        a = self._state_names[plain_a]
+        b = self._state_names[plain_b]
+        # fan_in_fan_out: a Conv1D of transformers, which stores its weight transposed.
         transposed = "lora_embedding_A" in a or bool(layer.fan_in_fan_out)
         self.loras.append(Lora(weight, a, b, float(scaling), transposed))
+        shape = tuple(self._tensors[weight].shape)
+        product = (self._tensors[b].shape[0], self._tensors[a].shape[1])
+        # Convolutions have other shapes.
         if shape != (product[::-1] if transposed else product):
             return f"its weight has shape {shape}, B A {product}; use linear layers and embeddings"
-        tied = [name for name, tensor in self._tensors.items() if tensor is self._tensors[weight] and name != weight]
-        return f"its weight is also {tied[0]}, which would be without; adapt other modules" if tied else None
+        for name, tensor in self._tensors.items():
+            if tensor is self._tensors[weight] and name != weight:
+                return (
+                    f"its weight is also {name}, which would be left without the adapter; adapt "
+                    "other modules"
+                )
+        return None
 
 
-_MATRICES = ("lora_A.{}.weight", "lora_B.{}.weight"), ("lora_embedding_A.{}", "lora_embedding_B.{}")
-"""Below a layer with LoRA, by adapter: A and B of a linear layer, and of an embedding."""
+def _active_adapters(layer: Any) -> Sequence[str]:
+    return [] if layer.disable_adapters else layer.active_adapters
 
 
 def _added_tensors(layer: Any, active: Sequence[str]) -> list[str]:
-    """All parameters and buffers that PEFT added to a layer, but for those of adapters that do not compute now."""
+    """Return the names of parameters and buffers that PEFT added to a layer and that compute now.
+
+    Names are plain, and relative to the layer.
+    """
+    if not active:
+        return []
     idle = layer.scaling.keys() - set(active)
-    names = [plain_name(name) for name, _ in (*layer.named_parameters(), *layer.named_buffers())] if active else []
-    return [name for name in names if not name.startswith("base_layer.") and idle.isdisjoint(name.split(".")[1:])]
+    names = []
+    for name, _ in (*layer.named_parameters(), *layer.named_buffers()):
+        plain = plain_name(name)
+        parts = plain.split(".")
+        if not plain.startswith("base_layer.") and idle.isdisjoint(parts[1:]):
+            names.append(plain)
+    return names
 
 
-def _problem(layer: Any, adapter: str) -> str | None:
-    """Why W + scaling * B A is not what a layer computes with an adapter."""
+def _lora_problem(layer: Any, adapter: str) -> str | None:
+    """Return the reason why a layer does not compute W + scaling * B A with an adapter, or None."""
     if (variant := layer.lora_variant.get(adapter)) is not None:
-        return f"{type(variant).__name__}, which is more than W + scaling * B A; train plain LoRA (use_dora=False)"
+        kind = type(variant).__name__
+        return f"{kind} is more than W + scaling * B A; train plain LoRA (use_dora=False)"
     if layer.lora_bias.get(adapter):
         return "its B has a bias; set lora_bias=False"
     if hasattr(layer, "parameter_name"):
-        return "it changes a parameter, not a layer; use target_modules in place of target_parameters"
+        return "it changes a parameter, not a layer; use target_modules, not target_parameters"
     return None
 
 
 def canonical_views(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable
 ) -> Mapping[str, Packed]:
-    """Canonical name -> where it lies, in the order of a checkpoint.
+    """Return the location of each canonical tensor, in the order of a checkpoint.
 
     Args:
-        model: a transformers model; its conversion is used, its memory is not touched.
+        model: a transformers model. Only its conversion is used; its memory is not accessed.
         tensors: state dict, of whole (global) shapes.
-        table: says which tensors a checkpoint has.
+        table: lists the tensors of a checkpoint.
 
-    Raises ParameterMismatchError with one line for every tensor that a checkpoint of this config has and the model has
-    not, or the other way round, and for every one that transformers computes from several parameters.
+    Raises:
+        ParameterMismatchError: listing every tensor that only a checkpoint of this config or only
+            the model has, and every tensor that transformers computes from several parameters.
     """
-    whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    parameters = {storage_id(tensor.untyped_storage()): name for name, tensor in whole.items()}
+    # Views on the meta device share the storage of their base, so a storage identifies a parameter.
+    on_meta = {}
+    parameters = {}
+    for name, tensor in without_repetitions(tensors).items():
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        on_meta[name] = empty
+        parameters[storage_id(empty.untyped_storage())] = name
+    converter = model
+    if isinstance(model, FSDPModule) and getattr(model, "_weight_conversions", None) is None:
+        # transformers finds some conversions by the class's name, which `fully_shard` has changed.
+        converter = meta_copy_of(model)
     with torch.no_grad(), _CopiesAreViews():
-        saved = revert_weight_conversion(model, dict(whole))
-    found: dict[str, Packed] = {}
+        # A copy of the dict: `on_meta` keeps the storages alive, so that no id is used twice.
+        saved = revert_weight_conversion(converter, dict(on_meta))
+    views: dict[str, Packed] = {}
     findings: list[str] = []
-    repeated = _repeats(tensors, table)
+    repeated = _repeated_names(tensors, table)
     for name, tensor in saved.items():
-        shape, parameter = table.shapes.get(name), parameters.get(storage_id(tensor.untyped_storage()))
+        shape = table.shapes.get(name)
+        parameter = parameters.get(storage_id(tensor.untyped_storage()))
         if shape is None:
             if name not in repeated:
-                findings.append(f"{name}: no tensor of a checkpoint of this config")
+                findings.append(f"{name}: not in a checkpoint of this config")
         elif parameter is None:
-            findings.append(f"{name}: transformers computes it from parameters, so no part of one is it")
+            # A storage that the conversion allocated: the values are no longer in a parameter.
+            findings.append(
+                f"{name}: transformers computes it from parameters, so it is not a view of one"
+            )
         elif tuple(tensor.shape) != shape:
-            findings.append(f"{name}: shape {tuple(tensor.shape)} in the model, {shape} in a checkpoint of this config")
+            findings.append(
+                f"{name}: shape {tuple(tensor.shape)} in the model, {shape} in a checkpoint of "
+                "this config"
+            )
         else:
-            found[name] = Packed(parameter, StridedView(int(tensor.storage_offset()), shape, tuple(tensor.stride())))
-    missing = [name for name in table.shapes if name not in saved and table.is_served(name)]
-    findings += [f"{name}: the model has no such tensor" for name in missing]
+            view = StridedView(int(tensor.storage_offset()), shape, tuple(tensor.stride()))
+            views[name] = Packed(parameter, view)
+    for name in table.shapes:
+        if name not in saved and table.is_served(name):
+            findings.append(f"{name}: not in the model")
     if findings:
         raise ParameterMismatchError(findings)
-    return {name: found[name] for name in table.shapes if name in found}
+    return {name: views[name] for name in table.shapes if name in views}
 
 
-def packed_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable) -> PackedModel:
-    """The same with the parameters' own shapes; arguments and errors are those of `canonical_views`."""
+def packed_model(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable
+) -> PackedModel:
+    """Return the location of each canonical tensor with the shapes of the parameters.
+
+    Arguments and errors are those of `canonical_views`.
+    """
     views = canonical_views(model, tensors, table)
-    named = {packed.parameter for packed in views.values()}
-    once: dict[int, str] = {}
-    for name in sorted(tensors, key=lambda name: name not in named):  # of tied ones the name that a checkpoint has
-        once.setdefault(id(tensors[name]), name)
-    return PackedModel(
-        views,
-        {name: tuple(tensors[name].shape) for name in once.values()},
-        {name for name in once.values() if not isinstance(tensors[name], torch.nn.Parameter)},
-    )
+    viewed = {packed.parameter for packed in views.values()}
+    # Of tied tensors keep the name that a checkpoint has.
+    names_by_id: dict[int, str] = {}
+    for name in sorted(tensors, key=lambda name: name not in viewed):
+        names_by_id.setdefault(id(tensors[name]), name)
+    shapes = {name: tuple(tensors[name].shape) for name in names_by_id.values()}
+    buffers = {name for name in shapes if not isinstance(tensors[name], torch.nn.Parameter)}
+    return PackedModel(views, shapes, buffers)
 
 
-def _repeats(tensors: Mapping[str, torch.Tensor], table: ModelTable) -> set[str]:
-    """Names under which a state dict lists a tensor again that has another, canonical name: tied embeddings."""
+def _repeated_names(tensors: Mapping[str, torch.Tensor], table: ModelTable) -> set[str]:
+    """Return names by which a state dict repeats a tensor with a canonical name (tied weights)."""
     canonical = {id(tensor) for name, tensor in tensors.items() if name in table.shapes}
-    return {name for name, tensor in tensors.items() if id(tensor) in canonical} | set(table.copies)
+    repeated = {name for name, tensor in tensors.items() if id(tensor) in canonical}
+    return repeated | set(table.copies)
 
 
 class _CopiesAreViews(TorchDispatchMode):
-    """A copy of a tensor without memory is that tensor: `contiguous()` would lose where the elements come from."""
+    """Replaces each copy of a meta tensor by the tensor itself.
+
+    A copy, as by `contiguous()`, would lose the location of the elements.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default and args[0].is_meta:
@@ -266,18 +386,48 @@ class _CopiesAreViews(TorchDispatchMode):
 
 
 def packed_model_of(directory: Path, table: ModelTable, key: str = "model") -> PackedModel:
-    """Where the tensors of a checkpoint lie in the model of a config.json.
+    """Return the location of a checkpoint's tensors in the model of a config.json.
 
-    Raises ConfigError under `key` for a config that transformers builds no model from, or another one than the table's.
+    Args:
+        directory: directory with the config.json.
+        table: lists the tensors of a checkpoint.
+        key: configuration key of `directory`, for errors.
+
+    Raises:
+        ConfigError: transformers builds no model from the config, or one that does not match the
+            table.
     """
+    model = model_of_config(directory, key)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
         return packed_model(model, model.state_dict(keep_vars=True), table)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        problem = f"transformers builds no model from its config.json: {type(error).__name__}: {error}"
-        remedy = "Check it by AutoModelForCausalLM.from_config, or plan for Megatron"
-    except ParameterMismatchError as error:
-        problem, remedy = f"transformers builds another model from it: {error}", "Check its config.json"
-    raise ConfigError([Violation(key, clipped(problem, 1000), remedy)])
+    except (ParameterMismatchError, AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = clipped(f"transformers builds another model from it: {error}", 1000)
+        violation = Violation(key, problem, "Check its config.json", code="builds-another-model")
+        raise ConfigError([violation]) from error
+
+
+def model_of_config(directory: Path, key: str = "model", dtype: torch.dtype | None = None) -> Any:
+    """Build the model that a config.json describes, on the meta device.
+
+    Args:
+        directory: directory with the config.json. Nothing is downloaded, and no code from the
+            directory is run.
+        key: configuration key of `directory`, for errors.
+        dtype: dtype of the parameters; None: that of the config.
+
+    Raises:
+        ConfigError: transformers builds no model from the config.
+    """
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        return meta_model(config, architecture_of(config.architectures), **options)
+    except Exception as error:
+        # Of any type: KeyError for an unknown name, AssertionError for an invalid size.
+        cause = f"{type(error).__name__}: {error}"
+        problem = clipped(f"transformers builds no model from its config.json: {cause}", 1000)
+        remedy = "Compare it with the published one"
+        violation = Violation(key, problem, remedy, code="builds-no-model")
+        raise ConfigError([violation]) from error

@@ -1,13 +1,14 @@
-"""A sharded model as the switch sees it (port `Trainer`), whoever trains it.
+"""A sharded model as the switch sees it (port `Trainer`), with any training loop.
 
-    what is on the device                       kind        when it is offloaded
-    parameters, persistent buffers              param       copy
-    sums of weights and LoRA                    param       drop: computed at every switch
-    gradients                                   grad        copy: accumulated ones outlive a switch
-    optimizer state                             optimizer   copy
+    state on the device                         kind        when it is offloaded
+    parameters, persistent buffers              param       copied
+    sums of weights and LoRA                    param       dropped: computed at every switch
+    gradients                                   grad        copied: they may accumulate
+    optimizer state                             optimizer   copied
     other buffers, numbers (Adam's step)        -           stay: small
 
-Gathered parameters are freed before anything leaves. Storages that are not elastic are resized to 0 bytes and back.
+Gathered parameters are freed before anything is offloaded. Storages that are not elastic are
+resized to 0 bytes and back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from transformers import PreTrainedConfig
 
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
@@ -31,25 +37,42 @@ from hybrid_engine.backends.training_side import GuardedState, is_frozen, steppe
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
+from hybrid_engine.probes import (
+    Attention,
+    ProbeAnswer,
+    ProbeLimits,
+    attributes_set,
+    following_log_probs,
+)
+
+_driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Model -> the `ShardedModel` that drives it."""
 
 
 class ShardedModel(GuardedState):
-    """One rank's share of a model: its weights, and what of it can leave the device.
+    """Weights of a model on this rank, and state of its training that can leave the device.
 
     Args:
-        model: a transformers causal LM with `fully_shard` applied to its layers and to itself.
-        table: of its architecture (`models.table_for`).
-        rank: of this process in the job.
-        optimizers: over its parameters; made after `fully_shard`, as FSDP2 asks. One that is made later is noticed at
-            its first step.
-        lora_delivery: what a switch gets of PEFT's LoRA: "merge" adds it to the weights, "adapter" leaves it apart.
-        is_whole: the model is not sharded: every rank has a copy, and whoever trains keeps them alike, as DDP does.
+        model: a transformers causal LM with `fully_shard` applied to its layers and to the model.
+        table: name table of the model (`models.table_for`).
+        rank: rank of this process in the job.
+        optimizers: optimizers of the model's parameters, created after `fully_shard`, as FSDP2
+            requires. An optimizer that is created later is adopted at its first step.
+        lora_delivery: delivery of PEFT's LoRA: "merge" adds it to the weights, "adapter" delivers
+            it separately.
+        is_whole: the model is not sharded. Every rank has a copy, and the training loop keeps the
+            copies equal, as DDP does.
 
     Attributes:
-        weights: what is resharded.
+        weights: the weights that a switch reshards.
 
-    Raises ModelError, with all faults, for a model or an optimizer that cannot be driven.
+    Raises:
+        DependencyError: torch is older than the tested version.
+        ModelError: listing every reason why the model or an optimizer cannot be driven.
+        ParameterMismatchError: tensors of the model and of a checkpoint differ.
+        ConfigError: LoRA cannot be delivered separately.
     """
 
     weights: FsdpAdaptor
@@ -64,7 +87,13 @@ class ShardedModel(GuardedState):
         is_whole: bool = False,
     ) -> None:
         require_torch()
-        _require_free(model)
+        driver = _driven.get(model)
+        if driver is not None and driver() is not None:
+            raise ModelError(
+                "an engine drives this model already: call its shutdown() before another engine "
+                "is built",
+                code="already-driven",
+            )
         _require_own_parameters(model, optimizers)
         self.model = model
         self.optimizers = list(optimizers)
@@ -78,14 +107,14 @@ class ShardedModel(GuardedState):
         }
         self._num_steps: Counter[torch.optim.Optimizer] = Counter()
         _driven[model] = weakref.ref(self)
-        self._ends.callback(_driven.pop, model, None)
-        # on what PEFT and torch.compile call, too
+        self._cleanup.callback(_driven.pop, model, None)
+        # Guard both: a user may call the model inside the wrappers of PEFT and torch.compile.
         self.watch(dict.fromkeys((model, transformers_model(model))), self.optimizers)
         self._watch_steps()
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps the weights have taken; of several optimizers, of the one that took the most."""
+        """Number of optimizer steps of the weights: the maximum over several optimizers."""
         return max(self._num_steps.values(), default=0)
 
     @property
@@ -94,58 +123,77 @@ class ShardedModel(GuardedState):
 
     @property
     def frozen(self) -> list[str]:
-        """Canonical tensors that are made of parameters which require no gradient now."""
-        return [name for name, origins in self.weights.origins().items() if all(map(is_frozen, origins))]
+        """Canonical tensors computed only from parameters that require no gradient now."""
+        origins = self.weights.origins()
+        return [name for name, tensors in origins.items() if all(map(is_frozen, tensors))]
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Groups of the meshes over which parameters are sharded."""
+        parameters = self.model.parameters()
+        meshes = [tensor.device_mesh for tensor in parameters if isinstance(tensor, DTensor)]
+        return [group for mesh in dict.fromkeys(meshes) for group in mesh.get_all_groups()]
 
     def offload_items(self) -> list[OffloadItem]:
-        """Parameters, gradients and optimizer state, as they are now; gathered parameters are freed."""
-        reshard(self.model)
-        scratch = self.weights.scratch
-        items = [
-            OffloadItem(name, "param", flat, "drop" if name in scratch else "copy")
-            for name, flat in self.weights.buffers().items()
-        ]
-        items += [OffloadItem(owner, "grad", tensor) for owner, tensor in self._gradients()]
-        items += [
-            OffloadItem(owner, "optimizer", tensor) for owner, tensor in self._optimizer_state() if tensor.numel() > 1
-        ]
-        return items
+        """Return the present parameters, gradients and optimizer state.
 
-    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        Frees gathered parameters.
+        """
+        reshard(self.model)
+        # Buffers that `prepare` fills at every switch need not be copied.
+        scratch = self.weights.scratch
+        items = []
+        for name, flat in self.weights.buffers().items():
+            items.append(OffloadItem(name, "param", flat, "drop" if name in scratch else "copy"))
         for parameter, name in self._parameter_names.items():
             if parameter.grad is not None:
-                yield f"{name}.grad", local_of(parameter.grad)
-
-    def _optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+                items.append(OffloadItem(f"{name}.grad", "grad", local_of(parameter.grad)))
         for index, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state.items():
                 name = self._parameter_names.get(parameter, "a parameter of another model")
-                yield from _tensors_in(f"optimizer[{index}] of {name}", state)
+                for path, tensor in _tensors_in(f"optimizer[{index}] of {name}", state):
+                    # Numbers, such as Adam's step, stay on the device.
+                    if tensor.numel() > 1:
+                        items.append(OffloadItem(path, "optimizer", tensor))
+        return items
 
     def probe_limits(self) -> ProbeLimits:
-        longest = getattr(self._transformers().config, "max_position_embeddings", None)
+        longest = getattr(transformers_model(self.model).config, "max_position_embeddings", None)
         return ProbeLimits(max_length=longest, vocab_size=self.table.dims.vocab_size)
 
     @torch.no_grad()
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """See `probes.Probed`; the model is in evaluation mode, with its adapters and mixed precision."""
+        """Compute log-probabilities of `tokens` [B, L]; see `probes.Probed`.
+
+        The model computes in evaluation mode, with its adapters and mixed precision.
+        """
         dtypes: list[torch.dtype] = []
-        embeddings = self._transformers().get_input_embeddings()
-        seen = embeddings.register_forward_hook(lambda _module, _inputs, output: dtypes.append(output.dtype))
+        inner: Any = transformers_model(self.model)
+        hook = inner.get_input_embeddings().register_forward_hook(
+            lambda _module, _inputs, output: dtypes.append(output.dtype)
+        )
         try:
             device = next(self.model.parameters()).device
-            # eager: a compilation of this length would be used once
-            with attributes_set(self.model.modules(), training=False), torch.compiler.set_stance("force_eager"):
+            # Eager, because a compilation for this length would be used once.
+            with (
+                attributes_set(self.model.modules(), training=False),
+                torch.compiler.set_stance("force_eager"),
+            ):
                 logits = self.model(tokens.to(device), use_cache=False).logits
         finally:
-            seen.remove()
+            hook.remove()
             reshard(self.model)
         log_probs = following_log_probs(logits, tokens, self.table.dims.vocab_size)
-        return ProbeAnswer(log_probs.cpu(), max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps))
+        # Hidden states may have a coarser dtype than the logits.
+        coarsest = max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps)
+        return ProbeAnswer(log_probs.cpu(), coarsest)
 
     def attention(self) -> Mapping[int, Attention]:
-        """See `probes.Probed`; as it was when this was first called, which is before vLLM is built: vLLM changes
-        transformers' classes where it serves a model through them, and no copy could be made then."""
+        """Return the attention of every decoder layer; see `probes.Probed`.
+
+        The first call reads it, and must precede the construction of vLLM: vLLM changes
+        transformers' classes if it serves a model through them, and such a model cannot be copied.
+        """
         return self._attention
 
     @cached_property
@@ -153,35 +201,34 @@ class ShardedModel(GuardedState):
         return live_attention(self.model)
 
     def computed_settings(self) -> Mapping[str, Any]:
-        config: dict[str, Any] = self._transformers().config.to_dict()
-        # what every architecture has decides about inputs, outputs and files
+        inner: Any = transformers_model(self.model)
+        config: dict[str, Any] = inner.config.to_dict()
+        # Settings of every architecture concern inputs, outputs and files.
         return {name: config[name] for name in config.keys() - PreTrainedConfig().to_dict().keys()}
 
-    def _transformers(self) -> Any:
-        return transformers_model(self.model)
-
     def _watch_steps(self) -> None:
-        """Hear of every step of any optimizer: one may be made after this."""
-        own = weakref.ref(self)
+        """Observe every step of any optimizer, because the loop may create one later."""
+        # torch keeps the hooks; a strong reference there would keep the model alive.
+        reference = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (model := own()) is not None and model._adopt(optimizer):
+            if (model := reference()) is not None and model._adopt(optimizer):
                 model.guard(KINDS)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (model := own()) is not None and optimizer in model.optimizers:
+            if (model := reference()) is not None and optimizer in model.optimizers:
                 model._num_steps[optimizer] += 1
 
-        self._remove_at_end(
-            [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
-        )
+        before = register_optimizer_step_pre_hook(before_step)
+        after = register_optimizer_step_post_hook(after_step)
+        self._remove_at_end([before, after])
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer is one of the model's; a new one is from now on."""
+        """Return whether an optimizer steps this model's parameters, and watch it from then on."""
         if optimizer in self.optimizers:
             return True
-        own = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in own for parameter in stepped_by(optimizer)):
+        parameter_ids = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in parameter_ids for parameter in stepped_by(optimizer)):
             return False
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
@@ -190,29 +237,24 @@ class ShardedModel(GuardedState):
         return True
 
 
-_driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] = weakref.WeakKeyDictionary()
-"""Models, and what drives them."""
-
-
-def _require_free(model: torch.nn.Module) -> None:
-    driver = _driven.get(model)
-    if driver is not None and driver() is not None:
-        raise ModelError("an engine drives this model already: call its shutdown() before the next one is built")
-
-
-def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
+def _require_own_parameters(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise ModelError if an optimizer steps parameters that are not the model's."""
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
     for index, optimizer in enumerate(optimizers):
         parameters = stepped_by(optimizer)
-        if others := sum(id(parameter) not in own for parameter in parameters):
+        num_foreign = sum(id(parameter) not in parameter_ids for parameter in parameters)
+        if num_foreign:
             raise ModelError(
-                f"optimizer {index} has {others} of {len(parameters)} parameters that are not the model's: make it "
-                "after fully_shard, of model.parameters()"
+                f"optimizer {index} has {num_foreign} of {len(parameters)} parameters that are "
+                "not the model's: create it after fully_shard, from model.parameters()",
+                code="foreign-parameters",
             )
 
 
 def _tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a parameter's state holds, at any depth; of sharded ones the local part."""
+    """Yield (path, this rank's part) of every tensor in a parameter's state, at any depth."""
     if isinstance(value, torch.Tensor):
         yield path, local_of(value)
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Shards a transformers model as a configuration says, and finds this rank's part of each tensor of a sharded one."""
+"""Sharding of a transformers model, and location of this rank's part of each sharded tensor."""
 
 from __future__ import annotations
 
@@ -14,31 +14,49 @@ from torch.distributed.tensor import DTensor, Shard
 from hybrid_engine.backends.fsdp.internals import StridedShard, checkpoint_wrapper
 from hybrid_engine.backends.fsdp.model_checks import require_sharded, require_whole
 from hybrid_engine.backends.fsdp.names import transformers_model
-from hybrid_engine.backends.training_side import dtype_name, flat_storage_of, parts_in_elastic_buffers
+from hybrid_engine.backends.training_side import (
+    dtype_name,
+    flat_storage_of,
+    parts_in_elastic_buffers,
+)
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.sharded import LocalBox
 from hybrid_engine.memory.elastic import exported_buffer_of
 
+_COMPUTE_DTYPES = {
+    "no": None,
+    "amp": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Compute dtype by `mixed_precision`; None: the dtype of the weights."""
+
+_mesh_numbers = itertools.count()
+"""Numbers of the meshes of this process; see `mesh_of`."""
+
 
 class ShardedTensors:
-    """Of one model. Its parameters are sharded, its buffers are the same on all ranks.
+    """This rank's part of a model: its parameters are sharded, its buffers equal on all ranks.
+
+    Parameters that split evenly are moved into one elastic buffer per dtype, whose memory is
+    released page by page and which peers on the host can read. FSDP pads the last part of other
+    parameters, in memory that it allocates, so these are not moved.
 
     Args:
-        model: with `fully_shard` applied to it, after which no parameter may be added or replaced.
-        is_whole: no part of it is sharded: every rank has a copy, and whoever trains keeps them alike.
+        model: model with `fully_shard` applied. No parameter may be added or replaced afterwards.
+        is_whole: no part of the model is sharded. Every rank has a copy, and the training loop
+            keeps the copies equal.
 
     Attributes:
-        tensors: name -> the model's own tensor, as its state dict has it: parameters (DTensors) and persistent buffers.
-        parts: what this rank holds of each.
-        buffer_of: name of the buffer in which that lies.
+        tensors: name in the state dict -> the model's tensor: parameters (DTensors) and persistent
+            buffers.
+        parts: name -> this rank's part of the tensor.
+        buffer_of: name -> name of the buffer that contains the part.
         flat_buffers: live 1-D storage by name.
 
-    Parameters that split evenly are moved into one elastic buffer for each dtype, whose memory comes and goes page by
-    page and which peers on the host can read. FSDP pads the last part of any other, in memory of its own: such a
-    parameter stays where it is.
-
-    Raises ModelError with a line for everything about the model that cannot be read.
+    Raises:
+        ModelError: listing every reason why the model cannot be read.
     """
 
     def __init__(self, model: torch.nn.Module, is_whole: bool = False) -> None:
@@ -56,45 +74,59 @@ class ShardedTensors:
         for name, tensor in self.tensors.items():
             local = local_of(tensor)
             offsets, lengths = box_of(tensor)
-            buffer = f"parameters in {dtype_name(local)}" if exported_buffer_of(local) is not None else name
-            self.parts[name] = LocalBox(offsets, lengths, int(local.storage_offset()), tuple(local.stride()))
+            buffer = name
+            if exported_buffer_of(local) is not None:
+                buffer = f"parameters in {dtype_name(local)}"
+            start = int(local.storage_offset())
+            self.parts[name] = LocalBox(offsets, lengths, start, tuple(local.stride()))
             self.buffer_of[name] = buffer
-            # a rank without rows has a part of padding, and memory for it
+            # By storage, not by elements: a rank without rows has a part of padding, and memory
+            # for it.
             if local.untyped_storage().nbytes() and buffer not in self.flat_buffers:
                 self.flat_buffers[buffer] = flat_storage_of(local)
 
     def moved(self) -> list[str]:
-        """Names of tensors that are not where `parts` says, or not the model's any more."""
-        # not by state_dict(), which is refused while a switch is under way: other names, but the same tensors
+        """Return the names of tensors that were moved, added or removed since construction."""
+        # state_dict() would be refused during a switch. Names from here may differ from those of
+        # the state dict, but the tensors are the same.
         parameters = {id(tensor): name for name, tensor in self._model.named_parameters()}
-        present = parameters.keys() | set(map(id, self._model.buffers()))
-        gone = [name for name, own in self.tensors.items() if id(own) not in present or not self._is_home(name, own)]
-        known = set(map(id, self.tensors.values()))
-        return [*dict.fromkeys(gone + [name for key, name in parameters.items() if key not in known])]
+        present = parameters.keys() | {id(buffer) for buffer in self._model.buffers()}
+        names = []
+        for name, tensor in self.tensors.items():
+            if id(tensor) not in present or not self._is_in_place(name, tensor):
+                names.append(name)
+        known = {id(tensor) for tensor in self.tensors.values()}
+        names += [name for key, name in parameters.items() if key not in known]
+        return list(dict.fromkeys(names))
 
-    def _is_home(self, name: str, tensor: torch.Tensor) -> bool:
+    def _is_in_place(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether this rank's part of a tensor is at the address that `parts` gives."""
         local = local_of(tensor)
         if not local.numel():
             return True
         flat = self.flat_buffers[self.buffer_of[name]]
-        return local.data_ptr() == flat.data_ptr() + self.parts[name].start * flat.element_size()
+        offset = self.parts[name].start * flat.element_size()
+        return local.data_ptr() == flat.data_ptr() + offset
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free gathered parameters, which some modules keep after a forward pass: theirs are the sharded ones again."""
+    """Free gathered parameters, so that all modules have their sharded parameters again.
+
+    Some modules keep gathered parameters after a forward pass.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, as memory: without autograd."""
+    """Return this rank's part of a tensor, sharing its memory and detached from autograd."""
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part in the whole tensor."""
+    """Return offsets and lengths, in elements per dim, of this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()
@@ -104,20 +136,27 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
     even = [parameter for parameter in model.parameters() if _is_even(parameter)]
     parts = parts_in_elastic_buffers([local_of(parameter) for parameter in even])
-    moved = {id(each): _in_place_of(each, part) for each, part in zip(even, parts, strict=True)}
-    # a module's parameters keep their identity: optimizers refer to them
+    moved: dict[int, torch.Tensor] = {}
+    for parameter, part in zip(even, parts, strict=True):
+        moved[id(parameter)] = part
+        if isinstance(parameter, DTensor):
+            moved[id(parameter)] = DTensor.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+    # `_apply` replaces the data of parameters and keeps the objects: optimizers refer to them.
     model._apply(lambda tensor: moved.get(id(tensor), tensor))
 
 
-def _in_place_of(parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return part
-    placed = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, *placed, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
 def _is_even(parameter: torch.nn.Parameter) -> bool:
-    """Whether all ranks hold as much of it, all of it contiguous: FSDP then uses the memory that it is given."""
+    """Return whether all ranks hold equal, contiguous parts of a parameter.
+
+    Only then does FSDP use the memory that it is given.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.numel() > 0 and parameter.is_contiguous()
     ranks_by_dim: dict[int, int] = {}
@@ -128,11 +167,8 @@ def _is_even(parameter: torch.nn.Parameter) -> bool:
     return divides and parameter.numel() > 0 and local_of(parameter).is_contiguous()
 
 
-_COMPUTES_IN = {"no": None, "amp": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether `fully_shard` was applied to it or to a part of it."""
+    """Return whether `fully_shard` was applied to a model or to a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -142,59 +178,75 @@ def shard_model(
     mesh: DeviceMesh,
     before_each: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> None:
-    """Apply `fully_shard`, in place. Collective.
+    """Apply `fully_shard` to a model, in place. Collective.
 
     Args:
-        model: a transformers model on any device but meta; its parameters move to that of the mesh.
-        config: how.
-        mesh: of all ranks; see `mesh_of`.
-        before_each: called with each layer, and at last with the model, just before it is sharded; what had no memory
-            until then has it afterwards.
+        model: a transformers model on any device but meta; its parameters move to the mesh's
+            device.
+        config: options of the sharding.
+        mesh: mesh of all ranks, from `mesh_of`.
+        before_each: called with each layer, and last with the model, just before it is sharded. A
+            module on the meta device must have memory after the call.
 
-    Raises ModelError for a model that is sharded already, or that does not say what its layers are.
+    Raises:
+        ModelError: the model is sharded already, or does not name the classes of its layers.
     """
     if is_sharded(model):
-        raise ModelError("the model is sharded already: leave train_config out, or pass the model as it was")
+        raise ModelError(
+            "the model is sharded already: leave train_config out, or pass the model as it was "
+            "before sharding",
+            code="already-sharded",
+        )
     inner = transformers_model(model)
-    kinds = set(getattr(inner, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    layer_classes = set(getattr(inner, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     if not layers:
         raise ModelError(
-            f"{type(inner).__name__} does not say what its layers are (_no_split_modules): call fully_shard on them "
-            "and on the model, and leave train_config out"
+            f"{type(inner).__name__} does not name the classes of its layers "
+            "(_no_split_modules): call fully_shard on the layers and on the model, and leave "
+            "train_config out",
+            code="unknown-layer-classes",
         )
+    # Before sharding, because `fully_shard` must be applied to the wrappers.
     if config.activation_checkpointing:
         layers = _checkpointed(model, layers)
-    computes_in = _COMPUTES_IN[config.mixed_precision]
+    compute_dtype = _COMPUTE_DTYPES[config.mixed_precision]
+    # With mixed precision, gradients are reduced in float32.
+    reduce_dtype = torch.float32 if compute_dtype else None
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": config.sharding_strategy != "SHARD_GRAD_OP",
-        "mp_policy": MixedPrecisionPolicy(computes_in, torch.float32 if computes_in else None),
+        "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype),
     }
+    # The model last: `fully_shard` leaves out parameters of modules that are sharded already.
     for module in (*layers, inner):
         before_each(module)
         fully_shard(module, **options)
 
 
-def _checkpointed(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Wrap each of a model's layers, so that its input alone is kept for the backward pass."""
+def _checkpointed(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Wrap layers of a model so that only their inputs are kept for the backward pass."""
     wrapped = {layer: checkpoint_wrapper(layer) for layer in layers}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
+            # A wrapper keeps the layer as its child.
             if child in wrapped and module is not wrapped[child]:
                 setattr(module, name, wrapped[child])
     return list(wrapped.values())
 
 
 def mesh_of(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks, as a configuration shards over them. Collective."""
+    """Return the mesh of all ranks over which a configuration shards. Collective.
+
+    With replicas it has the dims (replicas, shards).
+    """
     if config.replicas == 1:
         return init_device_mesh(device.type, (world_size,))
     shape = (config.replicas, world_size // config.replicas)
-    # torch remembers how tensors of a mesh are redistributed, by a mesh that is equal: names of its own keep one whose
-    # groups have ended from being taken for this one
+    # torch caches the redistribution of tensors by mesh, and meshes compare by their names. Unique
+    # names keep torch from using groups of an equal mesh that have ended.
     number = next(_mesh_numbers)
-    return init_device_mesh(device.type, shape, mesh_dim_names=(f"replicas_{number}", f"shards_{number}"))
-
-
-_mesh_numbers = itertools.count()
+    names = (f"replicas_{number}", f"shards_{number}")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)

@@ -1,4 +1,7 @@
-"""Safetensors files, through safetensors' own reader and writer: which tensor is in which file, slices, whole files."""
+"""Safetensors files: headers, reads of slices and writes of whole files.
+
+All bytes go through safetensors' own reader and writer.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+"""Name in safetensors -> name in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,55 +60,73 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path, key: str = "path") -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, from the index and the headers alone; no weights are read.
+    """Return every tensor of a checkpoint, by name. Reads the index and the headers, no weights.
 
-    Raises, under `key`:
-        ConfigError: without safetensors files, for an index that is invalid or names missing files, for a tensor that
-            is in two files, and for dtypes that torch does not have.
-        FileError: for a file whose length is not what its header says, or whose header is damaged.
+    Args:
+        directory: directory of the checkpoint.
+        key: configuration key of `directory`, for errors.
+
+    Raises:
+        ConfigError: there are no safetensors files, the index is invalid or lists missing files, a
+            tensor is in two files, or a dtype is not one of torch's.
+        FileError: the length of a file contradicts its header, or a header is damaged.
     """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(directory, key):
-        found = stored_in(directory / file, key)
-        if twice := sorted(stored.keys() & found.keys()):
-            problem = f"{directory} has {twice[0]} in both {stored[twice[0]].file} and {file}"
-            raise ConfigError([Violation(key, problem, "Download the checkpoint again")])
-        stored |= found
+        tensors = _tensors_of(directory / file, key)
+        # Two sets of weights are mixed, and either value may be the right one.
+        if repeated := sorted(stored.keys() & tensors.keys()):
+            name = repeated[0]
+            problem = f"{directory} has {name} in both {stored[name].file} and {file}"
+            remedy = "Download the checkpoint again"
+            raise ConfigError([Violation(key, problem, remedy, code="tensor-in-two-files")])
+        stored |= tensors
     return stored
 
 
-def stored_in(path: Path, key: str = "path") -> dict[str, StoredTensor]:
-    """The tensors of one file. Raises ConfigError, FileError."""
+def _tensors_of(path: Path, key: str) -> dict[str, StoredTensor]:
+    tensors = {}
     with ExitStack() as stack:
-        file = _opened(path, stack)
+        file = _open(path, stack)
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
-        if strange := {one.get_dtype() for one in slices.values()} - _DTYPES.keys():
-            problem = f"{path} has unsupported dtypes {sorted(strange)}"
-            raise ConfigError([Violation(key, problem, f"Use one of {list(_DTYPES)}")])
-        return {
-            name: StoredTensor(path.name, tuple(one.get_shape()), _DTYPES[one.get_dtype()])
-            for name, one in slices.items()
-        }
+        unsupported = {view.get_dtype() for view in slices.values()} - _DTYPES.keys()
+        if unsupported:
+            problem = f"{path} has unsupported dtypes {sorted(unsupported)}"
+            remedy = f"Use one of {list(_DTYPES)}"
+            raise ConfigError([Violation(key, problem, remedy, code="unsupported-dtype")])
+        for name, view in slices.items():
+            shape = tuple(view.get_shape())
+            tensors[name] = StoredTensor(path.name, shape, _DTYPES[view.get_dtype()])
+    return tensors
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file of whole tensors, which is on the disk when this returns. Raises FileError."""
-    with naming("writing", path), _as_python_says_it():
-        save_file(dict(tensors), path, metadata={"format": "pt"})  # the metadata is for transformers
+    """Write a file of whole tensors, and flush it to the disk.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    with naming("writing", path), _builtin_errors():
+        # transformers expects this metadata.
+        save_file(dict(tensors), path, metadata={"format": "pt"})
         sync(path)
 
 
 class SliceReader:
-    """Reads boxes of stored tensors, one by one; only the bytes of the box are touched. A context manager.
+    """Context manager that reads boxes of stored tensors. Only the bytes of a box are read.
 
     Args:
-        directory: of the checkpoint.
-        names: of the files that will be read. All are opened here, which raises FileError.
+        directory: directory of the checkpoint.
+        names: names of the files that will be read. All are opened by the constructor.
+
+    Raises:
+        FileError: a file cannot be opened.
     """
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
         with ExitStack() as stack:
-            self._files = {name: _opened(directory / name, stack) for name in names}
+            self._files = {name: _open(directory / name, stack) for name in names}
+            # All files are open: keep them so. An error before this line closes them.
             self._stack = stack.pop_all()
         self._directory = directory
 
@@ -114,26 +136,41 @@ class SliceReader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def read(self, name: str, stored: StoredTensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
-        """The box [offsets, offsets + lengths) of a tensor."""
-        with naming("reading", self._directory / stored.file, DOWNLOAD_AGAIN), _as_python_says_it():
-            if not lengths:
-                return self._files[stored.file].get_tensor(name)
-            box = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
-            return self._files[stored.file].get_slice(name)[box]
+    def read(
+        self,
+        name: str,
+        stored: StoredTensor,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Return the box [offsets, offsets + lengths) of a tensor, in elements per dim.
+
+        Raises:
+            FileError: the file cannot be read, or is damaged.
+        """
+        path = self._directory / stored.file
+        with naming("reading", path, DOWNLOAD_AGAIN), _builtin_errors():
+            file = self._files[stored.file]
+            if not lengths:  # a scalar
+                return file.get_tensor(name)
+            starts_and_lengths = zip(offsets, lengths, strict=True)
+            box = tuple(slice(start, start + length) for start, length in starts_and_lengths)
+            return file.get_slice(name)[box]
 
 
-def _opened(path: Path, stack: ExitStack) -> Any:
-    with naming("reading", path, DOWNLOAD_AGAIN), _as_python_says_it():
+def _open(path: Path, stack: ExitStack) -> Any:
+    with naming("reading", path, DOWNLOAD_AGAIN), _builtin_errors():
         return stack.enter_context(safe_open(path, framework="pt"))
 
 
 @contextmanager
-def _as_python_says_it() -> Iterator[None]:
-    """Raise OSError or ValueError where safetensors raises an error of its own."""
+def _builtin_errors() -> Iterator[None]:
+    """Convert SafetensorError to OSError or ValueError, from which `naming` makes a FileError."""
     try:
         yield
     except SafetensorError as error:
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        # safetensors has the number of an operating system's error only in the message.
+        if match := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(match[1])
+            raise OSError(number, os.strerror(number)) from error
         raise ValueError(str(error)) from error

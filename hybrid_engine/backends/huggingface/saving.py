@@ -1,12 +1,14 @@
-"""A Hugging Face checkpoint from training shards: planned, brought together by the ranks that write it, put in place.
+"""Save training shards as a Hugging Face checkpoint.
 
-    plan_files                  which tensor goes into which file; file i is written by rank i modulo their number
-    write_files                 round by round: each rank receives one file's tensors, then writes it
-    new_directory, put_in_place the directory is written beside its place and takes it as a whole
+    plan_files       assigns tensors to files; rank i modulo the number of ranks writes file i
+    write_files      round by round: each rank receives the tensors of one file, then writes it
+    new_directory    creates `<name>.incomplete`, in which all files are written
+    put_in_place     replaces the old directory by the new one
 
-The tensors of the files are buffers of the ranks that write them; the planner picks which replica sends. A kill never
-leaves a mixture of two sets, nor of weights and configuration: the directory is the old one or the new, or, between two
-renames, absent, and the old one is `<name>.replaced`.
+Each tensor of the files is a buffer of the rank that writes it. The planner chooses the replica
+that sends. A kill leaves the old directory or the new one, never a mixture of weights, or of
+weights and configuration. Between two renames there is no directory, and the old one is
+`<name>.replaced`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.backends.huggingface.loading import FLOATS, check_names, layout_of
-from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor, stored_tensors, write_file
+from hybrid_engine.backends.huggingface.safetensors_files import (
+    StoredTensor,
+    stored_tensors,
+    write_file,
+)
 from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import (
     ArgumentError,
@@ -46,7 +52,15 @@ from hybrid_engine.files.durable import (
     write_bytes,
     write_text,
 )
-from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE, files_like, indexed_files
+from hybrid_engine.files.model_files import (
+    COMPANIONS,
+    CONFIG,
+    DOWNLOAD_AGAIN,
+    INDEX,
+    SINGLE,
+    files_like,
+    indexed_files,
+)
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
@@ -57,13 +71,14 @@ from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
 from hybrid_engine.records.sides import Side
-from hybrid_engine.switch.rendezvous import gather_side
+from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.transports.copies import strided
 
 FILE_NBYTES = 5 * 10**9
-"""Data per file of a saved checkpoint: the default of transformers."""
+"""Bytes of data per file of a saved checkpoint: the default of transformers."""
 
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of weight files, also of a save with another number of files."""
 
 
 def save_hf_checkpoint(
@@ -77,55 +92,69 @@ def save_hf_checkpoint(
     *,
     check_nan: bool = True,
 ) -> None:
-    """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
+    """Write the training shards as a checkpoint that transformers and vLLM can load. Collective.
+
+    The directory is replaced as a whole. A kill at any moment leaves the old one or the new one;
+    see the module's docstring.
 
     Args:
         path: directory on storage that all ranks share; created if missing.
-        weights: the shards, on the device.
-        table: the model's name table.
-        job: of all ranks.
-        model_dir: configuration and tokenizer are copied from here.
-        dtype: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: that of the shards.
-        file_nbytes: most bytes of data in one file.
-        check_nan: refuse, before anything is written, what would be stored as NaN or infinity.
-
-    The directory is replaced as a whole: a kill at any moment leaves the old one or the new one, see saving.py.
+        weights: this rank's shards, on the device.
+        table: name table of the model.
+        job: job of all ranks.
+        model_dir: directory from which configuration and tokenizer are copied; None: `path`.
+        dtype: dtype of the stored weights, e.g. "bfloat16" or torch.bfloat16; None: that of the
+            shards.
+        file_nbytes: maximum bytes of data in one file.
+        check_nan: raise WeightError, before anything is written, if a value would be stored as NaN
+            or infinity.
 
     Raises:
-        ConfigError: before anything is written, for another dtype, and if the directory holds weights of another model
-            or files that are not a model's.
-        FileError: naming the file; the old directory stays.
-        WeightError: naming the tensors that are not finite, or not in `dtype`.
+        ConfigError: the dtype is not supported, or the directory has weights of another model or
+            foreign files. Nothing has been written.
+        FileError: a file cannot be written. The old directory is unchanged.
+        WeightError: listing the tensors that are not finite, or overflow in `dtype`.
     """
     with job.agreement.phase("preparing the weights"), naming("looking into", str(path)):
         directory = given_path(path, "path").resolve()
-        stored_dtype = _float_name(dtype)
+        stored_dtype = _dtype_name(dtype)
         weights.prepare()
     source = gather_side(job, weights)
     with job.agreement.phase("planning the checkpoint"):
-        stored = plan_files(_tensors_to_store(source.layout, table, stored_dtype), file_nbytes)
+        tensors = _tensors_to_store(source.layout, table, stored_dtype)
+        stored = plan_files(tensors, file_nbytes)
         written = layout_of(stored, writers(stored, job.world_size), table.copies)
         destination = Side.split(written, job.world_size)
         transfers = box_transfers(source, destination, [""] * job.world_size, job.rank)
         buffers = weights.buffers()
+        # Checked in the stored dtype, in which a large value may become infinite.
         if check_nan:
-            require_finite_to_save(lambda: _as_stored(transfers, buffers, stored, job.rank))
+            require_finite_to_save(lambda: _converted(transfers, buffers, stored, job.rank))
     new = incomplete(directory)
-    is_ours = False
+    # Until the directory is checked, `new` may hold files of others.
+    is_removable = False
     try:
-        with job.agreement.phase("creating the checkpoint's directory"), naming("creating", directory):
+        with (
+            job.agreement.phase("creating the checkpoint's directory"),
+            naming("creating", directory),
+        ):
             if job.rank == 0:
                 require_target(directory, table)
-                is_ours = True
+                is_removable = True
                 new_directory(directory)
         checksums = write_files(new, stored, transfers, buffers, job)
         with job.agreement.phase("publishing the checkpoint"):
             if job.rank == 0:
-                ((usual_dtype, _),) = Counter(tensor.dtype for tensor in stored.values()).most_common(1)
-                _copy_companions(directory if model_dir is None else Path(model_dir), new, usual_dtype)
+                # The config has one dtype, that of most tensors: a router's bias may be float32
+                # in a bfloat16 checkpoint.
+                dtypes = Counter(tensor.dtype for tensor in stored.values())
+                ((usual_dtype, _),) = dtypes.most_common(1)
+                companions_dir = directory if model_dir is None else Path(model_dir)
+                _copy_companions(companions_dir, new, usual_dtype)
                 put_in_place(new, directory, stored, checksums)
     except BaseException as error:
-        if is_ours and new.exists():
+        # Also after KeyboardInterrupt: the next save would remove it, but it takes disk space.
+        if is_removable and new.exists():
             try:
                 shutil.rmtree(new)
             except OSError as failure:
@@ -134,66 +163,88 @@ def save_hf_checkpoint(
 
 
 def require_target(path: str | Path, table: ModelTable) -> None:
-    """Raise what `save_hf_checkpoint` would raise about its directory, as it is now. By one rank.
+    """Check that `save_hf_checkpoint` may replace a directory. Called on one rank.
 
-    Raises ConfigError and FileError.
+    Raises:
+        ConfigError: the directory has weights of another model, or foreign files.
+        FileError: the directory cannot be read.
     """
     directory = given_path(path, "path").resolve()
     with naming("looking into", directory):
-        require_replaceable(directory)
-        _require_same_model(directory, table)
+        _require_replaceable(directory)
+        if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
+            return
+        # Weights of the same model may be replaced.
+        try:
+            check_names(stored_tensors(directory), table, directory)
+        except HybridEngineError as error:
+            reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
+            problem = f"{directory} has weights of another model ({reason})"
+            remedy = "Name another directory, or remove its weights"
+            violation = Violation("path", problem, remedy, code="weights-of-another-model")
+            raise ConfigError([violation]) from error
 
 
-def _require_same_model(directory: Path, table: ModelTable) -> None:
-    """Raise ConfigError unless the weights in the directory, which will be replaced, are of the same model."""
-    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
-        return
-    try:
-        check_names(stored_tensors(directory), table, directory)
-    except HybridEngineError as error:
-        reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
-        problem = f"{directory} holds other weights than this model's ({reason})"
-        raise ConfigError([Violation("path", problem, "Name another directory, or remove its weights")]) from error
-
-
-def _float_name(dtype: object) -> str | None:
-    """The name of a dtype that weights can be stored in. Raises ArgumentError for anything else."""
+def _dtype_name(dtype: object) -> str | None:
+    """Return the name of a dtype of stored weights. Raises ArgumentError for any other value."""
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if name is None or (isinstance(name, str) and name in FLOATS):
         return name
-    remedy = f"Use one of {', '.join(FLOATS)}, as a name or torch's, or leave it out for the weights' own"
-    raise ArgumentError([Violation("dtype", f"weights cannot be stored as {shortened(dtype)}", remedy)])
+    problem = f"weights cannot be stored as {shortened(dtype)}"
+    remedy = (
+        f"Use one of {', '.join(FLOATS)}, as a name or torch's, or leave it out for the weights' "
+        "dtype"
+    )
+    raise ArgumentError([Violation("dtype", problem, remedy, code="unsupported-dtype")])
 
 
-def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) in the checkpoint's order, copies last.
+def _tensors_to_store(
+    source: Layout, table: ModelTable, dtype: str | None
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name -> (shape, dtype) in the order of a checkpoint, copies last.
 
-    transformers' models have no layers for multi-token prediction, which vLLM does not read either: they are left out.
+    Layers for multi-token prediction may be missing, as in transformers' models. vLLM does not read
+    them.
     """
-    held_in = {shard.region.tensor: source.buffers[shard.place.buffer].dtype for shard in source.shards}
-    if missing := [name for name in table.shapes if name not in held_in and table.is_served(name)]:
-        raise ParameterMismatchError([f"{name}: no training rank holds it" for name in missing])
-    held = {name: shape for name, shape in table.shapes.items() if name in held_in}
-    stored = {name: (shape, table.dtypes.get(name) or dtype or held_in[name]) for name, shape in held.items()}
-    return stored | {copy: stored[name] for copy, name in table.copies.items() if held_in.keys() >= table.shapes.keys()}
+    dtypes: dict[str, str] = {}
+    for shard in source.shards:
+        dtypes[shard.region.tensor] = source.buffers[shard.place.buffer].dtype
+    stored = {}
+    missing = []
+    for name, shape in table.shapes.items():
+        if name in dtypes:
+            stored[name] = (shape, table.dtypes.get(name) or dtype or dtypes[name])
+        elif table.is_served(name):
+            missing.append(f"{name}: no training rank has it")
+    if missing:
+        raise ParameterMismatchError(missing)
+    if dtypes.keys() >= table.shapes.keys():
+        # Copies are shared embeddings of the layers for multi-token prediction.
+        for copy, name in table.copies.items():
+            stored[copy] = stored[name]
+    return stored
 
 
-def _as_stored(
+def _converted(
     transfers: Sequence[Transfer],
     buffers: Mapping[str, torch.Tensor],
     stored: Mapping[str, StoredTensor],
     rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each box that this rank gives as it will be stored, with its name for messages."""
+    """Yield a description of each box that this rank sends, and the box in its stored dtype."""
     for transfer in transfers:
         if transfer.src_rank == rank:
             dtype = stored[transfer.dst.buffer.name].dtype
-            box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
-            yield f"{transfer.tensor} as {dtype} on rank {rank}", box.to(getattr(torch, dtype))
+            box = _source_box(transfer, buffers).to(getattr(torch, dtype))
+            yield f"{transfer.tensor} as {dtype} on rank {rank}", box
+
+
+def _source_box(transfer: Transfer, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
 
 
 def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer; the configuration with `dtype` and without quantisation."""
+    """Copy configuration and tokenizer; the configuration with `dtype` and no quantization."""
     for path in files_like(model_dir, COMPANIONS):
         if path.name != CONFIG:
             with naming("copying", path, DOWNLOAD_AGAIN):
@@ -204,16 +255,25 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
             config = json.loads(read_regular(path, MOST_JSON_BYTES))
             if not isinstance(config, dict):
                 raise ValueError(f"a {type(config).__name__}, not a mapping")
+        # The stored weights are not quantized, even if the original checkpoint was.
         config.pop("quantization_config", None)
+        # transformers renamed the key, and reads both.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
-def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], str]], max_file_nbytes: int) -> dict[str, StoredTensor]:
-    """Spread tensors, name -> (shape, dtype), over files of at most `max_file_nbytes` of data (one tensor at least)."""
+def plan_files(
+    tensors: Mapping[str, tuple[tuple[int, ...], str]], max_file_nbytes: int
+) -> dict[str, StoredTensor]:
+    """Distribute tensors over files, in order.
+
+    Args:
+        tensors: name -> (shape, dtype).
+        max_file_nbytes: maximum bytes of data in a file. A larger tensor is alone in its file.
+    """
     groups: list[list[str]] = [[]]
     filled = 0
     for name, (shape, dtype) in tensors.items():
@@ -224,14 +284,17 @@ def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], str]], max_file_nbyt
         groups[-1].append(name)
         filled += nbytes
     count = len(groups)
-    files = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    return {
-        name: StoredTensor(file, *tensors[name]) for file, names in zip(files, groups, strict=True) for name in names
-    }
+    stored = {}
+    # The names that transformers gives to files.
+    for number, names in enumerate(groups, start=1):
+        file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        for name in names:
+            stored[name] = StoredTensor(file, *tensors[name])
+    return stored
 
 
 def by_file(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-    """File -> its tensors' names; both in order."""
+    """Return file -> names of its tensors, both in order."""
     files: dict[str, list[str]] = {}
     for name, tensor in stored.items():
         files.setdefault(tensor.file, []).append(name)
@@ -239,8 +302,11 @@ def by_file(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
 
 
 def writers(stored: Mapping[str, StoredTensor], num_ranks: int) -> dict[str, int]:
-    """Tensor -> the rank that writes it."""
-    return {name: index % num_ranks for index, names in enumerate(by_file(stored).values()) for name in names}
+    """Return tensor -> rank that writes it."""
+    ranks = {}
+    for index, names in enumerate(by_file(stored).values()):
+        ranks.update(dict.fromkeys(names, index % num_ranks))
+    return ranks
 
 
 def write_files(
@@ -250,64 +316,99 @@ def write_files(
     buffers: Mapping[str, torch.Tensor],
     job: Job,
 ) -> dict[str, str]:
-    """Write the files; return their checksums on all ranks. Collective. Raises FileError.
+    """Write the files, and return the checksums of all files on all ranks. Collective.
 
-    `transfers`: to and from this rank, in an order that ranks agree on. Host memory: one file on each rank that writes
-    one.
+    Each rank that writes a file holds it in host memory meanwhile.
+
+    Args:
+        directory: directory of the files.
+        stored: all tensors of the checkpoint.
+        transfers: transfers from and to this rank, in an order on which the ranks agree.
+        buffers: this rank's flat buffers, by name.
+        job: job of all ranks.
+
+    Raises:
+        FileError: a file cannot be written.
     """
-    checksums: dict[str, str] = {}
-    files = by_file(stored)
-    moves: dict[str, list[Transfer]] = {name: [] for name in stored}
+    written: dict[str, str] = {}
+    files = list(by_file(stored).items())
+    transfers_by_tensor: dict[str, list[Transfer]] = {name: [] for name in stored}
+    peers = []
     for transfer in transfers:
-        moves[transfer.dst.buffer.name].append(transfer)
+        transfers_by_tensor[transfer.dst.buffer.name].append(transfer)
+        peers += [transfer.src_rank, transfer.dst_rank]
+    # Ranks in different parts exchange nothing, so each part has a group.
     with ExitStack() as stack:
-        parts = job.parts_that_meet(rank for transfer in transfers for rank in (transfer.src_rank, transfer.dst_rank))
+        parts = job.parts_that_meet(peers)
         group = None if parts is None else job.new_group(stack, parts)
+        # In each round rank i writes the i-th file.
         for start in range(0, len(files), job.world_size):
-            held: dict[str, dict[str, torch.Tensor]] = {}
-            of_round = list(files.items())[start : start + job.world_size]
-            with job.agreement.phase("bringing the weights together", SHORT_PATIENCE), torch.no_grad():
-                for writer, (file, names) in enumerate(of_round):
+            files_of_round = files[start : start + job.world_size]
+            tensors: dict[str, dict[str, torch.Tensor]] = {}
+            with (
+                job.agreement.phase("collecting the weights", SHORT_PATIENCE),
+                torch.no_grad(),
+            ):
+                # All ranks go through the tensors in the same order, so sends and receives match.
+                for writer, (file, names) in enumerate(files_of_round):
                     for name in names:
-                        whole = _moved(stored[name], moves[name], buffers, job.rank, group)
+                        boxes = transfers_by_tensor[name]
+                        tensor = _exchange(stored[name], boxes, buffers, job.rank, group)
                         if writer == job.rank:
-                            held.setdefault(file, {})[name] = whole
+                            tensors.setdefault(file, {})[name] = tensor
             with job.agreement.phase("writing the checkpoint"):
-                for file, tensors in held.items():
-                    write_file(directory / file, tensors)
-                    checksums[file] = checksum_of(directory / file)
-    told = job.agreement.gather(checksums, dict[str, str], "writing the checkpoint")
-    return {file: crc for each in told for file, crc in each.items()}
+                for file, contents in tensors.items():
+                    write_file(directory / file, contents)
+                    written[file] = checksum_of(directory / file)
+    checksums: dict[str, str] = {}
+    for of_rank in job.agreement.gather(written, dict[str, str], "writing the checkpoint"):
+        checksums |= of_rank
+    return checksums
 
 
-def _moved(
+def _exchange(
     stored: StoredTensor,
     transfers: Sequence[Transfer],
     buffers: Mapping[str, torch.Tensor],
     rank: int,
     group: RankGroup | None,
 ) -> torch.Tensor:
-    """Send this rank's boxes of a tensor to the rank that writes it; return it there, and an empty one elsewhere."""
+    """Bring the boxes of one tensor to the rank that writes it.
+
+    Args:
+        stored: the tensor.
+        transfers: transfers of its boxes from and to this rank.
+        buffers: this rank's flat buffers, by name.
+        rank: this rank.
+        group: group of the ranks that exchange boxes; None: all transfers are local.
+
+    Returns:
+        the tensor, on the host, or an empty tensor on a rank that does not write it.
+    """
     dtype = getattr(torch, stored.dtype)
-    whole = torch.empty(stored.shape if any(one.dst_rank == rank for one in transfers) else 0, dtype=dtype)
-    works, arriving, leaving = [], [], []
+    is_writer = any(transfer.dst_rank == rank for transfer in transfers)
+    whole = torch.empty(stored.shape if is_writer else 0, dtype=dtype)
+    works = []
+    # Boxes stay referenced until their transfers end.
+    received = []
+    sent = []
     for transfer in transfers:
         if transfer.src_rank == rank:
-            source = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
-            box = source.to(device="cpu", dtype=dtype)
+            box = _source_box(transfer, buffers).to(device="cpu", dtype=dtype)
             if transfer.dst_rank == rank:
                 strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
             else:
-                assert group is not None, "it meets somebody"
-                leaving.append(_bytes_of(box.contiguous()))
-                works.append(group.begin_send(leaving[-1], transfer.dst_rank))
+                assert group is not None, "a transfer to another rank needs a group"
+                sent.append(_bytes_of(box.contiguous()))
+                works.append(group.begin_send(sent[-1], transfer.dst_rank))
         else:
-            assert group is not None, "it meets somebody"
-            arriving.append((transfer, torch.empty(transfer.lengths, dtype=dtype)))
-            works.append(group.begin_receive(_bytes_of(arriving[-1][1]), transfer.src_rank))
+            assert group is not None, "a transfer from another rank needs a group"
+            box = torch.empty(transfer.lengths, dtype=dtype)
+            received.append((transfer, box))
+            works.append(group.begin_receive(_bytes_of(box), transfer.src_rank))
     for work in works:
         work.wait()
-    for transfer, box in arriving:
+    for transfer, box in received:
         strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
     return whole
 
@@ -316,43 +417,56 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-# -- the directory, on one rank ----------------------------------------------------------------------------------------
+# -- the directory, on one rank --------------------------------------------------------------------
 
 
 def incomplete(directory: Path) -> Path:
+    """Return the path of the directory that replaces `directory` once it is complete."""
     return directory.with_name(f"{directory.name}.incomplete")
 
 
-def require_replaceable(directory: Path) -> None:
-    """Raise ConfigError where the directory, or what a killed save left beside it, holds other files than a model's."""
-    violations = list(_in_the_way(directory))
+def _require_replaceable(directory: Path) -> None:
+    """Raise ConfigError if a directory, or the remains of a killed save, has foreign files."""
+    violations = []
+    if Path.cwd().is_relative_to(directory) or directory.is_mount():
+        problem = (
+            f"{directory} is a mount point, the working directory, or above it, and cannot be "
+            "replaced"
+        )
+        remedy = "Name a directory below it"
+        violations.append(Violation("path", problem, remedy, code="not-replaceable"))
     for place in (directory, incomplete(directory), replaced_by(directory)):
         if place.exists() and (names := _foreign_names(place)):
-            problem = f"{place} holds files that are not a model's: {first_of(names, 5)}"
-            violations.append(Violation("path", problem, "Save to another directory, or move these away"))
+            problem = f"{place} has files that are not part of a model: {first_of(names, 5)}"
+            remedy = "Save to another directory, or move these files away"
+            violations.append(Violation("path", problem, remedy, code="foreign-files"))
     if violations:
         raise ConfigError(violations)
 
 
-def _in_the_way(directory: Path) -> Iterator[Violation]:
-    if Path.cwd().is_relative_to(directory) or directory.is_mount():
-        problem = f"{directory} is a mount point, the working directory, or above it: it cannot be replaced"
-        yield Violation("path", problem, "Name a directory below it")
-
-
 def _foreign_names(directory: Path) -> list[str]:
+    """Return the sorted names of entries that a save of this package does not write."""
     ours = {INDEX, CHECKSUMS, *(indexed_files(directory) or ())}
-    return sorted(
-        path.name
-        for path in directory.iterdir()
-        for name in [path.name.removesuffix(".incomplete")]  # of a write that was killed
-        if not path.is_file()
-        or not (name in ours or _OUR_FILES.fullmatch(name) or any(fnmatch.fnmatch(name, each) for each in COMPANIONS))
-    )
+    foreign = []
+    for path in directory.iterdir():
+        # A killed write of a file leaves it under this name.
+        name = path.name.removesuffix(".incomplete")
+        is_ours = (
+            name in ours
+            or _OUR_FILES.fullmatch(name)
+            or any(fnmatch.fnmatch(name, pattern) for pattern in COMPANIONS)
+        )
+        if not (is_ours and path.is_file()):
+            foreign.append(path.name)
+    return sorted(foreign)
 
 
 def new_directory(directory: Path) -> Path:
-    """Make the directory that will take this one's place; what an earlier save left goes. Raises FileError."""
+    """Create the directory that will replace `directory`, and remove the remains of earlier saves.
+
+    Raises:
+        FileError: a directory cannot be created or removed.
+    """
     new = incomplete(directory)
     with naming("creating", new):
         recover_directory(directory)
@@ -362,8 +476,15 @@ def new_directory(directory: Path) -> Path:
     return new
 
 
-def put_in_place(new: Path, directory: Path, stored: Mapping[str, StoredTensor], checksums: Mapping[str, str]) -> None:
-    """Complete a new directory, and put it in its place. Raises FileError."""
+def put_in_place(
+    new: Path, directory: Path, stored: Mapping[str, StoredTensor], checksums: Mapping[str, str]
+) -> None:
+    """Write index and checksums to a new directory, and replace `directory` by it.
+
+    Raises:
+        FileError: a file or directory cannot be written.
+    """
+    # A single file needs no index.
     if len(checksums) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in stored.values())},
@@ -372,5 +493,6 @@ def put_in_place(new: Path, directory: Path, stored: Mapping[str, StoredTensor],
         write_text(new / INDEX, json.dumps(index, indent=2) + "\n")
     write_checksums(new, checksums)
     with naming("replacing", directory):
+        # The entries must be on the disk before the old directory goes.
         sync(new)
         replace_directory(new, directory)

@@ -1,7 +1,8 @@
-"""Digest of a model's weights, the same in every parallel layout: a sum over all elements of the checkpoint's tensors.
+"""Digest of a model's weights that is the same in every parallel layout.
 
-Each element adds a 64-bit hash of its tensor's name, its place in the tensor and its bits. Which rank holds it does not
-matter, and the planner picks one of those that hold the same.
+It is a sum over all elements of the checkpoint's tensors. Each element adds a 64-bit hash of the
+tensor's name, the element's index in the tensor and its bits, so the rank that holds an element
+does not matter. The planner chooses one of several ranks that hold the same element.
 """
 
 from __future__ import annotations
@@ -15,54 +16,82 @@ from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.sides import Side
-from hybrid_engine.switch.rendezvous import gather_side
+from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.transports.copies import strided
 
 _PIECE_NUMEL = 1 << 24
-"""Most elements that are hashed at once: each takes 24 bytes meanwhile."""
+"""Maximum elements that are hashed at once. Each takes 24 bytes of temporary memory."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTORS = (-7046029254386353131, -4417276706812531889, -4658895280553007687, -7723592293110705685)
-"""Odd numbers of 64 bits; the last two are splitmix64's."""
+"""Integer dtype by bytes per element."""
+
+_BITS_FACTOR = -7046029254386353131
+_INDEX_FACTOR = -4417276706812531889
+_MIX_FACTORS = (-4658895280553007687, -7723592293110685705)
+"""Odd 64-bit numbers; the last two are those of splitmix64."""
 
 
 @torch.no_grad()
 def weights_digest(weights: TrainingWeights, job: Job) -> str:
-    """Return the digest, 16 hexadecimal digits, on every rank. Collective; parameters are on the device.
+    """Return the digest of the weights, 16 hexadecimal digits, on every rank. Collective.
 
-    It tells whether weights are the same, and is no protection against an attacker.
+    It shows whether weights are equal, and does not protect against an attacker.
+
+    Args:
+        weights: this rank's shards, on the device.
+        job: job of all ranks.
     """
     with job.agreement.phase("preparing the weights"):
         weights.prepare()
     source = gather_side(job, weights)
     with job.agreement.phase("digesting the weights"):
         layout = source.layout
-        dtypes = {shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards}
-        tensors = {name: StoredTensor("", layout.tensors[name], dtype) for name, dtype in dtypes.items()}
-        whole = Side.split(layout_of(tensors, dict.fromkeys(tensors, 0), {}), job.world_size)
+        tensors: dict[str, StoredTensor] = {}
+        for shard in layout.shards:
+            name = shard.region.tensor
+            dtype = layout.buffers[shard.place.buffer].dtype
+            tensors[name] = StoredTensor("", layout.tensors[name], dtype)
+        # A plan that brings all tensors to rank 0 shows each element once, with its index as the
+        # place at the destination. No element is sent.
+        destination = layout_of(tensors, dict.fromkeys(tensors, 0), {})
+        whole = Side.split(destination, job.world_size)
         buffers = weights.buffers()
-        own = 0
+        share = 0
         for transfer in box_transfers(source, whole, [""] * job.world_size, job.rank):
-            if transfer.src_rank == job.rank:
-                box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
-                own += _box_hash(box, transfer.dst.offset, transfer.dst.strides, text_digest(transfer.tensor))
-    shares = job.agreement.gather(str(own), str, "digesting the weights")
+            if transfer.src_rank != job.rank:
+                continue
+            flat = buffers[transfer.src.buffer.name]
+            box = strided(flat, transfer.lengths, transfer.src).detach()
+            salt = text_digest(transfer.tensor)
+            share += _box_hash(box, transfer.dst.offset, transfer.dst.strides, salt)
+    # As text, because the sum of several boxes may exceed 64 bits.
+    shares = job.agreement.gather(str(share), str, "digesting the weights")
     return f"{sum(map(int, shares)) % 2**64:016x}"
 
 
 def _box_hash(box: torch.Tensor, offset: int, strides: tuple[int, ...], salt: int) -> int:
-    """Sum of the hashes of a box's elements, which lie at `offset` of their tensor with these strides."""
+    """Return the sum of the hashes of a box's elements.
+
+    Args:
+        box: the elements; they are not changed.
+        offset: index of the first element in the flattened tensor.
+        strides: steps in the flattened tensor, in elements per dim of the box.
+        salt: digest of the tensor's name.
+    """
     if box.numel() > _PIECE_NUMEL:
         middle = len(box) // 2
-        if not middle:
+        if not middle:  # one row, which is split along the next dim
             return _box_hash(box[0], offset, strides[1:], salt)
         rest = _box_hash(box[middle:], offset + middle * strides[0], strides, salt)
         return rest + _box_hash(box[:middle], offset, strides, salt)
-    places = torch.full((), offset, dtype=torch.int64, device=box.device)
+    indices = torch.full((), offset, dtype=torch.int64, device=box.device)
     for length, stride in zip(box.shape, strides, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(length, device=box.device) * stride
-    hashes = box.contiguous().view(_BITS[box.element_size()]).to(torch.int64, copy=True)
-    hashes = hashes.mul_(_FACTORS[0]).add_(places.mul_(_FACTORS[1])).add_(salt)
-    for shift, factor in ((32, _FACTORS[2]), (29, _FACTORS[3])):
+        indices = indices.unsqueeze(-1) + torch.arange(length, device=box.device) * stride
+    bits = box.contiguous().view(_BITS[box.element_size()])
+    # A copy even of int64, because the following operations are in place.
+    hashes = bits.to(torch.int64, copy=True)
+    hashes.mul_(_BITS_FACTOR).add_(indices.mul_(_INDEX_FACTOR)).add_(salt)
+    # Mixed as in splitmix64: sums of the products alone would let small changes cancel.
+    for shift, factor in zip((32, 29), _MIX_FACTORS, strict=True):
         hashes.bitwise_xor_(hashes >> shift).mul_(factor)
     return int(hashes.bitwise_xor_(hashes >> 32).sum())

@@ -1,23 +1,25 @@
-"""The training side on Megatron: a live model, whoever built it and whoever trains it.
+"""Training side on Megatron: a live model, built and trained by any code.
 
-    config   megatron_config.py   Megatron's configuration objects from ours, with fused kernels where they exist
+    config   megatron_config.py   Megatron's configuration objects, and the fused kernels in use
     weights  lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
-    layout   model_tensors.py     global names of this rank's tensors, and the flat buffers they lie in, or are moved to
-             adaptor.py           `MegatronAdaptor`: where every canonical tensor is (port `TrainingWeights`)
-    switch   live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), what of it can leave the
-                                  device, and what it says of itself
+    layout   model_tensors.py     global names of this rank's tensors, and their flat buffers
+             adaptor.py           `MegatronAdaptor`: location of every canonical tensor
+                                  (port `TrainingWeights`)
+    switch   live_model.py        `LiveModel`: the model as the switch uses it (port `Trainer`), its
+                                  state that can leave the device, and its description
              live_attention.py    windows, scales and rotary frequencies of each layer
-             forward_probe.py     what any such model computes of a few tokens, to be compared with vLLM
-    rollouts rl_interface.py      in Megatron-LM's own RL loop, vLLM servers in the place of its inference engine
-    all      internals.py         every private name of megatron-core that is used here, with its reason
+             forward_probe.py     forward pass over a few tokens, to compare the model with vLLM
+    rollouts rl_interface.py      vLLM servers in place of the inference engine of Megatron-LM's RL
+    shared   internals.py         private names of megatron-core that are used here, with reasons
 
-    1  build     trainer/megatron, a user or a script brings a model; `live_model` moves its loose weights and makes a
-                 `LiveModel`
-    2  layout    ShardingManager, once: `weights.layout()`, which is planned against the inference side
-    3  offload   Offloader, at every switch: `offload_items()`; memory stays at its addresses
-    4  switch    ShardingManager: `weights.prepare()` finishes gathers and adds LoRA; buffers are read
-    5  return    everything is back at its address
+    1  build     trainer/megatron, a user or a script builds a model; `live_model` moves its weights
+                 outside DDP's buffers and returns a `LiveModel`
+    2  layout    ShardingManager, once: `weights.layout()`, planned against the inference side
+    3  offload   Offloader, at every switch: `offload_items()`; memory keeps its addresses
+    4  switch    ShardingManager: `weights.prepare()` finishes gathers and adds LoRA; buffers are
+                 read
+    5  return    all state is back at its address
 
-A second trainer is a sibling folder with its own `Trainer`; nothing outside of this folder, trainer/megatron and
-`megatron_script` knows Megatron's names.
+A second trainer would be a sibling folder with its own `Trainer`. Only this folder,
+trainer/megatron and `megatron_script` use Megatron's names.
 """

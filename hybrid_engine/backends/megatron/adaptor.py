@@ -1,4 +1,4 @@
-"""Says where Megatron keeps every canonical tensor on this rank."""
+"""Records of the location of every canonical tensor of a Megatron model on this rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Literal
 
 import torch
 
-from hybrid_engine.backends.megatron.lora_layers import LORA, LoraSums, wrapped_layers
+from hybrid_engine.backends.megatron.lora_layers import LORA, MegatronLoraSums, wrapped_layers
 from hybrid_engine.backends.megatron.model_tensors import Home, ModelTensors
-from hybrid_engine.backends.training_side import gaps, layout_in, read_parts, require_usable_values, runs_by_buffer
+from hybrid_engine.backends.training_side import (
+    gaps,
+    layout_in,
+    read_parts,
+    require_usable_values,
+    runs_by_buffer,
+)
 from hybrid_engine.errors import ParameterMismatchError, ReshardError
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
 from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
@@ -19,7 +25,7 @@ from hybrid_engine.models.table import Match
 from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
 
 LoraView = Literal["base", "merged", "separate"]
-"""What is shown of a weight with LoRA: the frozen weight, its sum with LoRA, or both under their own names (PEFT's)."""
+"""View of a weight with LoRA: the frozen weight, the sum, or both separately by PEFT's names."""
 
 SUMS = "weights with LoRA"
 """Name of the buffer that holds sums of weights and LoRA."""
@@ -27,7 +33,13 @@ SUMS = "weights with LoRA"
 
 @dataclass(frozen=True, eq=False)
 class _LoraMatrix:
-    """A LoRA matrix of this rank, the parts of canonical tensors that it holds, and their whole shapes."""
+    """LoRA matrix of this rank.
+
+    Attributes:
+        parameter: the part of the matrix on this rank.
+        held: the parts of canonical tensors in it.
+        shapes: whole shapes of these tensors.
+    """
 
     parameter: torch.nn.Parameter
     held: Sequence[Held]
@@ -35,11 +47,11 @@ class _LoraMatrix:
 
 
 class MegatronAdaptor:
-    """The training weights of one rank (ports `TrainingWeights` and `LoadableWeights`).
+    """Training weights of one rank (ports `TrainingWeights` and `LoadableWeights`).
 
     Args:
         model: names and storage of this rank's model chunks.
-        lora: what is shown of the weights that have LoRA; "merged" takes memory for the sums.
+        lora: view of weights that have LoRA; "merged" takes memory for the sums.
     """
 
     def __init__(self, model: ModelTensors, lora: LoraView = "merged") -> None:
@@ -47,101 +59,120 @@ class MegatronAdaptor:
         self.lora = lora
         self.rank = model.rank
         layers = list(wrapped_layers(model.chunks))
-        self._sums = LoraSums(layers) if layers and lora == "merged" else None
+        self._sums = MegatronLoraSums(layers) if layers and lora == "merged" else None
 
     @property
     def base(self) -> MegatronAdaptor:
-        """The same model without LoRA: what a checkpoint is read into."""
+        """The same model without LoRA, into which a checkpoint is read."""
         return MegatronAdaptor(self.model, "base")
 
     @property
     def merged(self) -> MegatronAdaptor:
-        """The same model with LoRA added: what a checkpoint is written from."""
+        """The same model with LoRA added, from which a checkpoint is written."""
         return self if self.lora == "merged" else MegatronAdaptor(self.model, "merged")
 
     @property
     def scratch(self) -> frozenset[str]:
-        """Names of buffers whose contents `prepare` computes; they need not be kept."""
+        """Names of buffers that `prepare` fills, so that their contents need not be kept."""
         return frozenset() if self._sums is None else frozenset({SUMS})
 
     def layout(self) -> Layout:
+        """Return the location of every canonical tensor on this rank.
+
+        Raises:
+            ParameterMismatchError: listing every weight that does not fit the name table.
+        """
         shards = self._weight_shards()
         held = {shard.region.tensor for shard in shards}
         shapes = {name: shape for name, shape in self.model.table.shapes.items() if name in held}
-        for matrix in self._lora_matrices() if self.lora == "separate" else ():
+        # Adapters are not in the name table; their shapes follow from the adapted weights.
+        for matrix in self._separate_matrices():
             home = self.model.homes[matrix.parameter]
             shards += self._records(matrix.held, home, matrix.parameter.stride())
-            shapes |= {part.region.tensor: matrix.shapes[part.region.tensor] for part in matrix.held}
+            for part in matrix.held:
+                shapes[part.region.tensor] = matrix.shapes[part.region.tensor]
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the flat buffers by name, including the buffer of sums if it exists."""
         return self.model.flat_buffers | ({} if self._sums is None else {SUMS: self._sums.flat})
 
     def shown_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Megatron name, what `layout` shows of it); sums are those of the last `prepare`."""
+        """Yield (Megatron name, tensor in `layout`); sums are those of the last `prepare`."""
         for name, tensor in self.model.named_weights():
             yield name, tensor if self._sums is None else self._sums.sums.get(tensor, tensor)
 
     def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Canonical tensor -> this rank's tensors that what `layout` shows of it is made of."""
-        found: dict[str, list[torch.Tensor]] = {}
+        """Return canonical tensor -> this rank's source tensors that it is assembled from."""
+        origins: dict[str, list[torch.Tensor]] = {}
+        # A sum changes if its weight or one of the matrices does.
         lora_of = {} if self._sums is None else self._sums.lora_of
         for name, tensor in self.model.named_weights():
             for canonical in self._tensors_of(name, tensor):
-                found.setdefault(canonical, []).extend([tensor, *lora_of.get(tensor, ())])
-        for matrix in self._lora_matrices() if self.lora == "separate" else ():
+                origins.setdefault(canonical, []).extend([tensor, *lora_of.get(tensor, ())])
+        for matrix in self._separate_matrices():
             for part in matrix.held:
-                found.setdefault(part.region.tensor, []).append(matrix.parameter)
-        return found
+                origins.setdefault(part.region.tensor, []).append(matrix.parameter)
+        return origins
 
     @torch.no_grad()
     def zero_adapters(self) -> None:
-        """Make LoRA add nothing, after the weights with LoRA in them were read into the base."""
+        """Make LoRA add nothing, after merged weights were read into the base weights."""
+        # B A is zero if B is; A keeps its random values, without which no gradient reaches B.
         for name, parameter in self.model.named_lora():
             if name.endswith(f"{LORA}linear_out.weight"):
                 parameter.zero_()
 
     @torch.no_grad()
     def zero_padding(self) -> None:
-        """Zero what belongs to no weight and no LoRA matrix: padding of the vocabulary and of buckets."""
+        """Zero the padding of the vocabulary and of buckets, outside weights and LoRA matrices."""
+        # Of the base, because sums are in another buffer than the weights.
         runs = runs_by_buffer(self.base._weight_shards())
         for _, parameter in self.model.named_lora():
             home = self.model.homes[parameter]
-            runs.setdefault(home.buffer, []).append(Extent(home.offset, home.offset + parameter.numel()))
+            extent = Extent(home.offset, home.offset + parameter.numel())
+            runs.setdefault(home.buffer, []).append(extent)
         for name, flat in self.model.flat_buffers.items():
             for gap in gaps(flat.numel(), runs.get(name, ())):
                 flat[gap.start : gap.stop] = 0
 
     def prepare(self) -> None:
-        """Finish parameter gathers that an overlapping distributed optimizer left for the next forward pass, and add
-        LoRA to the weights that are shown with it.
+        """Finish pending parameter gathers, and compute the sums of weights and LoRA.
 
-        Without overlap the optimizer's step has gathered already and nothing is done; with it every call gathers,
-        needed or not, and is collective over data parallel ranks.
+        With overlap_param_gather the distributed optimizer leaves gathers to the next forward pass.
+        Then every call gathers, even if nothing is pending, and is collective over data parallel
+        ranks. Without overlap the optimizer's step has gathered already.
 
         Raises:
-            ReshardError: if parameters moved since the layout was made: the switch would read stale memory.
+            ReshardError: parameters moved since the layout was made, so that the switch would read
+                stale memory.
         """
+        # Gathers write the buffers, so they must end before anything reads these.
         for chunk in self.model.ddp_chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        if moved := self.model.moved():
+        moved = self.model.moved()
+        if moved:
             raise ReshardError(
-                f"{len(moved)} parameters moved since the layout was made, first {', '.join(moved[:4])}. Offload "
-                "through the engine, not by .data or .to(); or build a new engine"
+                f"{len(moved)} parameters moved since the layout was made, first "
+                f"{', '.join(moved[:4])}. Offload through the engine, not by .data or .to(), or "
+                "build a new engine",
+                code="parameters-moved",
             )
         if self._sums is not None:
             self._sums.fill()
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
+        """Raise WeightError if a weight has a NaN or an infinite value.
+
+        `unread`: intervals by buffer, in elements, that need no check because no peer reads them.
+        """
         require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
 
     def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [*self.model.named_weights(), *self.model.named_lora()]:
-            yield (
-                f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor)) or 'LoRA'})",
-                tensor,
-            )
+            canonical = ", ".join(self._tensors_of(name, tensor)) or "LoRA"
+            yield f"{name} on rank {self.rank} (canonical {canonical})", tensor
 
     def _weight_shards(self) -> list[Shard]:
         shards: list[Shard] = []
@@ -156,8 +187,13 @@ class MegatronAdaptor:
         return shards
 
     def _shards_of(self, name: str, tensor: torch.Tensor) -> list[Shard]:
-        """Raises ValueError when the name has no rule or the shape does not fit the rule."""
+        """Return the shards in a tensor of the model.
+
+        Raises:
+            ValueError: the name has no rule in the name table, or the shape does not fit the rule.
+        """
         home = self.model.homes[tensor]
+        # A weight with LoRA is shown as its sum, contiguous and of the same shape.
         if self._sums is not None and tensor in self._sums.sums:
             home = Home(SUMS, int(self._sums.sums[tensor].storage_offset()))
         shards = []
@@ -165,25 +201,34 @@ class MegatronAdaptor:
             match = self.model.table.match(member.name)
             if match is None:
                 raise ValueError("the model's name table has no such parameter")
-            held = self._held(match.packing, match, self.model.table.shapes, member.shape)
-            place = Home(home.buffer, home.offset + member.start)
-            shards += self._records(held, place, member.strides, transposed=match.packing.transposed)
+            packing = match.packing
+            held = self._held(packing, match, self.model.table.shapes, member.shape)
+            start = Home(home.buffer, home.offset + member.start)
+            shards += self._records(held, start, member.strides, transposed=packing.transposed)
         return shards
 
     def _records(
         self, held: Sequence[Held], home: Home, strides: tuple[int, ...], transposed: bool = False
     ) -> list[Shard]:
-        """Records of the parts of one weight, which starts at `home`."""
+        """Return the records of the parts of a weight that starts at `home`."""
+        # A transposed weight has the canonical dims in reverse order.
         canonical = strides[::-1] if transposed else strides
         buffer = BufferId(self.rank, home.buffer)
-        return [
-            Shard(part.region, Place(buffer, home.offset + part.start * strides[part.local_dim], canonical))
-            for part in held
-        ]
+        shards = []
+        for part in held:
+            offset = home.offset + part.start * strides[part.local_dim]
+            shards.append(Shard(part.region, Place(buffer, offset, canonical)))
+        return shards
 
-    def _lora_matrices(self) -> Iterator[_LoraMatrix]:
-        """This rank's LoRA matrices, but for those of a layer that the inference engine does not have."""
+    def _separate_matrices(self) -> Iterator[_LoraMatrix]:
+        """Yield this rank's LoRA matrices if they are resharded separately.
 
+        Matrices of a layer that the inference engine does not have are left out.
+        """
+        if self.lora != "separate":
+            return
+
+        # Layers of a type share their shapes, and computing them walks the name table.
         @cache
         def shapes_of(module: str, lora_rank: int) -> Mapping[str, Shape]:
             return adapter_shapes(self.model.table, {module}, lora_rank)
@@ -192,21 +237,30 @@ class MegatronAdaptor:
             module, _, matrix = name.partition(LORA)
             match = self.model.table.match(f"{module}.weight")
             assert match is not None, name
-            is_a = matrix == "linear_in.weight"  # A is [rank, in], B [out, rank]
-            shapes = shapes_of(module.rpartition(".")[2], parameter.shape[0 if is_a else 1])
-            of_a, of_b = adapter_packings(match.packing)
-            for packing in of_a if is_a else (of_b,):
-                if all(tensor.format(**match.indices) in shapes for tensor in packing.tensors()):
-                    yield _LoraMatrix(parameter, self._held(packing, match, shapes, tuple(parameter.shape)), shapes)
+            # A is [rank, in], B is [out, rank].
+            is_a = matrix == "linear_in.weight"
+            local_shape = tuple(parameter.shape)
+            shapes = shapes_of(module.rpartition(".")[2], local_shape[0 if is_a else 1])
+            packings_of_a, packing_of_b = adapter_packings(match.packing)
+            for packing in packings_of_a if is_a else (packing_of_b,):
+                names = [tensor.format(**match.indices) for tensor in packing.tensors()]
+                if all(canonical in shapes for canonical in names):
+                    held = self._held(packing, match, shapes, local_shape)
+                    yield _LoraMatrix(parameter, held, shapes)
 
-    def _held(self, packing: Packing, match: Match, shapes: Mapping[str, Shape], local_shape: Shape) -> list[Held]:
+    def _held(
+        self, packing: Packing, match: Match, shapes: Mapping[str, Shape], local_shape: Shape
+    ) -> list[Held]:
         part, num_parts = self.model.parts[packing.over]
         return held_regions(packing, match.indices, shapes, local_shape, part, num_parts)
 
     def _tensors_of(self, name: str, tensor: torch.Tensor) -> list[str]:
-        found: set[str] = set()
+        """Return the canonical tensors of which a tensor of the model holds parts, sorted."""
+        names: set[str] = set()
         for member in self.model.members(name, tensor):
             match = self.model.table.match(member.name)
-            held = self._held(match.packing, match, self.model.table.shapes, member.shape) if match else ()
-            found |= {part.region.tensor for part in held}
-        return sorted(found)
+            if match is not None:
+                shapes = self.model.table.shapes
+                held = self._held(match.packing, match, shapes, member.shape)
+                names |= {part.region.tensor for part in held}
+        return sorted(names)

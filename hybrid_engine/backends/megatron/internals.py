@@ -1,7 +1,8 @@
 """Private names of megatron-core that the backend uses, each with its reason.
 
-Tests look every name up in the installed megatron-core; `nox -s core-tests` does so in each supported version. What
-replaces a name of Megatron's at run time is a patch record, in `megatron_patches`.
+Tests look every name up in the installed megatron-core; `nox -s core-tests` does so in each
+supported version. Replacements of Megatron's names at run time are patch records, in
+`megatron_patches`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_mscale
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    YarnRotaryEmbedding,
+    _yarn_get_mscale,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -26,11 +30,11 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 PRIVATE_NAMES = (
     PrivateName(
         "megatron.core.parallel_state:_global_process_group_list",
-        "lists Megatron's process groups, which destroy_model_parallel() forgets without ending them",
+        "lists Megatron's process groups, which destroy_model_parallel() forgets but does not end",
     ),
     PrivateName(
         "megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER",
-        "is None where there is no memory buffer: get_global_memory_buffer() asserts that there is one",
+        "is None without a memory buffer, for which get_global_memory_buffer() fails an assertion",
     ),
     PrivateName(
         f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward.cache_clear",
@@ -38,11 +42,11 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear",
-        "as RotaryEmbedding.forward",
+        "keeps embeddings like RotaryEmbedding.forward",
     ),
     PrivateName(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb",
-        "computes the angles of YaRN, which no attribute has: its `inv_freq` is unscaled",
+        "computes the angles of YaRN, which are in no attribute: `inv_freq` is unscaled",
     ),
     PrivateName(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:_yarn_get_mscale",
@@ -54,48 +58,56 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
-        "undoes Float16Module's rounding of the biases; left to the first forward pass it would give them new storage",
+        "undoes Float16Module's rounding of the biases; left to the first forward pass, it would "
+        "give them new storage",
     ),
     PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter.router_replay",
-        "chooses the experts where it is set: the only way to rank groups of experts by another score",
+        "chooses the experts if it is set, the only way to rank groups of experts by another score",
     ),
     PrivateName(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention._resolve_qk_norm_config",
-        "chooses other modules than the spec names where queries are not compressed: specs.py overrides it",
+        "ignores the spec's modules if queries are not compressed, so specs.py overrides it",
         since="0.19.0",
     ),
     PrivateName(
         "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",
-        "takes its window in place of the mask that it is given; a fused kernel takes none: see softmax_of",
+        "applies its window instead of its mask; a fused kernel has no window: see softmax_of",
     ),
     PrivateName(
         "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
-        "is what the router calls of it",
+        "is the only method of a RouterReplay that the router calls",
     ),
 )
 
 TopK = tuple[torch.Tensor, torch.Tensor]
-"""Scores and numbers [tokens, k] of the experts of each token."""
-
+"""Scores and expert numbers of each token, both [tokens, k]."""
 
 ExpertChoice = Callable[[torch.Tensor, int, int, int], TopK]
-"""(scores [tokens, experts], k, number of groups, groups to choose from) -> the experts of each token."""
+"""Function that chooses k experts of each token.
+
+Its arguments are scores [tokens, experts], k, number of groups, and number of groups to choose
+from.
+"""
 
 
 def process_groups() -> list[torch.distributed.ProcessGroup]:
+    """Return the process groups that Megatron has created."""
     return list(parallel_state._global_process_group_list or ())
 
 
 def memory_buffer() -> dict[tuple[str, torch.dtype], torch.Tensor]:
-    """Megatron's scratch memory for gathered activations and scores, by name and dtype; live, and empty if unused."""
+    """Return Megatron's scratch memory for gathered activations and scores, by name and dtype.
+
+    The dict is Megatron's own, so clearing it frees the memory. It is a new empty one if unused.
+    """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         return {}
     return parallel_state.get_global_memory_buffer().buffer
 
 
 def cached_embeddings() -> Iterator[tuple[str, torch.Tensor, Callable[[], None]]]:
-    """(name, tensor, what empties the cache it is in) of the rotary embeddings kept by sequence length."""
+    """Yield (name, tensor, function to empty its cache) of rotary embeddings by sequence length."""
     for owner in (RotaryEmbedding, YarnRotaryEmbedding):
         cache: Any = owner.forward  # an lru_cache object
         if cache.cache_info().currsize:
@@ -104,56 +116,71 @@ def cached_embeddings() -> Iterator[tuple[str, torch.Tensor, Callable[[], None]]
 
 
 def _results_in(cache: object) -> Iterator[torch.Tensor]:
-    # an lru_cache has no way to list its results; the garbage collector sees what the object refers to
-    for found in gc.get_referents(cache):
-        results = found if isinstance(found, tuple) else (found,)
+    # An lru_cache cannot list its results, but the garbage collector lists its references.
+    for referent in gc.get_referents(cache):
+        results = referent if isinstance(referent, tuple) else (referent,)
         yield from (result for result in results if isinstance(result, torch.Tensor))
 
 
 def holders_of_routing(layer: MoELayer) -> list[object]:
-    """The objects of a layer with experts that keep tensors of its last forward pass."""
+    """Return the objects of a layer with experts that keep tensors of its last forward pass."""
     dispatcher = layer.token_dispatcher
     holders = (dispatcher, getattr(dispatcher, "_comm_manager", None), layer.shared_experts)
     return [holder for holder in holders if holder is not None]
 
 
 def yarn_angles(rotary: YarnRotaryEmbedding) -> tuple[torch.Tensor, float]:
-    """Angles of the second token in radians, one for each pair of elements, and the factor of rotated elements."""
+    """Return angles of the second token in radians, one per pair of elements, and a factor.
+
+    The embedding multiplies rotated elements by the factor.
+    """
     angles, scale = rotary.get_emb(2)
     pairs, _ = angles[1].flatten().chunk(2)
     return pairs, scale
 
 
 def score_factor_of_yarn(scaling_factor: float, mscale_all_dim: float) -> float:
+    """Return the square root of the factor by which latent attention with YaRN scales scores."""
     return _yarn_get_mscale(scaling_factor, mscale_all_dim)
 
 
 def softmax_of(attention: DotProductAttention) -> FusedScaleMaskSoftmax:
-    """What masks the scores of megatron-core's own attention; its `window_size` and fusion say which mask it heeds."""
+    """Return the module that masks the scores of megatron-core's own attention.
+
+    Its `window_size` and its fusion determine which mask it applies.
+    """
     softmax = attention.scale_mask_softmax
-    while not isinstance(softmax, FusedScaleMaskSoftmax):  # one that caps them first
+    # A softmax that caps the scores first wraps another softmax, which masks them.
+    while not isinstance(softmax, FusedScaleMaskSoftmax):
         softmax = softmax.softmax
     return softmax
 
 
 def mark_sequence_parallel(weight: Any) -> None:
-    """Have Megatron sum a weight's gradient over tensor parallel ranks, each of which sees a part of the sequence."""
+    """Make Megatron sum a weight's gradient over tensor parallel ranks.
+
+    Each of them computes the gradient of its part of the sequence.
+    """
     weight.sequence_parallel = True
 
 
 def restore_float32_bias(router: TopKRouter) -> None:
+    """Undo Float16Module's rounding of a router's expert bias."""
     router._maintain_float32_expert_bias()
 
 
 def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
-    router.router_replay = _InPlaceOfReplay(choose)
+    """Make a router use `choose` in place of its own selection of experts."""
+    router.router_replay = _ExpertChooser(choose)
 
 
-class _InPlaceOfReplay:
-    """What a router takes for its `RouterReplay`."""
+class _ExpertChooser:
+    """Stand-in for Megatron's `RouterReplay`, which replays recorded choices."""
 
     def __init__(self, choose: ExpertChoice) -> None:
         self._choose = choose
 
-    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _default: Any) -> TopK:
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _default: Any
+    ) -> TopK:
         return self._choose(scores, topk, num_groups, group_topk)

@@ -1,7 +1,9 @@
-"""The attention of a Megatron model's layers, to be compared with vLLM's (`probes.Attention`).
+"""Description of the attention of a Megatron model's layers, for comparison with vLLM's.
 
-live_attention     what the modules of this rank compute
-latent_attention   what megatron-core would build by a configuration with latent attention (MLA)
+Both functions return `probes.Attention`:
+
+    live_attention     attention of the modules on this rank
+    latent_attention   latent attention (MLA) that megatron-core builds from a configuration
 """
 
 from __future__ import annotations
@@ -25,24 +27,26 @@ _NOT_ROTATED = ("learned_absolute", "none")
 def live_attention(model: Any) -> dict[int, Attention]:
     """Return the attention of a model chunk's decoder, by index of the layer in this chunk.
 
-    Layers without attention are left out. Of a core attention that is neither megatron-core's nor
-    Transformer Engine's nothing is known but the rotation before it.
+    Layers without attention are left out. If a core attention is neither megatron-core's nor
+    Transformer Engine's, only the rotation before it is known.
     """
     attention = {}
     for index, layer in enumerate(model.decoder.layers):
         mixer = getattr(layer, "self_attention", None)
         if isinstance(mixer, MegatronAttention):
+            core = mixer.core_attention
+            softmax = getattr(core, "scale_mask_softmax", None)
             attention[index] = Attention(
-                scale=_scale(mixer.core_attention),
-                window=_window(mixer.core_attention),
-                softcap=getattr(getattr(mixer.core_attention, "scale_mask_softmax", None), "cap", None),
+                scale=_scale(core),
+                window=_window(core),
+                softcap=getattr(softmax, "cap", None),
                 rotary=_rotary(model, mixer),
             )
     return attention
 
 
 def latent_attention(config: Any) -> Attention:
-    """Return what megatron-core's latent attention computes by this MLATransformerConfig."""
+    """Return the latent attention that megatron-core computes with this MLATransformerConfig."""
     query_size = config.qk_head_dim + config.qk_pos_emb_head_dim
     score_factor = score_factor_of_yarn(config.rotary_scaling_factor, config.mscale_all_dim)
     settings = {"rotary_base": config.rotary_base, "use_cpu_initialization": True}
@@ -62,43 +66,47 @@ def latent_attention(config: Any) -> Attention:
 
 
 def rotary_of(module: Any) -> Rotary | None:
-    """Return what a rotary embedding of megatron-core's computes; None for another module."""
+    """Return the rotation of a rotary embedding of megatron-core's; None for another module."""
     if isinstance(module, YarnRotaryEmbedding):
         angles, scale = yarn_angles(module)
         return Rotary(tuple(angles.tolist()), scale)
     if isinstance(module, RotaryEmbedding):
-        # the angles of the second token: interpolation is not in `inv_freq`
-        return Rotary(tuple(module.get_freqs_non_repeated(2)[1].tolist()))
+        # The second token's angles are the frequencies; `inv_freq` lacks the interpolation.
+        angles = module.get_freqs_non_repeated(2)[1]
+        return Rotary(tuple(angles.tolist()))
     return None
 
 
 def _rotary(model: Any, mixer: MegatronAttention) -> Rotary | None:
-    """Rotation of one layer: by a module of its own, as latent attention has, else by the model's."""
-    skips = mixer.config.no_rope_freq if hasattr(mixer.config, "no_rope_freq") else None
+    """Return the rotation of a layer."""
+    # Latent attention has a rotary embedding per layer; other layers share the model's.
+    skips = getattr(mixer.config, "no_rope_freq", None)
     if model.position_embedding_type in _NOT_ROTATED and not hasattr(mixer, "rotary_pos_emb"):
         return Rotary()
     if isinstance(skips, list) and skips[mixer.layer_number - 1]:
         return Rotary()
-    return rotary_of(getattr(mixer, "rotary_pos_emb", None) or getattr(model, "rotary_pos_emb", None))
+    of_layer = getattr(mixer, "rotary_pos_emb", None)
+    return rotary_of(of_layer or getattr(model, "rotary_pos_emb", None))
 
 
 def _scale(core: torch.nn.Module) -> float | None:
-    """Factor of the attention scores; None where it cannot be read."""
+    """Return the factor of the attention scores; None if it cannot be read."""
     if isinstance(core, DotProductAttention):
-        return core.softmax_scale * (softmax_of(core).scale or 1.0)  # it may be split into two factors
+        # Megatron may split the factor between the product and the softmax.
+        return core.softmax_scale * (softmax_of(core).scale or 1.0)
     if is_of_transformer_engine(core):
-        return getattr(core, "softmax_scale", None) or getattr(
-            getattr(core, "unfused_attention", None), "softmax_scale", None
-        )
+        unfused = getattr(core, "unfused_attention", None)
+        return getattr(core, "softmax_scale", None) or getattr(unfused, "softmax_scale", None)
     return None
 
 
 def _window(core: Any) -> int | None:
-    """Tokens that a query sees; None where it sees all."""
-    own = getattr(core, "own_window", None)  # added to the mask by trainer/megatron/model_variants.py
-    sizes = (
-        softmax_of(core).window_size if isinstance(core, DotProductAttention) else getattr(core, "window_size", None)
-    )
-    if own is not None or sizes is None or sizes[0] < 0:
-        return own
+    """Return the number of tokens that a query sees; None if it sees all."""
+    # trainer/megatron/model_variants.py sets this window, and adds it to the mask.
+    mask_window = getattr(core, "own_window", None)
+    is_local = isinstance(core, DotProductAttention)
+    sizes = softmax_of(core).window_size if is_local else getattr(core, "window_size", None)
+    if mask_window is not None or sizes is None or sizes[0] < 0:
+        return mask_window
+    # Megatron counts the tokens before the query, without the query itself.
     return sizes[0] + 1

@@ -1,24 +1,25 @@
-"""A live Megatron model as the switch sees it (port `Trainer`), whoever built it, and what it says of itself.
+"""Live Megatron model as the switch uses it (port `Trainer`), and its description.
 
-What of it and its optimizer is on the device, and what becomes of it when they are offloaded:
+State of the model and its optimizer on the device, and its treatment when it is offloaded:
 
-    what                                        kind        action
+    state                                       kind        action
     DDP's parameter buffers, dense and expert   param       copy
     frozen and other parameters outside them    param       copy
     module buffers that are resharded           param       copy
-    sums of weights and LoRA                    param       drop: computed at every switch
-    megatron-core's caches, and what layers     param       rebuild: forgotten, made anew by the next forward pass
-    with experts keep of a forward pass
-    DDP's gradient buffers, and gradients that  grad        drop
-    it accumulates in float32 beside them
+    sums of weights and LoRA                    param       drop: recomputed at every switch
+    megatron-core's caches, and tensors that    param       rebuild: forgotten, and recreated by the
+    layers with experts keep of a forward pass              next forward pass
+    DDP's gradient buffers, and the gradients   grad        drop
+    that it accumulates in float32 besides
     gradients converted for main params         grad        drop
-    main params and moments                     optimizer   copy, one flat tensor per optimizer and dtype
+    main params and moments                     optimizer   copy, one flat tensor per optimizer
+                                                            and dtype
     other module buffers, rotary frequencies,   -           stay: small
     loss scale, step counters
 
-Attention masks are made anew in every forward pass, and trackers of auxiliary losses are a number per layer. The
-workspaces of Transformer Engine belong to its library and are not seen. Tests walk through model and optimizer
-(tests/harness/reachable.py): nothing else stays.
+Attention masks are recreated in every forward pass, and trackers of auxiliary losses are one number
+per layer. The workspaces of Transformer Engine belong to its library and are not visible here.
+Tests walk through model and optimizer (tests/harness/reachable.py): no other state exists.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron import forward_probe
+from hybrid_engine.backends.megatron import forward_probe, internals
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-from hybrid_engine.backends.megatron.internals import cached_embeddings, holders_of_routing, memory_buffer
+from hybrid_engine.backends.megatron.internals import (
+    cached_embeddings,
+    holders_of_routing,
+    memory_buffer,
+)
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.model_tensors import (
     ModelTensors,
@@ -56,28 +61,55 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
 from megatron_patches.buffers import iter_buffers
 from megatron_patches.errors import UnsupportedOptimizerError
-from megatron_patches.optimizers import gather_state, optimizer_members, set_weight_version, weight_version
+from megatron_patches.optimizers import (
+    gather_state,
+    optimizer_members,
+    set_weight_version,
+    weight_version,
+)
 from megatron_patches.patch import require_supported_version
-from megatron_patches.review import live_refusals
+from megatron_patches.refused_fields import live_refusals
+
+_GROUP_SIZES = {
+    "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size,
+    "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size,
+    "context_parallel_size": parallel_state.get_context_parallel_world_size,
+    "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size,
+    "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size,
+}
+"""Key of `actor_config` -> size of a process group, which is its value."""
+
+_DDP_FIELDS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+"""Keys of `actor_config` that are fields of DDP's configuration."""
+
+_DISPATCHER_CONSTANTS = frozenset(
+    {"sort_input_by_local_experts", "restore_output_by_local_experts"}
+)
+"""Tensors of a token dispatcher that do not come from a forward pass."""
 
 
 class LiveModel(GuardedState):
-    """One rank's share of a model: its weights, and what of it can leave the device. Leaves the model as it is.
+    """Share of a model on this rank: its weights, and the state that can leave the device.
+
+    Constructing it does not change the model.
 
     Args:
         chunks: model chunks in virtual-pipeline order, wrapped in DDP if they are trained.
         optimizer: None for a model that is only read.
         table: the model's name table.
-        noop_layers: positions of layers that pass their input on.
-        separate_lora: reshard LoRA beside the weights instead of added to them.
+        noop_layers: positions of layers that pass their input on unchanged.
+        separate_lora: reshard LoRA separately instead of merged into the weights.
 
     Attributes:
-        weights: what is resharded.
+        weights: the resharded weights.
 
     Raises:
-        ConfigError: for every field of Megatron's configuration that does not go with a switch.
-        UnsupportedVersionError: for a megatron-core that was not tested.
+        ConfigError: listing every field of Megatron's configuration that prevents a switch.
+        UnsupportedVersionError: this megatron-core was not tested.
     """
+
+    cannot_compute = ""
+    """Reason why the model must not run a forward pass; empty if it may."""
 
     def __init__(
         self,
@@ -88,18 +120,25 @@ class LiveModel(GuardedState):
         separate_lora: bool = False,
     ) -> None:
         require_supported_version()
-        found = live_refusals(chunks, optimizer)
-        if found:
-            raise ConfigError([Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in found])
+        violations = []
+        for refusal in live_refusals(chunks, optimizer):
+            key = f"{refusal.section}.{refusal.field}"
+            violations.append(
+                Violation(key, refusal.problem, refusal.remedy, code="refused-megatron-setting")
+            )
+        if violations:
+            raise ConfigError(violations)
         super().__init__()
         self.chunks = list(chunks)
         self.optimizer = optimizer
-        self.weights = MegatronAdaptor(
-            ModelTensors(self.chunks, table, noop_layers), "separate" if separate_lora else "merged"
-        )
+        tensors = ModelTensors(self.chunks, table, noop_layers)
+        self.weights = MegatronAdaptor(tensors, "separate" if separate_lora else "merged")
         modules = [pair for chunk in self.chunks for pair in chunk.named_modules()]
-        self._moe_layers = [(name, module) for name, module in modules if isinstance(module, MoELayer)]
+        self._moe_layers = [
+            (name, module) for name, module in modules if isinstance(module, MoELayer)
+        ]
         members = [] if optimizer is None else optimizer_members(optimizer)
+        # Megatron's optimizers take no hooks, but the torch optimizers that they call do.
         self.watch(self.chunks, [member.optimizer for _, member in members])
 
     @property
@@ -113,23 +152,27 @@ class LiveModel(GuardedState):
 
     @property
     def frozen(self) -> list[str]:
-        """Canonical tensors of this rank that are made of parameters which require no gradient now."""
-        return [name for name, origins in self.weights.origins().items() if all(map(is_frozen, origins))]
+        """Canonical tensors of this rank with source parameters that require no gradient now."""
+        origins = self.weights.origins()
+        return [name for name, tensors in origins.items() if all(map(is_frozen, tensors))]
+
+    @property
+    def process_groups(self) -> list[torch.distributed.ProcessGroup]:
+        """Process groups that Megatron has created."""
+        return internals.process_groups()
 
     def offload_items(self) -> list[OffloadItem]:
-        """See the port. Gathers optimizer state into elastic buffers once there is any."""
+        """See the port. Moves optimizer state into elastic buffers, once it exists."""
         items = [*self._parameters(), *_shared_caches(), *_left_by_forward(self._moe_layers)]
         if self.optimizer is not None:
             items += [*_gradients(self.chunks), *_optimizer_state(self.optimizer)]
         return items
 
     def _parameters(self) -> Iterator[OffloadItem]:
+        # `prepare` recomputes the contents of scratch buffers, so they need no copy.
         scratch = self.weights.scratch
         for name, tensor in self.weights.buffers().items():
             yield OffloadItem(name, "param", tensor, "drop" if name in scratch else "copy")
-
-    cannot_compute = ""
-    """Why the model is not asked to compute; empty where it is."""
 
     def probe_limits(self) -> ProbeLimits:
         if self.cannot_compute:
@@ -137,8 +180,9 @@ class LiveModel(GuardedState):
         return forward_probe.probe_limits(self.chunks, self.weights.model.table)
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """See `probes.Probed`; pending gathers finish first, and the model is in evaluation mode."""
+        """See `probes.Probed`. Finishes pending gathers first; the model is in evaluation mode."""
         self.guard(["param"])
+        # LoRA's layers add the adapters themselves, so `base` saves computing the sums.
         self.weights.base.prepare()
         return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
 
@@ -146,10 +190,11 @@ class LiveModel(GuardedState):
         return self.weights.model.attention()
 
     def computed_settings(self) -> Mapping[str, Any]:
-        return forward_probe.own_settings(unwrap_model(self.chunks[0]).config, self.weights.model.table)
+        config = config_of(self.chunks[0])
+        return forward_probe.own_settings(config, self.weights.model.table)
 
     def reload_main_params(self) -> None:
-        """Copy the model's parameters into the optimizer's main parameters, after the model's were written."""
+        """Copy the model's parameters, after a write, into the optimizer's main parameters."""
         self.guard(KINDS)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
@@ -163,32 +208,41 @@ def live_model(
     num_steps: int = 0,
     noop_layers: Sequence[int] = (),
 ) -> LiveModel:
-    """A `LiveModel` of what somebody else has built. Its weights outside of DDP's buffers move, with their values.
+    """Return a `LiveModel` of a model that other code has built.
 
-    `num_steps`: optimizer steps that the weights have taken. Other arguments and errors as of `LiveModel`.
+    Moves its weights outside DDP's buffers, with their values, into shared memory.
+
+    Args:
+        chunks, optimizer, table, noop_layers: see `LiveModel`, also for errors.
+        num_steps: optimizer steps that the weights have taken.
+
+    Raises:
+        ModelError: parameters cannot be moved; see `move_loose_parameters`.
     """
     move_loose_parameters([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])
     keep_expert_bias_in_float32(chunks)
+    # After the biases have their final dtype, for which they get new storage.
     move_published_buffers(chunks, table)
     if optimizer is not None:
         set_weight_version(optimizer, num_steps)
     return LiveModel(chunks, optimizer, table, noop_layers)
 
 
-# -- what can leave the device -----------------------------------------------------------------------------------------
-
-
-_CONSTANTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}  # of a token dispatcher
+# -- state that can leave the device ---------------------------------------------------------------
 
 
 def _left_by_forward(layers: Sequence[tuple[str, MoELayer]]) -> Iterator[OffloadItem]:
-    """What layers with experts keep of their last forward pass (routing maps, probabilities, permutations)."""
+    """Yield the tensors that layers with experts keep of their last forward pass.
+
+    They are routing maps, probabilities and permutations.
+    """
     for index, (name, layer) in enumerate(layers):
         for holder in holders_of_routing(layer):
             for key, value in vars(holder).items():
-                if isinstance(value, torch.Tensor) and key not in _CONSTANTS:
+                if isinstance(value, torch.Tensor) and key not in _DISPATCHER_CONSTANTS:
                     owner = f"layer {index} with experts, {name}: {type(holder).__name__}.{key}"
-                    yield OffloadItem(owner, "param", value, "rebuild", partial(setattr, holder, key, None))
+                    forget = partial(setattr, holder, key, None)
+                    yield OffloadItem(owner, "param", value, "rebuild", forget)
 
 
 def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
@@ -204,17 +258,20 @@ def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
     for number, buffer in enumerate(gathered.buffers):
         owner = f"{buffer.path}main params and moments, {dtype_name(buffer.tensor)}, {number}"
         yield OffloadItem(owner, "optimizer", buffer.tensor)
-    for found in gathered.outside:
-        owner = f"{found.path}.{found.key}"
-        if found.kind == "main_grad":
-            yield OffloadItem(owner, "grad", found.tensor, "drop")
+    for outside in gathered.outside:
+        owner = f"{outside.path}.{outside.key}"
+        if outside.kind == "main_grad":
+            yield OffloadItem(owner, "grad", outside.tensor, "drop")
         else:
-            yield OffloadItem(owner, "optimizer", found.tensor)
+            yield OffloadItem(owner, "optimizer", outside.tensor)
 
 
 def _shared_caches() -> Iterator[OffloadItem]:
-    """What megatron-core keeps between steps to save time, for all models of the process: scratch memory for gathered
-    activations and scores, and rotary embeddings by sequence length."""
+    """Yield megatron-core's caches for all models of the process.
+
+    They are scratch memory for gathered activations and scores, and rotary embeddings by sequence
+    length.
+    """
     scratch = memory_buffer()
     for (name, _), tensor in scratch.items():
         owner = f"megatron-core's memory buffer {name}, {dtype_name(tensor)}"
@@ -223,42 +280,42 @@ def _shared_caches() -> Iterator[OffloadItem]:
         yield OffloadItem(owner, "param", tensor, "rebuild", forget)
 
 
-# -- what it says of itself --------------------------------------------------------------------------------------------
-
-
-_GROUPS = {
-    "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size,
-    "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size,
-    "context_parallel_size": parallel_state.get_context_parallel_world_size,
-    "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size,
-    "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size,
-}
-"""Keys of `actor_config` whose value is the size of a group."""
-
-_OF_DDP = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+# -- description of the model ----------------------------------------------------------------------
 
 
 def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation]:
-    """Arguments that are not a Megatron model in DDP, and optimizers that cannot be driven."""
+    """Yield a violation for each argument that is not a Megatron model or a supported optimizer."""
     if not chunks:
-        yield Violation("model_chunks", "is empty", "Pass the model chunks of this rank")
+        remedy = "Pass the model chunks of this rank"
+        yield Violation("model_chunks", "is empty", remedy, code="no-chunks")
     for index, chunk in enumerate(chunks):
-        key, kind = f"model_chunks[{index}]", type(chunk).__name__
-        inside = unwrap_model(chunk) if isinstance(chunk, torch.nn.Module) else chunk
-        if not isinstance(inside, LanguageModule):
-            remedy = "Pass a GPTModel or HybridModel of megatron-core, wrapped in its DistributedDataParallel"
-            yield Violation(key, f"is a {kind} around a {type(inside).__name__}", remedy)
+        key = f"model_chunks[{index}]"
+        kind = type(chunk).__name__
+        model = unwrap_model(chunk) if isinstance(chunk, torch.nn.Module) else chunk
+        if not isinstance(model, LanguageModule):
+            problem = f"is a {kind} around a {type(model).__name__}"
+            remedy = (
+                "Pass a GPTModel or HybridModel of megatron-core, wrapped in its "
+                "DistributedDataParallel"
+            )
+            yield Violation(key, problem, remedy, code="not-a-megatron-model")
         elif optimizer is not None and not isinstance(chunk, DistributedDataParallel):
-            remedy = "Wrap it in megatron.core.distributed.DistributedDataParallel, or pass optimizer=None to read only"
-            yield Violation(key, f"is a {kind} without DDP, and there is an optimizer", remedy)
+            problem = f"is a {kind} without DDP, but `optimizer` is given"
+            remedy = (
+                "Wrap it in megatron.core.distributed.DistributedDataParallel, or pass "
+                "optimizer=None to read only"
+            )
+            yield Violation(key, problem, remedy, code="not-in-ddp")
     if not parallel_state.model_parallel_is_initialized():
+        problem = "Megatron's process groups do not exist"
         remedy = "Call megatron.core.parallel_state.initialize_model_parallel() first"
-        yield Violation("model_chunks", "Megatron has no process groups", remedy)
+        yield Violation("model_chunks", problem, remedy, code="no-process-groups")
     if optimizer is not None:
         try:
             optimizer_members(optimizer)
         except UnsupportedOptimizerError as error:
-            yield Violation("optimizer", str(error), "Make it with megatron.core.optimizer.get_megatron_optimizer()")
+            remedy = "Create it with megatron.core.optimizer.get_megatron_optimizer()"
+            yield Violation("optimizer", str(error), remedy, code="unsupported-optimizer")
 
 
 def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
@@ -275,31 +332,40 @@ def config_of(chunk: torch.nn.Module) -> TransformerConfig:
 
 
 def own_class(chunk: torch.nn.Module) -> str | None:
-    """The class of the model where it is none of megatron-core's."""
+    """Return the qualified class name of a model; None for a class of megatron-core."""
     kind = type(unwrap_model(chunk))
-    return None if kind.__module__.startswith("megatron.core.") else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.startswith("megatron.core."):
+        return None
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def actor_values(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """`actor_config` as these chunks and Megatron's process groups have it."""
-    model, config = unwrap_model(chunks[0]), config_of(chunks[0])
-    values = {size.key: getattr(config, size.model, size.default) for size in sizes_of(TrainParallelism) if size.model}
-    values |= {key: size_of_group() for key, size_of_group in _GROUPS.items()}
+    """Return the values of `actor_config` that these chunks and Megatron's process groups have."""
+    model = unwrap_model(chunks[0])
+    config = config_of(chunks[0])
+    values = {
+        size.key: getattr(config, size.model, size.default)
+        for size in sizes_of(TrainParallelism)
+        if size.model
+    }
+    values |= {key: group_size() for key, group_size in _GROUP_SIZES.items()}
+    # Megatron creates this group for dense models also.
     if config.num_moe_experts is None:
         values["expert_tensor_parallel_size"] = None
     layout = values["pipeline_model_parallel_layout"]
     values["pipeline_model_parallel_layout"] = None if layout is None else str(layout)
-    has_own_count = layout is None and len(chunks) > 1
-    values["virtual_pipeline_model_parallel_size"] = len(chunks) if has_own_count else None
+    # A layout already determines the number of virtual stages.
+    has_virtual_stages = layout is None and len(chunks) > 1
+    values["virtual_pipeline_model_parallel_size"] = len(chunks) if has_virtual_stages else None
     values["hybrid_layer_pattern"] = getattr(model, "hybrid_layer_pattern", None)
     values["sequence_parallel"] = config.sequence_parallel
     values["params_dtype"] = dtype_name(next(model.parameters()))
     ddp = getattr(chunks[0], "ddp_config", None)
-    return values | {name: getattr(ddp, name) for name in _OF_DDP if ddp is not None}
+    return values | {name: getattr(ddp, name) for name in _DDP_FIELDS if ddp is not None}
 
 
 def model_arguments(chunk: torch.nn.Module) -> Namespace:
-    """What the model was built with beside its configuration, by the names of Megatron's arguments."""
+    """Return the arguments of a model besides its configuration, by names of Megatron's options."""
     model = unwrap_model(chunk)
     return Namespace(
         position_embedding_type=model.position_embedding_type,

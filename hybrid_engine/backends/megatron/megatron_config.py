@@ -1,20 +1,23 @@
-"""Megatron's configuration objects from ours.
+"""Construction of Megatron's configuration objects from the engine's configuration.
 
-Fused kernels and recomputation are on where a GPU is and what they need, by Megatron's own conditions:
+Fused kernels and recomputation are on if there is a GPU and Megatron's own conditions hold:
 
-    setting                        needs                           left out
-    bias_activation_fusion         SwiGLU                          GELU: the kernel's is the tanh approximation
+    setting                        needs                   off for
+    bias_activation_fusion         SwiGLU                  GELU: the kernel computes the tanh
+                                                           approximation
     bias_dropout_fusion            nothing
-    gradient_accumulation_fusion   apex, also with Transformer Engine: the output layer is Megatron's own
-    apply_rope_fusion              Transformer Engine              latent attention, interleaved rotation
-    recompute_granularity          no Transformer Engine           with it attention keeps no scores
+    gradient_accumulation_fusion   apex, even with Transformer Engine, because the output layer is
+                                   megatron-core's
+    apply_rope_fusion              Transformer Engine      latent attention, interleaved rotation
+    recompute_granularity          no Transformer Engine, whose attention stores no scores
 
-masked_softmax_fusion stays off: its kernels ignore sliding windows, and with Transformer Engine there are no scores.
-persist_layer_norm stays off: without apex Megatron's norms refuse it. cross_entropy_loss_fusion stays off: its backward
-pass rounds to bfloat16 whatever the dtype, and it is compiled anew for other lengths. Kernels for experts
-(moe_permute_fusion, moe_router_fusion) ask for recent versions of Transformer Engine. `actor_config.overrides` turns
-all of them on and off, and `recompute_granularity` comes before what is said here. **None that needs Transformer
-Engine or apex has run on hardware.**
+Three settings stay off. masked_softmax_fusion: its kernels ignore sliding windows, and with
+Transformer Engine there are no scores. persist_layer_norm: without apex Megatron's norms refuse it.
+cross_entropy_loss_fusion: its backward pass rounds to bfloat16 in every dtype, and it is recompiled
+for other lengths. Kernels for experts (moe_permute_fusion, moe_router_fusion) need recent versions
+of Transformer Engine. `actor_config.overrides` turns each of these on or off, and
+`actor_config.recompute_granularity` takes precedence over the table. **No setting that needs
+Transformer Engine or apex has run on hardware.**
 """
 
 from __future__ import annotations
@@ -48,23 +51,31 @@ ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-"""Activation functions by the names that the tables use."""
+"""Name of an activation function in a name table -> function."""
 
 _NEED_TRANSFORMER_ENGINE = frozenset({"layernorm", "mla_up_proj", "moe_act"})
-"""Modules whose outputs megatron-core's CheckpointWithoutOutput discards, which looks for fp8 even where there is none.
+"""Recomputable modules that use megatron-core's CheckpointWithoutOutput.
+
+It queries Transformer Engine's fp8 state even if no layer uses fp8.
 """
+
+_Config = TypeVar("_Config")
 
 
 def has_transformer_engine() -> bool:
-    """Whether layers are built of Transformer Engine's modules: with a GPU and the package; else of megatron-core's."""
+    """Return True if layers are built from Transformer Engine's modules, not from megatron-core's.
+
+    They need a GPU and the package.
+    """
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 def train_sizes(actor: ActorConfig, world_size: int) -> TrainParallelism:
-    """The parallel sizes, with the virtual stages that an explicit layout or a hybrid pattern implies."""
+    """Return the parallel sizes, with virtual stages implied by a layout or a hybrid pattern."""
     sizes = actor.sizes(world_size)
     if sizes.pipeline_layout is not None:
-        num_chunks = PipelineParallelLayerLayout.get_num_stages_from_str(sizes.pipeline_layout) // sizes.pipeline
+        num_stages = PipelineParallelLayerLayout.get_num_stages_from_str(sizes.pipeline_layout)
+        num_chunks = num_stages // sizes.pipeline
     elif sizes.hybrid_layer_pattern is not None:
         num_chunks = num_hybrid_chunks(sizes.hybrid_layer_pattern, sizes.pipeline)
     else:
@@ -74,81 +85,109 @@ def train_sizes(actor: ActorConfig, world_size: int) -> TrainParallelism:
 
 @dataclass(frozen=True)
 class MegatronConfigs:
-    """All that a model, its DDP and its optimizer are configured by."""
+    """Configuration of a model, its DDP and its optimizer."""
 
     transformer: TransformerConfig
     ddp: DistributedDataParallelConfig
     optimizer: OptimizerConfig
 
 
-def megatron_configs(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> MegatronConfigs:
-    """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks, and for
-    what Megatron itself refuses."""
-    refused: list[Violation] = []
+def megatron_configs(
+    actor: ActorConfig, sizes: TrainParallelism, table: ModelTable
+) -> MegatronConfigs:
+    """Return Megatron's configuration of the model in this layout.
 
-    def built(part: str, build: Callable[[], _Config]) -> _Config | None:
+    Raises:
+        ConfigError: listing every setting that the model needs and this megatron-core lacks, and
+            every part that Megatron itself refuses.
+    """
+    violations: list[Violation] = []
+
+    def build(part: str, construct: Callable[[], _Config]) -> _Config | None:
         try:
-            return build()
+            return construct()
         except ConfigError as error:
-            refused.extend(error.findings)
-        except (AssertionError, ValueError) as error:  # of a __post_init__
-            key = f"actor_config.overrides.{part}" if getattr(actor.overrides, part) else "actor_config"
-            remedy = "Change what it names"
-            refused.append(Violation(key, f"Megatron's {type(error).__name__}: {error}", remedy))
+            violations.extend(error.findings)
+        # Megatron's `__post_init__` raises these.
+        except (AssertionError, ValueError) as error:
+            has_overrides = bool(getattr(actor.overrides, part))
+            key = f"actor_config.overrides.{part}" if has_overrides else "actor_config"
+            problem = f"Megatron's {type(error).__name__}: {error}"
+            remedy = "Change the setting that the message names"
+            violations.append(Violation(key, problem, remedy, code="refused-by-megatron"))
         return None
 
-    transformer = built("transformer", lambda: transformer_config(actor, sizes, table))
-    ddp = built("ddp", lambda: ddp_config(actor))
-    optimizer = built("optimizer", lambda: optimizer_config(actor))
+    transformer = build("transformer", lambda: transformer_config(actor, sizes, table))
+    ddp = build("ddp", lambda: ddp_config(actor))
+    optimizer = build("optimizer", lambda: optimizer_config(actor))
     if transformer is None or ddp is None or optimizer is None:
-        raise ConfigError(refused)
+        raise ConfigError(violations)
     return MegatronConfigs(transformer, ddp, optimizer)
 
 
-def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> TransformerConfig:
-    """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks."""
+def transformer_config(
+    actor: ActorConfig, sizes: TrainParallelism, table: ModelTable
+) -> TransformerConfig:
+    """Return the TransformerConfig of the model in this layout.
+
+    Raises:
+        ConfigError: the model needs a setting that this megatron-core lacks, or recomputation needs
+            Transformer Engine.
+        ValueError: an override names a field of another class, or Megatron refuses a value.
+        AssertionError: Megatron refuses a value.
+    """
     if sizes.hybrid_layer_pattern is not None:
         _require_hybrid_model()
+    is_cuda = torch.cuda.is_available()
     dtype = getattr(torch, actor.params_dtype)
-    settings = {**table.transformer, **_size_settings(sizes, table), **_expert_settings(sizes, table)}
+    settings = {
+        **table.transformer,
+        **_size_settings(sizes, table),
+        **_expert_settings(sizes, table),
+    }
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
+    fusion = fusion_settings(settings, is_cuda=is_cuda, with_te=has_transformer_engine())
     return _config_of(
         _class_for(settings),
         actor.overrides.transformer,
         **settings,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # what a rank holds does not depend on it, and megatron-core's own attention refuses more: config/loading.py
+        # The weights of a rank do not depend on context parallelism, and megatron-core's own
+        # attention refuses more than 1; see config/loading.py.
         context_parallel_size=1,
         sequence_parallel=actor.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        **{
-            **fusion_settings(settings, is_cuda=torch.cuda.is_available(), with_te=has_transformer_engine()),
-            **_recomputation(actor),
-        },
+        use_cpu_initialization=not is_cuda,
+        # The configured recomputation overrides the default of `fusion_settings`.
+        **{**fusion, **_recomputation(actor)},
     )
 
 
 def described_config(table: ModelTable) -> TransformerConfig:
-    """Configuration of the table's model, all else at Megatron's defaults: others that compute it agree with this one.
+    """Return the configuration of the table's model, with Megatron's defaults for all else.
 
-    Raises ConfigError for what the model needs and this megatron-core lacks or refuses.
+    A model that computes the same function has the same values in its configuration.
+
+    Raises:
+        ConfigError: this megatron-core lacks a setting that the model needs, or refuses a value.
     """
-    settings = {**table.transformer, "activation_func": ACTIVATIONS.get(table.transformer["activation_func"])}
+    activation = ACTIVATIONS.get(table.transformer["activation_func"])
+    settings = {**table.transformer, "activation_func": activation}
     config_class = _class_for(settings)
     try:
         return config_class(**settings)
-    except (AssertionError, ValueError) as error:  # of a __post_init__
+    except (AssertionError, ValueError) as error:  # from a `__post_init__`
         problem = f"Megatron's {type(error).__name__}: {error}"
-        raise ConfigError([Violation("model", problem, "Choose another model")]) from error
+        violation = Violation("model", problem, "Choose another model", code="refused-by-megatron")
+        raise ConfigError([violation]) from error
 
 
 def ddp_config(actor: ActorConfig) -> DistributedDataParallelConfig:
-    """Of the flat buffers: gradients are reduced in float32."""
+    """Return the configuration of DDP and its flat buffers; gradients are reduced in float32."""
     return _config_of(
         DistributedDataParallelConfig,
         actor.overrides.ddp,
@@ -160,8 +199,9 @@ def ddp_config(actor: ActorConfig) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
-    """Of Adam in the training dtype."""
-    dtype, schedule = getattr(torch, actor.params_dtype), actor.optimizer.schedule
+    """Return the configuration of Adam in the training dtype."""
+    dtype = getattr(torch, actor.params_dtype)
+    schedule = actor.optimizer.schedule
     return _config_of(
         OptimizerConfig,
         actor.overrides.optimizer,
@@ -181,8 +221,13 @@ def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
     )
 
 
-def param_scheduler(optimizer: MegatronOptimizer, config: OurOptimizerConfig) -> OptimizerParamScheduler | None:
-    """Megatron's own scheduler of learning rate and weight decay, whose steps are updates; None without a schedule."""
+def param_scheduler(
+    optimizer: MegatronOptimizer, config: OurOptimizerConfig
+) -> OptimizerParamScheduler | None:
+    """Return Megatron's scheduler of learning rate and weight decay; None without a schedule.
+
+    One step of the scheduler is one update of the weights.
+    """
     schedule = config.schedule
     if schedule is None:
         return None
@@ -205,21 +250,30 @@ def param_scheduler(optimizer: MegatronOptimizer, config: OurOptimizerConfig) ->
     )
 
 
-_Config = TypeVar("_Config")
+def _config_of(
+    config_class: type[_Config], overrides: Mapping[str, Any], **settings: Any
+) -> _Config:
+    """Return a Megatron configuration of `settings`, in which `overrides` take precedence.
 
+    Overrides give dtypes and members of enums by name.
 
-def _config_of(config_class: type[_Config], overrides: Mapping[str, Any], **settings: Any) -> _Config:
-    """A configuration of Megatron, overrides first; they name dtypes and members of enums."""
+    Raises:
+        ValueError: `config_class` has no field of an override's name.
+    """
     if not overrides:
         return config_class(**settings)
     hints = get_type_hints(config_class)
-    if unknown := sorted(overrides.keys() - hints.keys()):  # of a subclass, for models of another kind
+    # Fields of a subclass, for another kind of model, are unknown to this one.
+    unknown = sorted(overrides.keys() - hints.keys())
+    if unknown:
         raise ValueError(f"{config_class.__name__} has no {', '.join(unknown)}")
-    return config_class(**{**settings, **{name: _object_of(value, hints[name]) for name, value in overrides.items()}})
+    for name, value in overrides.items():
+        settings[name] = _override_value(value, hints[name])
+    return config_class(**settings)
 
 
-def _object_of(value: Any, hint: Any) -> Any:
-    """What a name stands for in a field of this type."""
+def _override_value(value: Any, hint: Any) -> Any:
+    """Return the dtype or enum member that `value` names, if a field with this type takes one."""
     kinds = [hint, *get_args(hint)]
     if not isinstance(value, str) or str in kinds:
         return value
@@ -230,35 +284,60 @@ def _object_of(value: Any, hint: Any) -> Any:
 
 
 def _recomputation(actor: ActorConfig) -> dict[str, Any]:
-    """What is computed again, where the configuration says so. Raises ConfigError for what needs another package."""
+    """Return the configured recomputation settings.
+
+    Raises:
+        ConfigError: a module to recompute needs Transformer Engine, which is not used.
+    """
     if actor.recompute_granularity is None:
         return {}
-    lacking = _NEED_TRANSFORMER_ENGINE.intersection(actor.recompute_modules or ())
+    modules = actor.recompute_modules
+    lacking = _NEED_TRANSFORMER_ENGINE.intersection(modules or ())
     if lacking and not has_transformer_engine():
-        problem = f"{', '.join(sorted(lacking))}: megatron-core recomputes it with Transformer Engine alone"
-        raise ConfigError([Violation("actor_config.recompute_modules", problem, "Install it, or leave it out")])
+        names = ", ".join(sorted(lacking))
+        violation = Violation(
+            "actor_config.recompute_modules",
+            f"{names}: megatron-core recomputes it only with Transformer Engine",
+            "Install transformer_engine, or remove the module from the list",
+            code="needs-transformer-engine",
+        )
+        raise ConfigError([violation])
     return {
         "recompute_granularity": actor.recompute_granularity,
         "recompute_method": actor.recompute_method,
         "recompute_num_layers": actor.recompute_num_layers,
-        "recompute_modules": None if actor.recompute_modules is None else list(actor.recompute_modules),
+        "recompute_modules": None if modules is None else list(modules),
     }
 
 
 def _require_hybrid_model() -> None:
+    """Raise ConfigError if this megatron-core's HybridModel lacks layers that patterns may have."""
     installed = megatron.core.__version__
     if Version(installed) < Version("0.19"):
-        problem = f"megatron-core {installed} has no HybridModel of all these layers"
-        raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, "Install 0.19 or later")])
+        violation = Violation(
+            "actor_config.hybrid_layer_pattern",
+            f"megatron-core {installed} has no HybridModel with all layer types of the pattern",
+            "Install 0.19 or later",
+            code="megatron-core-too-old",
+        )
+        raise ConfigError([violation])
 
 
 def _class_for(settings: Mapping[str, Any]) -> type[TransformerConfig]:
-    """Raise ConfigError unless it has a field for each of the settings."""
-    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    """Return the configuration class of a model with these settings.
+
+    Raises:
+        ConfigError: the installed class lacks a field for some of the settings.
+    """
+    is_latent = settings.get("multi_latent_attention")
+    config_class = MLATransformerConfig if is_latent else TransformerConfig
     unknown = sorted(settings.keys() - {field.name for field in fields(config_class)})
     if unknown:
-        problem = f"needs {', '.join(unknown)}, which megatron-core {megatron.core.__version__} does not have"
-        raise ConfigError([Violation("model", problem, "install a later megatron-core")])
+        installed = megatron.core.__version__
+        problem = f"needs {', '.join(unknown)}, which megatron-core {installed} does not have"
+        remedy = "Install a later megatron-core"
+        violation = Violation("model", problem, remedy, code="megatron-core-too-old")
+        raise ConfigError([violation])
     return config_class
 
 
@@ -267,51 +346,58 @@ def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]
         **named(sizes, "model"),
         "num_layers": _num_positions(sizes, table),
         "mtp_num_layers": table.dims.num_mtp_layers or None,
-        # with two stages the previous and the next rank are one, and batched sends of interleaved stages would be
-        # matched with each other's receives
+        # With two stages the previous rank is also the next one, so batched sends of interleaved
+        # stages would match the wrong receives.
         "overlap_p2p_comm": sizes.virtual_pipeline is not None,
         "batch_p2p_comm": sizes.virtual_pipeline is None,
     }
 
 
 def _num_positions(sizes: TrainParallelism, table: ModelTable) -> int:
+    """Return the number of layers as Megatron counts them."""
+    # A HybridModel counts attention and MLP of a decoder layer as two layers.
     if sizes.hybrid_layer_pattern is not None:
         return 2 * table.dims.num_layers
     return table.dims.num_layers + len(sizes.noop_layers)
 
 
 def _expert_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
-    """Which layers have experts and how these run; nothing for a dense model."""
+    """Return the settings of layers with experts; none for a dense model."""
     if not table.dims.num_experts:
         return {}
     if sizes.hybrid_layer_pattern is not None:
-        with_experts = [int(has) for has in has_experts(sizes.hybrid_layer_pattern)]
+        layer_freq = [int(has) for has in has_experts(sizes.hybrid_layer_pattern)]
     else:
-        by_layer = iter(table.transformer["moe_layer_freq"])  # of the checkpoint; Megatron counts no-op layers
-        positions = range(_num_positions(sizes, table))
-        with_experts = [0 if position in sizes.noop_layers else next(by_layer) for position in positions]
+        # The table counts the layers of the checkpoint, Megatron also layers that do nothing.
+        in_checkpoint = iter(table.transformer["moe_layer_freq"])
+        layer_freq = []
+        for position in range(_num_positions(sizes, table)):
+            is_noop = position in sizes.noop_layers
+            layer_freq.append(0 if is_noop else next(in_checkpoint))
     return {
-        "moe_layer_freq": with_experts,
+        "moe_layer_freq": layer_freq,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": has_transformer_engine(),
     }
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
-    """Rotary frequencies in radians per token, scaled; see `RotaryScaling`.
+    """Return the scaled rotary frequencies, in radians per token; see `RotaryScaling`.
 
-    megatron-core has the llama3 rule for one set of numbers only. Source: the formulas of Llama 3.1's reference model.
+    megatron-core implements the llama3 rule for one set of numbers only. Source: the formulas of
+    Llama 3.1's reference model.
     """
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    # frequencies that turn often over the original context are kept, slow ones divided, those in between interpolated
+    # Frequencies with many turns within the original context stay, frequencies with few are
+    # divided by the factor, and the rest are interpolated.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-_OFF: dict[str, Any] = {
+_ALL_OFF: dict[str, Any] = {
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "masked_softmax_fusion": False,
@@ -322,23 +408,24 @@ _OFF: dict[str, Any] = {
 
 
 def fusion_settings(settings: Mapping[str, Any], *, is_cuda: bool, with_te: bool) -> dict[str, Any]:
-    """What of the table above is on.
+    """Return the fusion and recomputation settings of the module's table.
 
     Args:
-        settings: of Megatron's configuration that follow from the model.
-        is_cuda: the model is on a GPU; elsewhere everything is off.
+        settings: Megatron's settings that follow from the model.
+        is_cuda: the model is on a GPU; otherwise everything is off.
         with_te: layers are Transformer Engine's.
     """
     if not is_cuda:
-        return _OFF
-    is_latent, is_interleaved = settings.get("multi_latent_attention"), settings.get("rotary_interleaved")
-    on = {
-        "bias_activation_fusion": settings["activation_func"] is torch.nn.functional.silu
-        and bool(settings.get("gated_linear_unit")),
+        return _ALL_OFF
+    is_silu = settings["activation_func"] is torch.nn.functional.silu
+    is_latent = settings.get("multi_latent_attention")
+    is_interleaved = settings.get("rotary_interleaved")
+    enabled = {
+        "bias_activation_fusion": is_silu and bool(settings.get("gated_linear_unit")),
         "bias_dropout_fusion": True,
         "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "apply_rope_fusion": with_te and not is_latent and not is_interleaved,
     }
-    # a backward pass computes the scores of one layer again, in place of keeping those of all
-    scores = {} if with_te else {"recompute_granularity": "selective"}
-    return _OFF | on | scores
+    # Recompute the scores of a layer in its backward pass, instead of storing them for all layers.
+    recomputation = {} if with_te else {"recompute_granularity": "selective"}
+    return _ALL_OFF | enabled | recomputation

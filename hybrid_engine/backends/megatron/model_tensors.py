@@ -1,7 +1,8 @@
-"""The tensors of a Megatron model on one rank: their names in the whole model, and the flat buffers they lie in.
+"""Tensors of a Megatron model on one rank: their global names, and the flat buffers that hold them.
 
-Weights outside of DDP's buffers are moved into elastic memory, which peers on the host can map. An optimizer may be
-there already: to these weights Megatron's refer by their parameters alone, not by views.
+Weights outside DDP's buffers move into elastic memory, which peers on the host can map. The
+optimizer may exist already, because Megatron's optimizers refer to these weights as parameters, not
+as views.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 
 import torch
 from megatron.core import parallel_state
@@ -32,10 +33,21 @@ from hybrid_engine.probes import Attention
 from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.patch import require_supported_version
 
+_GROUPED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
+"""All experts of a rank in one parameter: `moe_single_grouped_weight`."""
+
+_EXPERT = re.compile(
+    r"(?<=^local_experts\.)\d+(?=\.)|(?<=^linear_fc[12]\.weight)\d+$|(?<=^linear_fc[12]\.bias)\d+$"
+)
+"""Number of an expert in a parameter's name, after the name of the module of all experts.
+
+megatron-core's own experts are `local_experts.N.`, Transformer Engine's `linear_fc1.weightN`.
+"""
+
 
 @dataclass(frozen=True)
 class Home:
-    """Where a tensor starts: element `offset` of flat buffer `buffer`."""
+    """Start of a tensor: element `offset` of flat buffer `buffer`."""
 
     buffer: str
     offset: int
@@ -43,12 +55,14 @@ class Home:
 
 @dataclass(frozen=True)
 class Member:
-    """One weight in a parameter, which is all of it unless Transformer Engine keeps several experts as one.
+    """Weight in a parameter.
+
+    A parameter is one weight, unless Transformer Engine stores several experts in one parameter.
 
     Attributes:
-        name: with global numbers, as if the weight was a parameter.
+        name: global name, as if the weight were a parameter.
         start: its first element, counted from the parameter's first.
-        shape, strides: of the weight.
+        shape, strides: of the weight, in elements.
     """
 
     name: str
@@ -63,30 +77,37 @@ class ModelTensors:
     Args:
         chunks: in virtual-pipeline order, with or without DDP and precision wrappers.
         table: the model's name table.
-        noop_layers: positions (from 0) of layers that pass their input on; a checkpoint does not count them.
+        noop_layers: positions (from 0) of layers that pass their input on unchanged; a checkpoint
+            does not count them.
 
     Attributes:
-        table: the name table, packed as Megatron is configured to.
-        rank: of this process in the job.
-        parts: which part of how many this rank holds of a tensor that is split over each kind of ranks. Read once:
-            another model's parallel state may be Megatron's present one later.
-        flat_buffers: live 1-D storage by name: DDP's flat buffers, and one of its own for every other tensor.
-        homes: where each tensor lies in them.
+        table: the name table, packed as Megatron is configured to pack.
+        rank: this process in the job.
+        parts: (index, number of parts) of this rank, per kind of ranks that tensors are split over.
+            Read once, because Megatron's parallel state may belong to another model later.
+        flat_buffers: live 1-D storage by name: DDP's flat buffers, and a separate one for every
+            other tensor.
+        homes: location of each tensor in `flat_buffers`.
 
-    Layer and expert numbers are read off the live modules (`layer_number`, `local_expert_indices`), so uneven and
-    virtual pipeline stages and expert parallelism need no arithmetic here.
+    Layer and expert numbers come from the live modules (`layer_number`, `local_expert_indices`), so
+    uneven and virtual pipeline stages and expert parallelism need no arithmetic here.
 
     Raises:
-        UnsupportedVersionError: for a megatron-core that was not tested, unless `megatron_patches.apply` accepted it.
-        ModelError: for a HybridModel of other layers than attention and MLP in turn.
+        UnsupportedVersionError: this megatron-core was not tested, and `megatron_patches.apply` has
+            not accepted it.
+        ModelError: a HybridModel has other layers than alternating attention and MLP.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()
+    ) -> None:
         require_supported_version()
         self.chunks = list(chunks)
         self.table = _as_laid_out(table, self.chunks)
         self.noop_layers = frozenset(noop_layers)
-        self._in_lora_layers = {each for layer in wrapped_layers(self.chunks) for each in layer.parameters()}
+        self._in_lora_layers = {
+            parameter for layer in wrapped_layers(self.chunks) for parameter in layer.parameters()
+        }
         self.rank = torch.distributed.get_rank()
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         expert_group = parallel_state.get_expert_tensor_parallel_group()
@@ -97,29 +118,33 @@ class ModelTensors:
         }
         self.flat_buffers: dict[str, torch.Tensor] = {}
         self.homes: dict[torch.Tensor, Home] = {}
-        self._grouped = {
-            names.of(name): experts
-            for model, names in self._models()
-            for name, _ in model.named_parameters()
-            if _GROUPED.search(name) and (experts := names.experts_of(name))
-        }
-        self._find_storage()
+        # Global name of a grouped parameter -> numbers of its experts.
+        self._grouped: dict[str, Sequence[int]] = {}
+        for model, names in self._models():
+            for name, _ in model.named_parameters():
+                if _GROUPED.search(name) and (experts := names.experts_of(name)):
+                    self._grouped[names.of(name)] = experts
+        self._locate_storage()
 
     @property
     def ddp_chunks(self) -> list[DistributedDataParallel]:
-        """Those of the chunks that are wrapped in DDP: all of a model that is trained."""
+        """Chunks wrapped in DDP: all chunks of a model that is trained, none of a frozen one."""
         return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(Megatron name with global layer and expert numbers, parameter); shared parameters once a chunk."""
+        """Yield (Megatron name with global layer and expert numbers, parameter).
+
+        A shared parameter comes once per chunk.
+        """
         for model, names in self._models():
             for name, parameter in model.named_parameters():
                 yield names.of(name), parameter
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters but LoRA's, and the persistent buffers that the name table knows (a router's expert bias).
+        """Yield (global name, tensor) of parameters except LoRA's, and of `named_buffers`.
 
-        Another library's adapters, which nobody here would add, keep their names, and those are in no table.
+        Adapters of another library keep their names. These are in no name table, so the model is
+        refused instead of resharded without its adapters.
         """
         for name, parameter in self.named_parameters():
             if parameter not in self._in_lora_layers:
@@ -129,21 +154,28 @@ class ModelTensors:
         yield from self.named_buffers()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The persistent buffers that the name table knows; training changes them beside its optimizer."""
+        """Yield (global name, tensor) of persistent buffers in the name table (expert biases).
+
+        Training changes them without the optimizer.
+        """
         for model, names in self._models():
             for local_name, tensor in model.named_buffers():
-                if self.table.match(name := names.of(local_name)) is not None:
+                name = names.of(local_name)
+                if self.table.match(name) is not None:
                     yield name, tensor
 
     def named_lora(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        own = self._in_lora_layers
-        return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name and parameter in own)
+        """Yield (global name, parameter) of the engine's LoRA matrices."""
+        for name, parameter in self.named_parameters():
+            if LORA in name and parameter in self._in_lora_layers:
+                yield name, parameter
 
     def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
-        """The weights that one of `named_weights` holds."""
+        """Return the weights in a tensor of `named_weights`."""
         experts = self._grouped.get(name)
         if experts is None:
             return [Member(name, 0, tuple(tensor.shape), tensor.stride())]
+        # The first dim of a grouped parameter counts the experts.
         _, *shape = tensor.shape
         step, *strides = tensor.stride()
         return [
@@ -152,11 +184,11 @@ class ModelTensors:
         ]
 
     def moved(self) -> list[str]:
-        """Names of the weights that no longer lie where `homes` says."""
+        """Return the names of weights that have left their location in `homes`."""
         return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
 
     def attention(self) -> dict[int, Attention]:
-        """The attention of this rank's decoder layers, by layer number in the checkpoint."""
+        """Return the attention of this rank's decoder layers, by layer number in the checkpoint."""
         return {
             names.layers[index]: attention
             for model, names in self._models()
@@ -168,12 +200,14 @@ class ModelTensors:
             model = unwrap_model(chunk)
             yield model, GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
 
-    def _find_storage(self) -> None:
+    def _locate_storage(self) -> None:
         for record in iter_buffers(self.ddp_chunks):
+            # Without the distributed optimizer DDP has no parameter buffers.
             if record.param_data is not None:
                 buffer = f"chunk{record.chunk_index}.{record.kind}{record.index}"
                 self.flat_buffers[buffer] = record.param_data
                 self.homes.update({slot.param: Home(buffer, slot.start) for slot in record.slots})
+        # All other tensors have separate storage.
         for name, tensor in [*self.named_weights(), *self.named_lora()]:
             if tensor not in self.homes:
                 self.flat_buffers[name] = _flat(data_of(tensor).data)
@@ -183,28 +217,41 @@ class ModelTensors:
         home = self.homes.get(tensor)
         if home is None:
             return False
+        # Compare addresses: assigning `.data` keeps the tensor object.
         flat = self.flat_buffers[home.buffer]
         return data_of(tensor).data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
 
 
 class GlobalNames:
-    """Names in the whole model of a chunk's tensors.
+    """Translation of the names of a chunk's tensors into names in the whole model.
 
     Attributes:
         layers: numbers in the checkpoint of the chunk's decoder layers.
+
+    Raises:
+        ModelError: a HybridModel has other layers than alternating attention and MLP.
     """
 
     def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
+        positions = [layer.layer_number - 1 for layer in model.decoder.layers]
         pattern = getattr(model, "hybrid_layer_pattern", None)
-        number_at = partial(_in_checkpoint, noop_layers) if pattern is None else _numbers_in(pattern).__getitem__
-        self.layers = [number_at(layer.layer_number - 1) for layer in model.decoder.layers]
+        if pattern is None:
+            # A checkpoint does not count the layers that do nothing.
+            self.layers = [
+                position - sum(noop < position for noop in noop_layers) for position in positions
+            ]
+        else:
+            numbers = _checkpoint_numbers(pattern)
+            self.layers = [numbers[position] for position in positions]
         self._layers = {
-            f"decoder.layers.{index}.": f"decoder.layers.{number}." for index, number in enumerate(self.layers)
+            f"decoder.layers.{index}.": f"decoder.layers.{number}."
+            for index, number in enumerate(self.layers)
         }
         mtp = getattr(model, "mtp", None)
         for index, layer in enumerate(mtp.layers if mtp is not None else ()):
-            # a checkpoint continues the decoder's numbers with those of the MTP layers
-            self._layers[f"mtp.layers.{index}."] = f"mtp.layers.{num_layers + layer.layer_number - 1}."
+            # A checkpoint numbers the MTP layers after the decoder's.
+            number = num_layers + layer.layer_number - 1
+            self._layers[f"mtp.layers.{index}."] = f"mtp.layers.{number}."
         self._experts = {
             f"{name}.experts.": module.local_expert_indices
             for name, module in model.named_modules()
@@ -212,54 +259,52 @@ class GlobalNames:
         }
 
     def experts_of(self, name: str) -> Sequence[int]:
-        return self._experts.get(self._prefix_of(name) or "", ())
-
-    def _prefix_of(self, name: str) -> str | None:
-        return next((prefix for prefix in self._experts if name.startswith(prefix)), None)
+        """Return the global numbers of the experts in the module of a parameter."""
+        return self._experts.get(self._experts_prefix(name) or "", ())
 
     def of(self, name: str) -> str:
-        """The global name of a local one."""
-        prefix = self._prefix_of(name)
+        """Return the global name of a local one."""
+        prefix = self._experts_prefix(name)
         if prefix is not None:
             numbers = self._experts[prefix]
-            name = prefix + _EXPERT.sub(lambda local: str(numbers[int(local[0])]), name.removeprefix(prefix))
+            local_name = name.removeprefix(prefix)
+            name = prefix + _EXPERT.sub(lambda match: str(numbers[int(match[0])]), local_name)
+        # The prefix is "decoder.layers.N." or "mtp.layers.N." for the parameters of layers.
         layer = ".".join(name.split(".")[:3]) + "."
         return self._layers[layer] + name.removeprefix(layer) if layer in self._layers else name
 
-
-_GROUPED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
-"""All experts of a rank as one parameter: `moe_single_grouped_weight`."""
-
-# Of megatron-core's own experts `local_experts.N.`, of Transformer Engine's `linear_fc1.weightN`.
-_EXPERT = re.compile(r"(?<=^local_experts\.)\d+(?=\.)|(?<=^linear_fc[12]\.weight)\d+$|(?<=^linear_fc[12]\.bias)\d+$")
+    def _experts_prefix(self, name: str) -> str | None:
+        return next((prefix for prefix in self._experts if name.startswith(prefix)), None)
 
 
 def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelTable:
-    sizes = {getattr(unwrap_model(chunk).config, "moe_mlp_glu_interleave_size", None) for chunk in chunks}
+    """Return the table with gates and units interleaved as in Megatron's configuration."""
+    sizes = {
+        getattr(unwrap_model(chunk).config, "moe_mlp_glu_interleave_size", None) for chunk in chunks
+    }
     block = sizes.pop() if sizes else None  # all chunks have the same configuration
     return interleave_experts(table, block) if block else table
 
 
-def _numbers_in(pattern: str) -> list[int]:
-    """The checkpoint's number of the layer at each position of a HybridModel."""
+def _checkpoint_numbers(pattern: str) -> list[int]:
+    """Return the layer number in the checkpoint of each position of a HybridModel."""
     try:
         return checkpoint_layers(pattern)
     except ValueError as error:
-        raise ModelError(f"a HybridModel with {error}") from error
-
-
-def _in_checkpoint(noop_layers: frozenset[int], position: int) -> int:
-    return position - sum(noop < position for noop in noop_layers)
+        message = f"unsupported HybridModel with {error}"
+        raise ModelError(message, code="unsupported-layers") from error
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of storage from the tensor's first to its last, whatever its strides."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.as_strided((span,), (1,))
+    """Return the storage from the tensor's first element to its last, for any strides."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return tensor.as_strided((last + 1,), (1,))
 
 
 def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
-    """Undo what Float16Module did to the routers' biases."""
+    """Undo Float16Module's rounding of the routers' biases."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
@@ -267,35 +312,50 @@ def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Move the parameters outside of DDP's buffers: frozen ones and, without the distributed optimizer, all.
+    """Move the parameters outside DDP's buffers into elastic memory.
 
-    Those that lie in elastic memory already stay there.
+    They are frozen parameters and, without the distributed optimizer, all. Parameters that are in
+    elastic memory already stay.
 
     Raises:
-        ModelError: when experts that are one parameter are among them: only Megatron's DDP can move their data.
+        ModelError: one of them holds several experts. Only Megatron's DDP can move such data.
     """
-    records = [record for record in iter_buffers(chunks) if record.param_data is not None]
-    in_buffers = {slot.param for record in records for slot in record.slots}
-    loose = [
-        [each for each in chunk.parameters() if each not in in_buffers and exported_buffer_of(data_of(each)) is None]
-        for chunk in chunks
-    ]
-    if grouped := sum(data_of(parameter) is not parameter for parameters in loose for parameter in parameters):
+    in_buffers = {
+        slot.param
+        for record in iter_buffers(chunks)
+        if record.param_data is not None
+        for slot in record.slots
+    }
+    loose: list[list[torch.nn.Parameter]] = []
+    for chunk in chunks:
+        loose.append(
+            [
+                parameter
+                for parameter in chunk.parameters()
+                if parameter not in in_buffers and exported_buffer_of(data_of(parameter)) is None
+            ]
+        )
+    # All chunks are checked before the first parameter moves.
+    num_grouped = sum(data_of(parameter) is not parameter for parameter in chain(*loose))
+    if num_grouped:
         raise ModelError(
-            f"{grouped} weights that hold several experts each are outside of DDP's buffers and cannot be moved: use "
-            "the distributed optimizer and freeze none of them, or turn moe_single_grouped_weight off"
+            f"cannot move {num_grouped} weights that hold several experts each and are outside "
+            "DDP's buffers: use the distributed optimizer and freeze none of them, or turn "
+            "moe_single_grouped_weight off",
+            code="grouped-weights-outside-ddp",
         )
     for parameters in loose:
         _move_together(parameters)
 
 
 def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:
-    """Move the modules' persistent buffers that are resharded."""
+    """Move the modules' persistent buffers that are resharded into elastic memory."""
     for chunk in chunks:
         buffers = unwrap_model(chunk).named_buffers()
         _move_together([tensor for name, tensor in buffers if table.match(name) is not None])
 
 
 def _move_together(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor, part in zip(tensors, parts_in_elastic_buffers([tensor.data for tensor in tensors]), strict=True):
+    parts = parts_in_elastic_buffers([tensor.data for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
         tensor.data = part

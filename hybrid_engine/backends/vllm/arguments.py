@@ -1,7 +1,8 @@
-"""Settings -> the arguments of `vllm.LLM`, and all checks of them before anything is built.
+"""Arguments of `vllm.LLM` from settings, and all checks of them before anything is built.
 
-vLLM checks its own configuration. Beside that there are arguments that follow from other keys, quantization methods
-that cannot be fed, and what vLLM would notice only when it has loaded the model, or in the first `generate`.
+vLLM checks its own configuration. The checks here cover arguments that follow from other keys,
+quantization methods that cannot be fed, and problems that vLLM would report only after it has
+loaded the model, or in the first `generate`.
 """
 
 from __future__ import annotations
@@ -49,23 +50,32 @@ _REMEDY = "vLLM itself refuses these inference settings for this model: change t
 
 
 def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for an engine that lives in the processes that train.
+    """Return keyword arguments of `vllm.LLM` for an engine in the training processes.
 
     Args:
-        settings: the engine's; `generate.vllm` wins over everything.
+        settings: the engine's settings; `generate.vllm` takes precedence over everything else.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    defaults: dict[str, Any] = {"enable_prefix_caching": True, "enable_sleep_mode": is_sleepy(settings, device_type)}
+    defaults: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": is_sleepy(settings, device_type),
+    }
     if device_type == "cuda":
         defaults |= _defaults_on_cuda(settings)
     elif device_type == "cpu" and "attention_config" not in settings.generate.vllm:
-        # for latent attention alone: a CPU with AMX would take kernels that know bfloat16 and DeepSeek's sizes only
+        # Only latent attention uses this backend. On a CPU with AMX vLLM would choose kernels that
+        # support only bfloat16 and DeepSeek's sizes.
         defaults["attention_backend"] = "CPU_MLA"
-    return {**defaults, **_arguments_that_follow(settings, device_type), **settings.generate.vllm}
+    derived = _derived_arguments(settings, device_type)
+    return {**defaults, **derived, **settings.generate.vllm}
 
 
-def engine_config(settings: InferenceSettings, rank: int, device_type: str, **changes: Any) -> VllmConfig:
-    """vLLM's configuration of such an engine for this rank, in vLLM's own worker; `changes`: of its arguments.
+def engine_config(
+    settings: InferenceSettings, rank: int, device_type: str, **changes: Any
+) -> VllmConfig:
+    """Return vLLM's configuration of the engine for this rank, with vLLM's own worker class.
+
+    `changes`: arguments of vLLM to override.
 
     Raises ConfigError for keys of config.json that vLLM reads and the trainer does not know.
     """
@@ -73,32 +83,40 @@ def engine_config(settings: InferenceSettings, rank: int, device_type: str, **ch
 
     wanted = llm_arguments(settings, device_type) | changes
     wanted.pop("worker_cls", None)
-    with rank_in_instance(settings, rank), wanted["hf_overrides"].checked():
+    reads: ConfigReads = wanted["hf_overrides"]
+    with rank_in_instance(settings, rank), reads.checked():
         return EngineArgs(**wanted).create_engine_config()
 
 
 def reads_of(config: VllmConfig) -> ConfigReads:
-    """The record of reads that a configuration of `engine_config` makes."""
+    """Return the record of reads that a configuration of `engine_config` makes."""
     assert isinstance(config.model_config.hf_overrides, ConfigReads)
     return config.model_config.hf_overrides
 
 
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
-    """Where what vLLM would choose by itself makes switches slower, or cannot be had here."""
+    """Return defaults that replace vLLM's choices where these slow switches down or do not work."""
     defaults: dict[str, Any] = {}
-    if settings.generate.quantization is None and "quantization_config" not in settings.generate.vllm:
-        defaults["moe_backend"] = "triton"  # it computes with the loader's layout; for others a switch derives theirs
+    if (
+        settings.generate.quantization is None
+        and "quantization_config" not in settings.generate.vllm
+    ):
+        # Triton computes with the loader's layout; for other backends a switch derives another one.
+        defaults["moe_backend"] = "triton"
     allocator = internals.ALLOCATOR_CONFIG.load()
-    is_expandable = allocator.conf_flag_enabled(allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS)
+    is_expandable = allocator.conf_flag_enabled(
+        allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS
+    )
     if settings.sizes.tensor > 1 and is_expandable:
-        # it opens the memory of captured graphs in other processes, which that of expandable segments does not allow
+        # It opens memory of captured graphs in other processes, which expandable segments forbid.
         defaults["disable_custom_all_reduce"] = True
     return defaults
 
 
-def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
-    """Those that the keys, the job and the way of building determine."""
-    generate, seconds = settings.generate, math.ceil(settings.generate.timeout_seconds)
+def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
+    """Return the arguments that follow from the keys, the job and the way of building."""
+    generate = settings.generate
+    seconds = math.ceil(generate.timeout_seconds)
     arguments: dict[str, Any] = {
         **generate.of_vllm(),
         "model": settings.model_dir,
@@ -106,7 +124,8 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
         "skip_tokenizer_init": True,
         "distributed_executor_backend": "external_launcher",
         **named(settings.sizes, "vllm"),
-        # Replicas know of each other only where they share experts; else vLLM would keep them in lockstep.
+        # Only replicas that share experts are declared to vLLM, which keeps declared replicas in
+        # lockstep.
         "data_parallel_size": settings.sizes.replicas_per_instance,
         "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
@@ -135,18 +154,18 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
 
 
 def check_before_building(settings: InferenceSettings, job: Job) -> None:
-    """Raise what `InferenceEngine` would raise about these settings, while nothing is built yet and nothing is changed.
+    """Raise the errors that `InferenceEngine` would raise about these settings; change nothing.
 
-    The order of ranks need not be known. Raises DependencyError, ConfigError or UnknownModelError.
+    The order of ranks may be unknown yet. Raises DependencyError, ConfigError or UnknownModelError.
     """
     with process_settings_kept(), random_state_kept():
         check_settings(settings, job)
 
 
 def check_settings(settings: InferenceSettings, job: Job) -> str:
-    """Import vLLM, which must be accepted, check world, model and settings, and return vLLM's device type.
+    """Import vLLM, check its version, world, model and settings, and return vLLM's device type.
 
-    Raises as `check_before_building`, and leaves the environment as vLLM wants it.
+    Raises as `check_before_building`, and leaves the environment as vLLM requires it.
     """
     check_world(settings, job)
     require_vllm(allow_version=settings.generate.allow_version)
@@ -160,8 +179,10 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
 
 
 def check_arguments(settings: InferenceSettings, rank: int, device_type: str) -> None:
-    """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints, and with
-    what would keep it from generating."""
+    """Have vLLM check its configuration before anything is built.
+
+    Raises ConfigError with vLLM's complaints, and with reasons why vLLM could not generate.
+    """
     _check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
     _check_allocator(settings, device_type)
@@ -172,41 +193,59 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         config = engine_config(settings, rank, device_type, load_format="dummy")
         model_class, _ = get_model_architecture(config.model_config)
     except (ValidationError, ValueError, NotImplementedError) as error:
-        details = error.errors() if isinstance(error, ValidationError) else [{"msg": str(error)}]
-        messages = [str(detail["msg"]).removeprefix("Value error, ").rstrip(". ") for detail in details]
-        raise ConfigError([Violation("vLLM", message, _REMEDY) for message in messages]) from error
-    if violations := [*_cannot_generate(config, device_type)]:
+        if isinstance(error, ValidationError):
+            texts = [str(detail["msg"]) for detail in error.errors()]
+        else:
+            texts = [str(error)]
+        messages = [text.removeprefix("Value error, ").rstrip(". ") for text in texts]
+        raise ConfigError(
+            [Violation("vLLM", message, _REMEDY, code="refused-by-vllm") for message in messages]
+        ) from error
+    violations = list(_cannot_generate(config, device_type))
+    if violations:
         raise ConfigError(violations)
+    is_moe_on_cpu = device_type == "cpu" and config.model_config.is_moe
+    quantization = settings.generate.quantization
+    if quantization is not None and is_moe_on_cpu:
+        problem = (
+            f"{quantization!r} on cpu: vLLM {TESTED_VERSION} has no kernels for such experts there"
+        )
+        violation = Violation("quantization", problem, "Leave it out", code="no-kernel")
+        raise ConfigError([violation])
     reason = ""
     if not supports_lora(model_class):
-        reason = f"vLLM's {model_class.__name__} takes no LoRA"
-    elif device_type == "cpu" and config.model_config.is_moe:
-        reason = "vLLM's kernels for experts beside LoRA do not run on CPU"
-    quantization = settings.generate.quantization
-    if quantization is not None and device_type == "cpu" and config.model_config.is_moe:
-        problem = f"{quantization!r} on cpu: vLLM {TESTED_VERSION} has no kernels for such experts there"
-        raise ConfigError([Violation("quantization", problem, "Leave it out")])
+        reason = f"vLLM's {model_class.__name__} does not support LoRA"
+    elif is_moe_on_cpu:
+        reason = "vLLM's kernels for experts with LoRA do not run on CPU"
+    elif device_type == "cuda" and config.model_config.dtype == torch.float32:
+        reason = "vLLM's LoRA kernels on CUDA take float16 and bfloat16, and the dtype is float32"
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
-        raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge it into the weights")])
+        remedy = "Set it to 0 and merge it into the weights"
+        raise ConfigError([Violation("max_loras", problem, remedy, code="lora-unsupported")])
 
 
 def _check_extra(settings: InferenceSettings, device_type: str) -> None:
-    """Raise ConfigError with every further argument that vLLM does not know, or that follows from other keys."""
+    """Raise ConfigError for extra arguments that are unknown or follow from other keys."""
     from vllm import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    follow = _arguments_that_follow(settings, device_type)
+    derived = _derived_arguments(settings, device_type)
     violations = []
     for name in settings.generate.vllm:
         key = f"generate_config.vllm.{name}"
         if name not in known:
             close = nearest(name, known)
-            remedy = f"Did you mean {close}?" if close else "See the engine arguments in vLLM's documentation"
-            violations.append(Violation(key, "this vLLM has no such argument", remedy))
-        elif name in follow:
-            problem = f"it follows from other keys: {follow[name]!r}"
-            violations.append(Violation(key, problem, "Leave it out; set those of generate_config"))
+            if close:
+                remedy = f"Did you mean {close}?"
+            else:
+                remedy = "See the engine arguments in vLLM's documentation"
+            problem = "this vLLM has no such argument"
+            violations.append(Violation(key, problem, remedy, code="unknown-key"))
+        elif name in derived:
+            problem = f"it follows from other keys: {derived[name]!r}"
+            remedy = "Leave it out; set those of generate_config"
+            violations.append(Violation(key, problem, remedy, code="derived-argument"))
     if violations:
         raise ConfigError(violations)
 
@@ -214,97 +253,142 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
 def _check_quantization(chosen: str | None, device_type: str) -> None:
     """Raise ConfigError for a method that cannot be fed on this platform, naming those that can.
 
-    Only methods that quantise while loading can be fed: a checkpoint that is already quantised has other tensors than
-    training does.
+    Only methods that quantise while loading can be fed: a quantised checkpoint has other tensors
+    than training does.
     """
     known = QUANTIZATIONS.get(device_type, ())
     if chosen is not None and chosen not in known:
         problem = (
-            f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or it needs weights that "
-            "are quantised already"
+            f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or "
+            "it needs weights that are quantised already"
         )
-        remedy = f"Use {' or '.join(map(repr, known))}, or leave it out" if known else "Leave it out"
-        raise ConfigError([Violation("quantization", problem, remedy)])
+        names = " or ".join(map(repr, known))
+        remedy = f"Use {names}, or leave it out" if known else "Leave it out"
+        raise ConfigError(
+            [Violation("quantization", problem, remedy, code="quantization-unsupported")]
+        )
 
 
 def _check_allocator(settings: InferenceSettings, device_type: str) -> None:
-    """Raise ConfigError for sleep mode on top of an allocator of torch's that has no memory pools."""
-    if is_sleepy(settings, device_type) and "cudaMallocAsync" in internals.ALLOCATOR_CONFIG.load().current_alloc_conf():
-        remedy = "Leave the backend out, or set generate_config.vllm: {enable_sleep_mode: false}"
-        raise ConfigError([Violation("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync has no memory pools", remedy)])
+    """Raise ConfigError for sleep mode with a torch allocator that has no memory pools."""
+    if not is_sleepy(settings, device_type):
+        return
+    allocator = internals.ALLOCATOR_CONFIG.load()
+    if "cudaMallocAsync" in allocator.current_alloc_conf():
+        violation = Violation(
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "backend:cudaMallocAsync has no memory pools",
+            "Leave the backend out, or set generate_config.vllm: {enable_sleep_mode: false}",
+            code="no-memory-pools",
+        )
+        raise ConfigError([violation])
 
 
 def is_eager(settings: InferenceSettings, device_type: str) -> bool:
-    """Whether vLLM captures no graphs and compiles nothing."""
+    """Return whether vLLM captures no graphs and compiles nothing."""
     chosen = settings.generate.enforce_eager
     return device_type == "cpu" if chosen is None else chosen
 
 
-def eager_stance(settings: InferenceSettings, device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Eager on CPU means eager: vLLM's samplers carry `torch.compile` decorators that cost seconds at first use."""
+def eager_stance(
+    settings: InferenceSettings, device_type: str
+) -> contextlib.AbstractContextManager[object]:
+    """Return a context that disables `torch.compile` for an eager engine on CPU.
+
+    vLLM's samplers carry `torch.compile` decorators that cost seconds at first use.
+    """
     eager = device_type == "cpu" and is_eager(settings, "cpu")
     return torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
 
 
 def is_sleepy(settings: InferenceSettings, device_type: str) -> bool:
-    """Whether vLLM's sleep mode gives memory back; on CPU it does nothing."""
+    """Return whether vLLM's sleep mode frees memory; it has no effect on CPU."""
     return device_type == "cuda" and settings.generate.vllm.get("enable_sleep_mode") is not False
 
 
-# -- engines that could not generate -----------------------------------------------------------------------------------
+# -- engines that could not generate ---------------------------------------------------------------
 
 
 def generation_problem(sizes: InferenceParallelism, device_type: str) -> str | None:
-    """Why vLLM's generation would crash in this layout, in which it can load a model; None where it would not."""
+    """Return why generation would crash in this layout, although vLLM can load a model; or None."""
     if device_type != "cpu" or (sizes.pipeline == 1 and sizes.expert == 1):
         return None
     return (
-        f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
-        f"and expert parallel size {sizes.expert}"
+        f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size "
+        f"{sizes.pipeline} and expert parallel size {sizes.expert}"
+    )
+
+
+def scoring_problem(sizes: InferenceParallelism, device_type: str) -> str | None:
+    """Return why vLLM cannot compute log-probabilities of prompts in this layout, or None if it can."""
+    if sizes.pipeline == 1 or device_type == "cpu":
+        return generation_problem(sizes, device_type)
+    # Each stage looks for the head, which the last stage alone has.
+    return (
+        f"vLLM {TESTED_VERSION} computes no log-probabilities of prompts with pipeline parallel size "
+        f"{sizes.pipeline}"
     )
 
 
 def _cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:
-    """Why this engine could not answer one request of the longest length."""
+    """Yield reasons why this engine could not complete a single request of maximum length."""
     if device_type == "cpu":
-        yield from heads_without_kernel(config.model_config.get_head_size(), latent=config.model_config.use_mla)
+        head_size = config.model_config.get_head_size()
+        yield from heads_without_kernel(head_size, latent=config.model_config.use_mla)
     yield from _windows_of_some_layers(config.model_config.hf_text_config)
     if config.cache_config.kv_cache_memory_bytes is not None:
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
 
 def heads_without_kernel(size: int, *, latent: bool = False) -> Iterator[Violation]:
-    """Why vLLM cannot compute heads of so many elements on CPU. On GPUs FlexAttention takes any.
+    """Yield a violation if vLLM cannot compute heads of `size` elements on CPU.
+
+    On GPUs FlexAttention takes any size.
 
     `latent`: heads of latent attention (MLA), of kv_lora_rank + qk_rope_head_dim elements.
     """
-    known = (internals.MLA_HEAD_SIZES if latent else internals.CPU_HEAD_SIZES).load()()
+    sizes = internals.MLA_HEAD_SIZES if latent else internals.CPU_HEAD_SIZES
+    known = sizes.load()()
     if size not in known:
-        sizes, kind = ", ".join(map(str, known)), "latent " if latent else ""
-        problem = f"its {kind}attention heads have {size} elements, and vLLM's attention on CPU computes {sizes} only"
-        yield Violation("model", problem, "Use a model with such heads, or a GPU")
+        problem = (
+            f"its {'latent ' if latent else ''}attention heads have {size} elements, and vLLM's "
+            f"attention on CPU computes {', '.join(map(str, known))} only"
+        )
+        remedy = "Use a model with such heads, or a GPU"
+        yield Violation("model", problem, remedy, code="no-kernel")
 
 
 def _windows_of_some_layers(config: Any) -> Iterator[Violation]:
-    """vLLM's Qwen2 and Qwen3 assert that a sliding window is that of all layers or of none."""
-    num_layers, first = config.num_hidden_layers, getattr(config, "max_window_layers", None)
+    """Yield a violation for windows of some layers: vLLM's Qwen2 and Qwen3 need all or none."""
+    num_layers = config.num_hidden_layers
+    first = getattr(config, "max_window_layers", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if config.model_type in ("qwen2", "qwen3") and len(kinds) > 1 and first != num_layers:
-        problem = f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the others do not"
-        yield Violation("model", f"{problem}; vLLM computes one for all layers or for none", "Use such a model")
+        problem = (
+            f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the "
+            "others do not; vLLM computes one for all layers or for none"
+        )
+        yield Violation("model", problem, "Use such a model", code="mixed-sliding-windows")
 
 
 def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:
-    """Compare with the least that vLLM asks for: blocks for one sequence in every layer of this stage, and a spare."""
-    model, block = config.model_config, config.cache_config.block_size or 1
-    length, window = model.max_model_len, model.get_sliding_window()
+    """Yield a violation if `available` bytes are less than vLLM's minimum for the KV cache.
+
+    The minimum is the blocks of one sequence in every layer of this stage, and a spare block.
+    """
+    model = config.model_config
+    block = config.cache_config.block_size or 1  # tokens
+    length = model.max_model_len
+    window = model.get_sliding_window()
     tokens = min(length, window) if window else length
+    # Latent attention stores one vector per token, other attention a key and a value per head.
     vectors = 1 if model.use_mla else 2 * model.get_num_kv_heads(config.parallel_config)
     itemsize = model.dtype.itemsize if config.cache_config.cache_dtype == "auto" else 1
-    per_token = vectors * model.get_head_size() * itemsize * model.get_num_layers(config.parallel_config)
-    needed = (-(-tokens // block) + 1) * block * per_token
+    num_layers = model.get_num_layers(config.parallel_config)
+    block_nbytes = block * vectors * model.get_head_size() * itemsize * num_layers
+    needed = (-(-tokens // block) + 1) * block_nbytes
     if needed > available:
-        fits = max(0, available // (block * per_token) - 1) * block
+        fits = max(0, available // block_nbytes - 1) * block
         problem = f"{available // MIB} MiB hold {fits:,} tokens, but a sequence may have {length:,} (max_model_len)"
         remedy = f"Use {-(-needed // MIB)} or more, or lower generate_config.max_model_len"
-        yield Violation("generate_config.kv_cache_mb", problem, remedy)
+        yield Violation("generate_config.kv_cache_mb", problem, remedy, code="kv-cache-too-small")

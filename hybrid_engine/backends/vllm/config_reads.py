@@ -1,16 +1,18 @@
-"""vLLM's config object: values that it takes in place of config.json's, and a record of the keys that it reads.
+"""vLLM's config object: replaced values of config.json, and a record of the keys that vLLM reads.
 
-vLLM's classes read keys of other families too, by `getattr(config, "logit_scale", 1.0)`. A config.json that sets such a
-key changes what vLLM computes, and nothing else. So vLLM is given a config object that records its reads:
+vLLM's classes also read keys of other families, by `getattr(config, "logit_scale", 1.0)`. A
+config.json that sets such a key changes only vLLM's computation. So vLLM gets a config object that
+records its reads:
 
-    reads = ConfigReads(model_dir)       is passed to vLLM as `hf_overrides`, which vLLM calls with its config object
+    reads = ConfigReads(model_dir)       passed to vLLM as `hf_overrides`, which it calls
     with reads.checked():
         ...                              vLLM makes its configuration and constructs the model
     reads.require_known(model)           before any weight is sent
     reads.stop()                         before forward passes, which may be compiled
 
-Only keys that the family's schema (models/config_json.py) lacks are recorded, and most files have none that vLLM reads.
-A read that gives what it would give without the key changes nothing and is not reported.
+Only keys that the family's schema (models/config_json.py) lacks are recorded; most files have none
+that vLLM reads. A read that returns the same as without the key changes nothing and is not
+reported.
 """
 
 from __future__ import annotations
@@ -41,34 +43,43 @@ _ABSENT = object()
 
 
 class ConfigReads:
-    """Values that vLLM takes in place of those in config.json, and its reads of keys that the trainer does not know.
+    """Replaced values of config.json, and vLLM's reads of keys unknown to the trainer.
 
     Args:
-        model_dir: directory with config.json. Of a family without a name table nothing is recorded.
+        model_dir: directory with config.json. Reads are recorded only for families with a name
+            table.
     """
 
     def __init__(self, model_dir: str) -> None:
         self._path = Path(model_dir, "config.json")
         self._config = read_json(self._path, "model", "Name a Hugging Face model directory")
-        schema = next((TABLES[name].schema for name in self._config.get("architectures") or () if name in TABLES), None)
-        # what vLLM reads but transformers 5 does not write, for its class computes nothing else
+        architectures = self._config.get("architectures") or ()
+        schema = next((TABLES[name].schema for name in architectures if name in TABLES), None)
+        # vLLM reads keys that transformers 5 does not write, because its class computes nothing
+        # else.
         self._values: dict[str, Any] = {} if schema is None else dict(schema.implied)
         if self._config.get("quantization_config"):
             self._values["quantization_config"] = None
-            logger.info("%s: its quantization_config is not followed: the weights come unquantised", model_dir)
+            logger.info(
+                "%s: its quantization_config is ignored: the weights arrive unquantised", model_dir
+            )
         self._unknown: set[str] = set()
         self._unknown_rotary: dict[str, str] = {}  # key -> its section
         if schema is not None:
-            given = {key for key, value in self._config.items() if value is not None}
-            self._unknown = given - _keys_of(schema) - schema.implied.keys() - _OF_ALL_FAMILIES
+            present = {key for key, value in self._config.items() if value is not None}
+            known = _keys_of(schema) | schema.implied.keys() | _OF_ALL_FAMILIES
+            self._unknown = present - known
             for section in ("rope_scaling", "rope_parameters"):
                 unknown = _nested_keys(self._config.get(section)) - _keys_of(Rope)
                 self._unknown_rotary |= dict.fromkeys(unknown, section)
-        self._readers: dict[str, str] = {}  # key -> its value and who reads it
+        self._readers: dict[str, str] = {}  # key -> its value and its reader
         self._recording: list[type] = []
 
     def __call__(self, config: Any) -> Any:
-        """Return vLLM's config object with the other values; it records its reads if there is an unknown key."""
+        """Return vLLM's config object with the replaced values.
+
+        It records its reads if config.json has unknown keys.
+        """
         config.update(self._values)
         if self._unknown_rotary and isinstance(getattr(config, "rope_parameters", None), dict):
             config.rope_parameters = self._recording_section(config.rope_parameters)
@@ -77,36 +88,47 @@ class ConfigReads:
         return config
 
     def __deepcopy__(self, memo: object) -> ConfigReads:
-        return self  # a copy of vLLM's config object is recorded here, too
+        return self  # reads of a copy of vLLM's config object are recorded here as well
 
     def __repr__(self) -> str:
         return repr(dict(self._values))
 
-    def require_known(self, model: torch.nn.Module | None = None, cause: Exception | None = None) -> None:
-        """Raise ConfigError with each unknown key that vLLM has read, and those that a forward pass would look up.
+    def require_known(
+        self, model: torch.nn.Module | None = None, cause: Exception | None = None
+    ) -> None:
+        """Raise ConfigError with each unknown key that vLLM has read or would read in a forward.
 
         Args:
-            model: vLLM's, if there is one: in a constructed model nothing has called `forward` yet.
-            cause: of the error.
+            model: vLLM's model, if it exists: no `forward` has run in a constructed model yet.
+            cause: cause of the error.
         """
-        for kind in {type(module) for module in (() if model is None else model.modules())}:
+        modules = () if model is None else model.modules()
+        for kind in {type(module) for module in modules}:
             code = getattr(inspect.unwrap(kind.forward), "__code__", None)
             if code is None or "config" not in code.co_names:
                 continue
-            for key in self._unknown.intersection(code.co_consts):  # names that it passes to getattr
-                self._note_reader(key, self._config[key], f"{code.co_qualname} in {kind.__module__}")
+            # Constants of the code that are keys: names that it passes to getattr.
+            for key in self._unknown.intersection(code.co_consts):
+                reader = f"{code.co_qualname} in {kind.__module__}"
+                self._note_reader(key, self._config[key], reader)
         remedy = "Remove it from config.json, or use a model of a family that has it"
         violations = [
-            Violation(key, f"{reader}, but the trainer does not know it, in {self._path}", remedy)
+            Violation(
+                key,
+                f"{reader}, but the trainer does not know it, in {self._path}",
+                remedy,
+                code="read-by-vllm-alone",
+            )
             for key, reader in sorted(self._readers.items())
         ]
         if violations:
             raise ConfigError(violations) from cause
 
     def stop(self) -> None:
-        """Record no more reads: config objects, and copies of them, behave as their plain classes again."""
+        """Stop recording: config objects and their copies behave as their plain classes again."""
+        methods = {"__getattribute__", "__contains__", "__getitem__", "get"}
         for recording in self._recording:
-            for name in vars(recording).keys() & {"__getattribute__", "__contains__", "__getitem__", "get"}:
+            for name in vars(recording).keys() & methods:
                 delattr(recording, name)
         self._recording.clear()
         self._unknown.clear()
@@ -114,7 +136,7 @@ class ConfigReads:
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
-        """At the end of this context, also by an error of vLLM's, `require_known`."""
+        """Call `require_known` at the end of this context, and also after an error of vLLM's."""
         try:
             yield
         except HybridEngineError:
@@ -125,22 +147,32 @@ class ConfigReads:
         self.require_known()
 
     def _recording_class(self, config_class: Any) -> Any:
-        """A subclass of a config's class, of the same name, for transformers looks classes up by name."""
+        """Return a recording subclass of a config class.
+
+        It has the same name, because transformers looks classes up by name.
+        """
         reads = self
 
         def __getattribute__(config: Any, key: str) -> Any:
             value = config_class.__getattribute__(config, key)
             if key in reads._unknown:
-                reads._note(key, value, sys._getframe(1), lambda: reads._without(key, config_class))
+                reader = sys._getframe(1)
+                reads._note(key, value, reader, lambda: reads._without(key, config_class))
             return value
 
-        names = {"__getattribute__": __getattribute__, "__module__": config_class.__module__}
-        recording = type(config_class.__name__, (config_class,), names)
+        attributes = {
+            "__getattribute__": __getattribute__,
+            "__module__": config_class.__module__,
+        }
+        recording = type(config_class.__name__, (config_class,), attributes)
         self._recording.append(recording)
         return recording
 
     def _recording_section(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """A dictionary of rotary settings, maybe by kind of layer, that records reads of its unknown keys."""
+        """Return a dictionary of rotary settings that records reads of its unknown keys.
+
+        The settings may be nested by kind of layer.
+        """
         reads = self
 
         class Section(dict[str, Any]):
@@ -158,11 +190,14 @@ class ConfigReads:
 
         self._recording.append(Section)
         return Section(
-            {key: self._recording_section(each) if isinstance(each, dict) else each for key, each in values.items()}
+            {
+                key: self._recording_section(value) if isinstance(value, dict) else value
+                for key, value in values.items()
+            }
         )
 
     def _without(self, key: str, config_class: Any) -> Any:
-        """Value of an attribute of vLLM's config object if config.json had no such key; `_ABSENT`: no attribute."""
+        """Return an attribute's value without the key in config.json; `_ABSENT` without a value."""
         rest = {name: value for name, value in self._config.items() if name != key}
         return getattr(config_class.from_dict(rest), key, _ABSENT)
 
@@ -171,13 +206,14 @@ class ConfigReads:
             self._note(f"{self._unknown_rotary[key]}.{key}", value, frame, lambda: _ABSENT)
 
     def _note(self, key: str, value: Any, frame: FrameType, without: Callable[[], Any]) -> None:
-        """Note a key and who reads it, if it is vLLM and the value is not what it would read without the key.
+        """Record a read by vLLM whose value differs from the value without the key.
 
         Args:
-            key: as errors name it.
-            value: what is read.
-            frame: of the reader.
-            without: returns what the config object has without the key; where that is `_ABSENT`, readers have defaults.
+            key: key as errors name it.
+            value: value that is read.
+            frame: frame of the reader.
+            without: returns the config object's value without the key; `_ABSENT` if readers use
+                their defaults then.
         """
         module = frame.f_globals.get("__name__", "")
         if key in self._readers or not module.startswith("vllm."):
@@ -185,8 +221,11 @@ class ConfigReads:
         if frame.f_code is internals.LENGTH_LIMITS.load().__code__:
             return
         usual = without()
-        if value is not None and value != (_default_of(frame) if usual is _ABSENT else usual):
-            self._note_reader(key, self._config.get(key, value), f"{frame.f_code.co_qualname} in {module}")
+        if usual is _ABSENT and value is not None:
+            usual = _default_of(frame)
+        if value is not None and value != usual:
+            reader = f"{frame.f_code.co_qualname} in {module}"
+            self._note_reader(key, self._config.get(key, value), reader)
 
     def _note_reader(self, key: str, value: Any, reader: str) -> None:
         if value is not None:
@@ -194,28 +233,33 @@ class ConfigReads:
 
 
 def _keys_of(schema: type[Schema]) -> set[str]:
-    """Names of a schema's fields in config.json."""
+    """Return the names of a schema's fields in config.json."""
     return {field.alias or name for name, field in schema.model_fields.items()}
 
 
 def _nested_keys(section: Any) -> set[str]:
-    """Keys of a dictionary and of the dictionaries in it."""
+    """Return the keys of a dictionary and of the dictionaries in it."""
     if not isinstance(section, dict):
         return set()
-    return section.keys() | {key for each in section.values() for key in _nested_keys(each)}
+    keys = set(section)
+    for value in section.values():
+        keys |= _nested_keys(value)
+    return keys
 
 
 def _default_of(frame: FrameType) -> Any:
-    """Value of the literal default in the call of `getattr` that a frame is in; `_ABSENT` if there is no such call."""
-    where = inspect.getframeinfo(frame, context=0).positions
+    """Return the literal default of the `getattr` call in a frame; `_ABSENT` without one."""
+    positions = inspect.getframeinfo(frame, context=0).positions
     lines = linecache.getlines(frame.f_code.co_filename)
-    if not lines or where is None or where.lineno is None:
+    if not lines or positions is None or positions.lineno is None:
         return _ABSENT
-    source = [line.encode() for line in lines[where.lineno - 1 : where.end_lineno]]  # positions count bytes
-    source[-1] = source[-1][: where.end_col_offset]
-    source[0] = source[0][where.col_offset :]
+    # Columns of positions count bytes.
+    source = [line.encode() for line in lines[positions.lineno - 1 : positions.end_lineno]]
+    # The end first: if there is one line, the start shifts the columns after it.
+    source[-1] = source[-1][: positions.end_col_offset]
+    source[0] = source[0][positions.col_offset :]
     match ast.parse(b"(" + b"".join(source) + b")", mode="eval").body:
         case ast.Call(func=ast.Name(id="getattr"), args=[_, _, default]):
-            with contextlib.suppress(ValueError):  # not a literal
+            with contextlib.suppress(ValueError):  # the default is not a literal
                 return ast.literal_eval(default)
     return _ABSENT

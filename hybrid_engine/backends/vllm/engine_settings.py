@@ -1,4 +1,4 @@
-"""What the colocated engine can be told, and what it answers; plain data, without vLLM."""
+"""Settings, sampling parameters and completions of the colocated engine; plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.config.keys import Dtype
-from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, nearest, shortened
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    StateError,
+    Violation,
+    nearest,
+    shortened,
+)
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
@@ -22,17 +29,17 @@ LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """How vLLM is built in the ranks that train: the keys, and what the job and its model say besides.
+    """Settings of the vLLM that is built in the training ranks: configuration keys, job and model.
 
     Attributes:
         model_dir: directory with `config.json` of the model; weights in it are not read.
-        sizes: parallel sizes by the keys of `generate`, and which rank takes which place.
+        sizes: parallel sizes from the keys of `generate`, and the placement of ranks.
         generate: the keys, with their defaults and checks (config/keys.py).
-        dtype: of the weights and activations.
-        max_loras: LoRAs that one batch may use; 0 builds vLLM without them.
+        dtype: dtype of weights and activations.
+        max_loras: maximum number of LoRAs in one batch; 0 builds vLLM without LoRA.
         max_lora_rank: largest rank of a LoRA, one of vLLM's: 1, 8, 16, 32, 64, …
-        lora_target_modules: last parts of the names of modules that LoRA may change. Without the output head,
-            whose LoRA vLLM cannot combine with log-probabilities of prompts.
+        lora_target_modules: last parts of the names of modules that LoRA may change. The output
+            head is not among them: vLLM cannot combine its LoRA with log-probabilities of prompts.
         tokenizer_dir: directory with the model's tokenizer; None: model_dir.
     """
 
@@ -46,12 +53,17 @@ class InferenceSettings:
     tokenizer_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if violations := list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes)):
+        # The order of ranks is meaningful only if the sizes divide the world.
+        violations = list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes))
+        if violations:
             raise ConfigError(violations)
 
 
 def _listed(value: Any) -> Any:
-    """A text alone is a list of one; pydantic would take a set too, which has no order."""
+    """Return a list as a tuple; a single string counts as a list of one.
+
+    pydantic would accept a set as well, which has no order.
+    """
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Sequence) or isinstance(value, bytes):
@@ -59,8 +71,9 @@ def _listed(value: Any) -> Any:
     return tuple(value)
 
 
-def _as_vllm_has_it(temperature: float) -> float:
-    if 0 < temperature < 0.01:  # where logits overflow
+def _require_precise(temperature: float) -> float:
+    # Logits overflow below 0.01, and vLLM would silently raise the temperature to it.
+    if 0 < temperature < 0.01:
         raise ValueError("Input should be 0 or at least 0.01, with which vLLM would sample")
     return temperature
 
@@ -72,29 +85,36 @@ _Text = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy. Raises ArgumentError with every value that cannot be.
+    """Sampling parameters of a call; temperature 0 is greedy.
 
-    `vllm.SamplingParams` is made of it where it is used, which checks what values mean together.
+    `vllm.SamplingParams` is made of it at the call, and checks combinations of values.
+
+    Raises ArgumentError with every invalid value.
 
     Attributes:
         n: completions per prompt; 1 when greedy.
         temperature: 0, or 0.01 to 2.
         top_p: sample from the most probable tokens that together have this probability.
-        top_k: sample from so many of the most probable tokens; 0 takes all.
-        max_tokens: most tokens of a completion; None: as many as fit beside the prompt into max_model_len.
-        seed: of a random stream for each completion, made of it, the prompt, and the completion's number, whatever the
-            layout and whoever else is asked. None takes the engine's generator.
-        logprobs: also return the log-probability of every sampled token, in the distribution that it was drawn from.
-        stop_token_ids: a completion ends with any of these, which it keeps.
-        ignore_eos: do not end at the end tokens of the model's generation_config.json or, without one, config.json.
-        stop: a completion ends before any of these texts. Its request also ends at the tokenizer's end token.
-        min_p: sample from tokens with at least this share of the most probable one's probability.
+        top_k: sample from this many of the most probable tokens; 0 takes all.
+        max_tokens: maximum number of tokens of a completion; None: as many as fit into
+            max_model_len after the prompt.
+        seed: seeds a random stream per completion, derived from the seed, the prompt and the number
+            of the completion. The stream depends neither on the layout nor on other prompts. None
+            draws from the engine's generator.
+        logprobs: return the log-probability of every sampled token, in the distribution that it was
+            drawn from.
+        stop_token_ids: a completion ends with any of these, which it includes.
+        ignore_eos: do not end at the end tokens of the model's generation_config.json or, without
+            that file, of its config.json.
+        stop: a completion ends before any of these texts. Its request also ends at the tokenizer's
+            end token.
+        min_p: sample from tokens with at least this share of the most probable token's probability.
         repetition_penalty: above 1, tokens of prompt and completion so far become less probable.
-        min_tokens: a completion has so many tokens before it may end.
+        min_tokens: minimum number of tokens of a completion.
     """
 
     n: Annotated[int, Field(ge=1, le=2**14)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_as_vllm_has_it)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_require_precise)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: _Whole = 0
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = 16
@@ -107,10 +127,11 @@ class Sampling:
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     min_tokens: _Whole = 0
 
-    def __new__(cls, *_: object, **given: object) -> Sampling:
-        """Raise ArgumentError for unknown names, proposing ours where a name is another library's."""
+    def __new__(cls, *_: object, **values: object) -> Sampling:
+        """Raise ArgumentError for unknown names, with a suggestion for names of other libraries."""
         known = [field.name for field in fields(cls)]
-        if violations := [_unknown(name, known) for name in given if name not in known]:
+        violations = [_unknown(name, known) for name in values if name not in known]
+        if violations:
             raise ArgumentError(violations)
         return super().__new__(cls)
 
@@ -121,9 +142,14 @@ class Sampling:
             try:
                 object.__setattr__(self, name, field_type.validate_python(value))
             except pydantic.ValidationError as error:
-                message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+                first = error.errors(include_url=False)[0]
+                message = first["msg"].removeprefix("Value error, ")
                 problem = f"{message}, found {shortened(value)}"
-                violations.append(Violation(f"sampling.{name}", problem, "Correct the value"))
+                violations.append(
+                    Violation(
+                        f"sampling.{name}", problem, "Correct the value", code="invalid-value"
+                    )
+                )
         if violations:
             raise ArgumentError(violations)
 
@@ -142,43 +168,48 @@ OTHER_NAMES = {
     "num_samples": "n",
     "stop_strings": "stop",
 }
-"""Names in transformers, TRL and elsewhere -> ours."""
+"""Names in transformers, TRL and other libraries -> names here."""
 
 
 def _unknown(name: str, known: Iterable[str]) -> Violation:
-    meant = OTHER_NAMES.get(name) or nearest(name, known)
-    remedy = f"Use {meant}" if meant else f"Use one of {', '.join(known)}, or pass vllm.SamplingParams"
-    return Violation(f"sampling.{name}", "is no attribute of Sampling", remedy)
+    intended = OTHER_NAMES.get(name) or nearest(name, known)
+    if intended:
+        remedy = f"Use {intended}"
+    else:
+        remedy = f"Use one of {', '.join(known)}, or pass vllm.SamplingParams"
+    problem = "is not an attribute of Sampling"
+    return Violation(f"sampling.{name}", problem, remedy, code="unknown-key")
 
 
-class Decoder(Protocol):
-    """What makes text of token ids (prompts.py)."""
+class TokenDecoder(Protocol):
+    """A converter of token ids to text (prompts.py)."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer.
+    """A sampled completion of a prompt.
 
     Attributes:
-        token_ids: sampled tokens, with the stop token or the tokens of a stop string.
-        logprobs: one per token, in the distribution that it was drawn from, or empty when they were not asked for.
+        token_ids: sampled tokens, including the stop token or the tokens of a stop string.
+        logprobs: log-probability of each token in the distribution that it was drawn from; empty if
+            not requested.
         finish_reason: "stop" or "length".
-        stop_reason: the stop or end token, or the text, that ended it; None for "length", and for the tokenizer's end
-            token, at which requests with stop strings end too.
-        prompt_token_ids: what was completed.
-        top_logprobs: per token {token id: log-probability} of the sampled one and of as many of the most probable ones
-            as `SamplingParams.logprobs` says; empty when none were asked for.
-        drawn_text: the text that vLLM itself has made, where it looked for stop strings.
+        stop_reason: the stop or end token, or the text, that ended it. None for "length", and for
+            the tokenizer's end token, at which requests with stop strings end as well.
+        prompt_token_ids: token ids of the prompt.
+        top_logprobs: {token id: log-probability} per token, for the sampled token and the
+            `SamplingParams.logprobs` most probable ones; empty if not requested.
+        drawn_text: text made by vLLM itself, if it looked for stop strings.
         tokenizer: makes the text otherwise.
-        temperature: of `logprobs`, for `build_batch`: 1 where sampling is greedy.
-        prompt_logprobs: of each token of the prompt but the first, after those before it, at temperature 1; empty
-            unless `SamplingParams.prompt_logprobs` asks for them.
-        prompt_top_logprobs: at each of these {token id: log-probability} of the token itself and of as many of the most
-            probable ones as that says; empty when it says 0.
+        temperature: temperature of `logprobs`, for `build_batch`: 1 if sampling is greedy.
+        prompt_logprobs: log-probability of each prompt token but the first, given the tokens before
+            it, at temperature 1; empty unless `SamplingParams.prompt_logprobs` requests them.
+        prompt_top_logprobs: {token id: log-probability} at each of these tokens, for the token and
+            the `SamplingParams.prompt_logprobs` most probable ones; empty if that number is 0.
     """
 
     token_ids: tuple[int, ...]
@@ -188,19 +219,27 @@ class Completion:
     prompt_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[Mapping[int, float], ...] = ()
     drawn_text: str | None = field(default=None, repr=False)
-    tokenizer: Decoder | None = field(default=None, repr=False, compare=False)
+    tokenizer: TokenDecoder | None = field(default=None, repr=False, compare=False)
     temperature: float = 1.0
     prompt_logprobs: tuple[float, ...] = ()
     prompt_top_logprobs: tuple[Mapping[int, float], ...] = ()
 
     @property
     def text(self) -> str:
-        """The text of the tokens, without special tokens, stop token and stop string; made when it is asked for.
+        """Text of the tokens, without special tokens, stop token and stop string; made on access.
 
-        Raises ConfigError where the model's directory has no tokenizer.
+        Raises ConfigError if the model's directory has no tokenizer, and StateError if the
+        completion was not made by an engine.
         """
         if self.drawn_text is not None:
             return self.drawn_text
         if self.tokenizer is None:
-            raise StateError("this completion comes from no engine, so nothing can make text of its tokens")
-        return self.tokenizer.decode(self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids)
+            raise StateError(
+                "this completion was not made by an engine, so it has no tokenizer to decode its "
+                "tokens; set Completion.tokenizer",
+                code="no-tokenizer",
+            )
+        # The last token of a stopped completion is the stop token.
+        ends_with_stop = self.finish_reason == "stop"
+        token_ids = self.token_ids[:-1] if ends_with_stop else self.token_ids
+        return self.tokenizer.decode(token_ids)

@@ -1,9 +1,10 @@
-"""Builds vLLM in a process, on process groups and on a host that belong to somebody else.
+"""Isolation of vLLM in a process whose process groups and environment belong to the caller.
 
-vLLM counts ranks in order: instance, replica, stage, shard. Another order is applied where it makes its groups
-(`building_groups`): the numbers in the lists it computes are positions, and each is replaced by the global rank that
-takes the position. All else vLLM derives from its groups, but for the data parallel rank, which comes from RANK in the
-environment. Where vLLM only makes a configuration, `rank_in_instance` is enough.
+vLLM numbers ranks in the order instance, replica, stage, shard. Another order is applied when it
+makes its groups (`building_groups`): the numbers in the lists it computes are positions, and each
+is replaced by the global rank at that position. vLLM derives everything else from its groups,
+except the data parallel rank, which comes from RANK in the environment. If vLLM only makes a
+configuration, `rank_in_instance` is enough.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.errors import ConfigError, StateError, UnknownModelError, Violation
+from hybrid_engine.errors import ConfigError, ModelError, StateError, UnknownModelError, Violation
 from hybrid_engine.messages import decode, encode
-from hybrid_engine.ranks.groups import told_by
+from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.ranks.job import Job
 
 
 def set_environment(settings: InferenceSettings, rank: int) -> None:
-    """Set what vLLM reads from the environment, where the user has not: call before vLLM is first imported."""
+    """Set the variables that vLLM reads, unless the user has; call before vLLM's first import."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,83 +43,154 @@ def set_environment(settings: InferenceSettings, rank: int) -> None:
         "WORLD_SIZE": str(settings.sizes.world_size),
     }
     for key, value in defaults.items():
+        # A value that the user has set wins.
         os.environ.setdefault(key, value)
 
 
 def check_world(settings: InferenceSettings, job: Job) -> None:
-    """Raise ConfigError unless the job has the size that the settings need, and vLLM would find its rank."""
+    """Raise ConfigError unless the job fits the settings and vLLM would read this rank's number."""
     violations = []
     sizes = settings.sizes
     if sizes.world_size != job.world_size:
-        key = "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
         product = f"{sizes.tensor} x {sizes.pipeline} x {sizes.data} = {sizes.world_size}"
-        remedy = "Let their product be the number of ranks (InferenceParallelism.world_size)"
-        violations.append(Violation(key, f"{product}, but the job has {job.world_size} ranks", remedy))
-    if os.environ.get("RANK", str(job.rank)) != str(job.rank):
-        problem = f"{os.environ['RANK']}, but this is rank {job.rank} of {job.world_size} in the process group"
-        violations.append(Violation("RANK", problem, f"Launch with torchrun, or set it to {job.rank}"))
+        violations.append(
+            Violation(
+                "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas",
+                f"{product}, but the job has {job.world_size} ranks",
+                "Let their product be the number of ranks (InferenceParallelism.world_size)",
+                code="wrong-world-size",
+            )
+        )
+    rank = os.environ.get("RANK", str(job.rank))
+    if rank != str(job.rank):
+        problem = f"{rank}, but this is rank {job.rank} of {job.world_size} in the process group"
+        remedy = f"Launch with torchrun, or set it to {job.rank}"
+        violations.append(Violation("RANK", problem, remedy, code="wrong-rank"))
     order = sizes.ranks.ravel().tolist()
     if order != sorted(order) and not can_list_ranks(dist.new_group):
         problem = f"the ranks are listed as {order}, and this torch's new_group sorts them"
         remedy = "Set generate_config.infer_rank_order: sequential, or install torch 2.13"
-        violations.append(Violation("infer_rank_order", problem, remedy))
+        violations.append(Violation("infer_rank_order", problem, remedy, code="torch-sorts-ranks"))
     if not job.world.is_default:
-        remedy = "Join the job without a world of its own, in torch's default process group"
-        violations.append(Violation("Job.join(world=...)", "vLLM's groups are of the default group's ranks", remedy))
+        violations.append(
+            Violation(
+                "Job.join(world=...)",
+                "vLLM's groups consist of ranks of the default group",
+                "Join the job without `world`, in torch's default process group",
+                code="not-the-default-group",
+            )
+        )
     if violations:
         raise ConfigError(violations)
 
 
 def register_model_class(model_dir: str) -> None:
-    """Register the model's class itself: by name, vLLM would import itself again in a subprocess to look at it.
+    """Register the model's class with vLLM, which would inspect it in a subprocess otherwise.
 
-    Raises ConfigError without a config.json and UnknownModelError when vLLM has no such architecture.
+    That subprocess would import all of vLLM again.
+
+    Raises ConfigError without a config.json, and UnknownModelError if vLLM does not have the
+    architecture.
     """
     from vllm import ModelRegistry
 
     path = Path(model_dir, "config.json")
     if not path.is_file():
-        problem = f"{model_dir} has no config.json"
-        raise ConfigError([Violation("model_dir", problem, "Give a directory with the Hugging Face config")])
+        violation = Violation(
+            "model_dir",
+            f"{model_dir} has no config.json",
+            "Give a directory with the Hugging Face config",
+            code="no-config-json",
+        )
+        raise ConfigError([violation])
     architectures = json.loads(path.read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
         raise UnknownModelError(
             f"{path}: this vLLM has no model for architectures {architectures}; it names "
-            "them as transformers does, e.g. LlamaForCausalLM"
+            "them as transformers does, e.g. LlamaForCausalLM",
+            code="unknown-architecture",
         )
     for name in known:
         registered = ModelRegistry.models[name]
         if hasattr(registered, "module_name"):
-            ModelRegistry.register_model(name, registered.load_model_cls())
+            model_class = _with_separate_decoder(registered.load_model_cls())
+            ModelRegistry.register_model(name, model_class)
+
+
+def _with_separate_decoder(model_class: type) -> type:
+    """Return a transformers-based model's class that keeps transformers' decoder class unmodified.
+
+    vLLM makes transformers' decoder class compile itself. The trainer's decoder in the same process
+    has that class: it would be called without the hooks of its module, and through attributes that
+    only vLLM's decoder has. The returned class gives the decoder a separate class. Any other model
+    class is returned as it is.
+    """
+    if not hasattr(model_class, internals.DECORATE_DECODER):
+        return model_class
+    decorate = getattr(model_class, internals.DECORATE_DECODER)
+
+    def note(model: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        model.__dict__.setdefault("_decorations", []).append((cls, args, kwargs))
+
+    # vLLM inspects the names of these parameters.
+    def build(model: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        model_class.__init__(model, vllm_config=vllm_config, prefix=prefix)  # type: ignore[misc]
+        for cls, args, kwargs in model.__dict__.pop("_decorations", ()):
+            # The decoder is built already, so its constructor does nothing, and only the code that
+            # decoration adds to it runs.
+            attributes = {"__init__": lambda *_, **__: None, "__module__": cls.__module__}
+            separate = type(cls.__name__, (cls,), attributes)
+            decorate(model, separate, *args, **kwargs)
+            decoders = [module for module in model.modules() if type(module) is cls]
+            if not decoders:
+                raise ModelError(
+                    f"vLLM's {model_class.__name__} has no {cls.__name__}, which it should compile",
+                    code="no-decoder",
+                )
+            for decoder in decoders:
+                decoder.__class__ = separate
+                decoder.__init__(vllm_config=vllm_config)
+
+    attributes = {
+        "__init__": build,
+        "__module__": model_class.__module__,
+        internals.DECORATE_DECODER: note,
+    }
+    return type(model_class.__name__, (model_class,), attributes)
 
 
 def forget_models() -> None:
-    """Drop what vLLM remembers of models by their address in memory, where another model may come to lie.
+    """Clear vLLM's record of missing layers, which it keys by the memory address of a model.
 
-    Call it whenever a model was freed or a new one was made: a stage of a pipeline would take the layers that a former
-    model lacked for its own.
+    Call it whenever a model was freed or made: another model may get the address, and a pipeline
+    stage would then treat layers as missing that only the former model lacked.
     """
     internals.MISSING_LAYERS.load().clear()
 
 
 def forget_import_frames() -> None:
-    """Let go of the frames that errors hold which vLLM's modules have kept since they were imported.
+    """Drop the tracebacks of import errors that vLLM's modules keep.
 
-    A module keeps the error of an import of its own that failed (that of torchcodec, say). The error holds the frames
-    of all who led to that import, with whatever their variables refer to: the trainer, the engine.
+    A module keeps the error of a failed import (torchcodec's, for example). The error holds the
+    frames of all callers up to that import, with everything their variables refer to: the trainer,
+    the engine.
     """
-    for each in gc.get_objects():
-        if issubclass(type(each), BaseException) and any(map(_is_vllm_module, _frames_of(each))):
-            each.__traceback__ = None
+    for candidate in gc.get_objects():
+        # By type: `isinstance` would call __class__ of proxies.
+        if not issubclass(type(candidate), BaseException):
+            continue
+        if any(_is_vllm_module(frame) for frame in _frames_of(candidate)):
+            candidate.__traceback__ = None
 
 
 def _is_vllm_module(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"
+    name = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_name == "<module>" and name.partition(".")[0] == "vllm"
 
 
 def _frames_of(error: BaseException) -> Iterator[FrameType]:
-    """The frame where it was caught, and its callers."""
+    """Yield the frame in which an error was caught, and its callers."""
     frame = error.__traceback__.tb_frame if error.__traceback__ is not None else None
     while frame is not None:
         yield frame
@@ -126,31 +198,36 @@ def _frames_of(error: BaseException) -> Iterator[FrameType]:
 
 
 def require_no_groups() -> None:
-    """Raise StateError where vLLM has process groups in this process already: it has room for one engine's."""
+    """Raise StateError if vLLM has process groups in this process: it supports one engine's."""
     if internals.PARALLEL_STATE.load()._WORLD is not None:
-        raise StateError("vLLM runs in this process already: shut down the engine or the worker that has it first")
+        raise StateError(
+            "vLLM runs in this process already: shut down the engine or the worker that has it first",
+            code="vllm-is-running",
+        )
 
 
 def destroy_groups() -> None:
-    """End vLLM's process groups; its own way of doing this also ends the default group, which is the caller's."""
+    """End vLLM's process groups. vLLM's own function also ends the default group, the caller's."""
     forget_models()
-    internals.DISABLE_ENVS_CACHE.load()()
+    disable_envs_cache = internals.DISABLE_ENVS_CACHE.load()
+    disable_envs_cache()
     parallel_state = internals.PARALLEL_STATE.load()
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
+        # Its device and CPU groups, not the default group.
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
         parallel_state._NODE_COUNT = None
 
 
-# -- places in groups -------------------------------------------------------------------------------------------------
+# -- places in groups ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def rank_in_instance(settings: InferenceSettings, rank: int) -> Iterator[None]:
-    """Within this context RANK is what vLLM takes it for, a number within one instance, of which there may be several.
+    """Set RANK, in this context, to the number within an instance, as vLLM interprets it.
 
-    Needed wherever vLLM makes groups or a configuration.
+    There may be several instances. Needed whenever vLLM makes groups or a configuration.
     """
     position = settings.sizes.place_of(rank).position % settings.sizes.ranks_per_instance
     with _in_environment(RANK=str(position)):
@@ -173,23 +250,30 @@ def _in_environment(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
-    """Within this context vLLM's groups are those of this rank's place, and keep their order afterwards; its
-    device is the job's."""
-    # vLLM takes the GPU of this number, which need not be torchrun's: a process may see its own GPU only
+    """Make vLLM, in this context, build its groups for this rank's place, on the job's device.
+
+    The groups keep their order afterwards.
+    """
+    # vLLM takes the GPU of this number. It may differ from torchrun's, because a process may see
+    # only one GPU.
     device = {} if job.device.index is None else {"LOCAL_RANK": str(job.device.index)}
     order = settings.sizes.ranks.ravel().tolist()
 
     def build(make_group: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make_group)
         def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-            kwargs["use_message_queue_broadcaster"] = False  # 24 MiB of shared memory each; see cpu/shm_cleanup.py
+            # A queue takes 24 MiB of shared memory; see cpu/shm_cleanup.py.
+            kwargs["use_message_queue_broadcaster"] = False
+            ordered = [[order[position] for position in group] for group in group_ranks]
             with internals.NEW_GROUP.replaced(group_in_listed_order):
-                group = make_group([[order[position] for position in group] for group in group_ranks], *args, **kwargs)
+                group = make_group(ordered, *args, **kwargs)
             if group.rank_in_group != dist.get_rank(group.device_group):
                 raise StateError(
-                    f"vLLM's group of ranks {group.ranks} is a process group in another order: rank_order needs groups "
-                    "that new_group made: unset VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or set "
-                    "generate_config.infer_rank_order: sequential"
+                    f"vLLM's group of ranks {group.ranks} is a process group in another order: "
+                    "rank_order needs groups that new_group made: unset "
+                    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or set generate_config.infer_rank_order: "
+                    "sequential",
+                    code="wrong-group-order",
                 )
             return group
 
@@ -205,24 +289,30 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
 
 
 def can_list_ranks(new_group: Callable[..., Any]) -> bool:
-    """Whether torch's `new_group` can be told not to sort ranks; torch 2.11's cannot."""
+    """Return whether torch's `new_group` can keep the order of ranks; torch 2.11's sorts them."""
     return "sort_ranks" in inspect.signature(new_group).parameters
 
 
 def group_in_listed_order(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's `new_group`, told not to sort the ranks, where it can be told; elsewhere they are listed in order."""
-    return functools.partial(new_group, sort_ranks=False) if can_list_ranks(new_group) else new_group
+    """Return torch's `new_group` without sorting; if it always sorts, ranks are sorted already."""
+    return (
+        functools.partial(new_group, sort_ranks=False) if can_list_ranks(new_group) else new_group
+    )
 
 
 def register_graph_buffers(communicator: Any) -> None:
-    """Tell vLLM's custom all-reduce, for each rank of its group in the group's order, what captured graphs reduce.
+    """Register the buffers of captured graphs with vLLM's custom all-reduce, in the group's order.
 
-    Collective. On CUDA, at the end of each graph's capture.
+    Collective. vLLM calls this on CUDA, at the end of each graph's capture.
     """
     ops = internals.CUSTOM_OPS.load()
     ranks = dist.get_process_group_ranks(communicator.group)
-    own = encode(ops.get_graph_buffer_ipc_meta(communicator._ptr))
-    # one after the other, on the CPU: nothing is gathered while graphs are captured
-    told = [decode(told_by(rank, own, communicator.group), tuple[list[int], list[int]]) for rank in ranks]
-    handles, offsets = zip(*told, strict=True)
+    message = encode(ops.get_graph_buffer_ipc_meta(communicator._ptr))
+    # A broadcast per rank, on the CPU: no gather is possible while graphs are captured.
+    received = [
+        decode(broadcast_bytes(rank, message, communicator.group), tuple[list[int], list[int]])
+        for rank in ranks
+    ]
+    # One list of handles and one of offsets per rank, in the group's order.
+    handles, offsets = zip(*received, strict=True)
     ops.register_graph_buffers(communicator._ptr, list(handles), list(offsets))

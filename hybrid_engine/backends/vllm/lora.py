@@ -1,12 +1,15 @@
-"""LoRA beside weights that are not merged: delivered from memory by name, and as one more group of a switch.
+"""LoRA without merging: delivered from memory by name, and as an additional group of a switch.
 
-vLLM's requests name a directory, and its worker reads it in one place (`internals.LOAD_LORA`); there the tensors kept
-here are taken instead. All else is vLLM's: merging of fused projections, slices per rank, slots, batches of several
-LoRAs. A LoRA that was evicted, or dropped with the weights, comes back with the next request for it.
+vLLM's requests name a directory, which its worker reads in one place (`internals.LOAD_LORA`); that
+place is patched to take the tensors kept here. Everything else is vLLM's: merging of fused
+projections, slices per rank, slots, batches of several LoRAs. A LoRA that was evicted, or dropped
+with the weights, returns with the next request for it.
 
-`InferenceEngine.set_lora` delivers one at any time. With `lora_delivery: adapter` the worker hands `WeightsWithLora` to
-the switch: the LoRA arrives as a group, and its commit delivers it. Memory: a copy on the host for as long as it is
-known; on the device what vLLM's slots hold, until a release.
+`InferenceEngine.set_lora` delivers a LoRA at any time. With `lora_delivery: adapter` the worker
+passes `WeightsWithLora` to the switch: the LoRA arrives as a group, and the group's commit delivers
+it.
+
+Memory: a copy on the host while the LoRA is known; vLLM's slots on the device, until a release.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,70 +32,91 @@ from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 
 GROUP = "lora"
-"""The commit group of all tensors of the actor's LoRA."""
+"""Commit group of all tensors of the actor's LoRA."""
+
+_REMEDY = "Give lora_A [rank, in] and lora_B [out, rank] under their PEFT names"
 
 
 @dataclass(frozen=True)
-class _Lora:
+class _ServedLora:
     number: int
     settings: LoraSettings
     tensors: Mapping[str, torch.Tensor]
 
 
 class DeliveredLoras:
+    """LoRAs in host memory, from which vLLM's worker loads them by name."""
+
     def __init__(self, llm: Any, undo: contextlib.ExitStack) -> None:
-        """Make the worker of `llm`, an LLM with LoRA enabled, take LoRAs from here until `undo` is closed."""
+        """Make the worker of `llm`, an LLM with LoRA enabled, load LoRAs from here.
+
+        Closing `undo` reverts this.
+        """
         self._llm = llm
         self._manager = internals.model_runner_of(llm).lora_manager
-        self._by_name: dict[str, _Lora] = {}
+        self._by_name: dict[str, _ServedLora] = {}
         self._next_number = 1
         undo.enter_context(internals.LOAD_LORA.replaced(lambda _: self._load, owner=self._manager))
 
-    def deliver(self, name: str, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take up a LoRA or a new version of one; the tensors are copied to host memory.
+    def deliver(
+        self, name: str, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Add a LoRA or replace it by a new version; the tensors are copied to host memory.
 
-        Raises ConfigError with everything that does not fit, and StateError while vLLM has unfinished requests; both
-        keep the version before.
+        Raises ConfigError with every tensor or setting that does not fit, and StateError while vLLM
+        has unfinished requests. The former version stays in both cases.
         """
-        if violations := self._violations(settings, tensors):
+        violations = list(self._violations(settings, tensors))
+        if violations:
             raise ConfigError(violations)
-        reset_prefix_cache(self._llm)  # vLLM tells cached prefixes of LoRAs apart by name only
-        held = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        # vLLM distinguishes cached prefixes of LoRAs by name only, not by version.
+        reset_prefix_cache(self._llm)
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         before = self._by_name.get(name)
-        number = before.number if before else self._next_number
-        self._next_number += before is None
-        self._by_name[name] = _Lora(number, settings, held)
+        if before is None:
+            number = self._next_number
+            self._next_number += 1
+        else:
+            number = before.number
+        # vLLM identifies a LoRA by its number. Without an adapter of that number in its slots, the
+        # next request loads the new version.
+        self._by_name[name] = _ServedLora(number, settings, copies)
         self._manager.remove_adapter(number)
 
     def forget(self, name: str) -> None:
-        """Forget a LoRA. Raises StateError when there is none of this name, or unfinished requests."""
+        """Remove a LoRA. Raises StateError for an unknown name or unfinished requests."""
         number = self._get(name).number
         reset_prefix_cache(self._llm)
         self._manager.remove_adapter(number)
         del self._by_name[name]
 
     def request(self, name: str) -> Any:
-        """What a vLLM request carries to use a LoRA. Raises StateError for an unknown one."""
+        """Return vLLM's `LoRARequest` for a LoRA. Raises StateError for an unknown name."""
+        # The last argument replaces a directory, which is never read.
         return internals.LORA_REQUEST.load()(name, self._get(name).number, "in memory")
 
     def drop_from_device(self) -> None:
-        """The device's copies are gone or will be; the next request brings its LoRA back."""
+        """Drop the device's copies; the next request for a LoRA loads it again."""
         self._manager.remove_all_adapters()
 
     def reset_device(self) -> None:
-        """The weights' memory is back, with anything in it: what vLLM itself keeps there for LoRAs is written anew."""
+        """Rewrite vLLM's own LoRA state on the device, whose restored memory is uninitialised."""
         internals.model_runner_of(self._llm).reset_lora_state()
 
-    def _get(self, name: str) -> _Lora:
+    def _get(self, name: str) -> _ServedLora:
         if name not in self._by_name:
             known = ", ".join(self._by_name) or "none"
-            raise StateError(f"no LoRA {name!r}; there are: {known}. Deliver it with set_lora")
+            raise StateError(
+                f"no LoRA {name!r}; known LoRAs: {known}. Deliver it with set_lora",
+                code="unknown-lora",
+            )
         return self._by_name[name]
 
     def _load(self, request: Any) -> Any:
-        """Called by vLLM's worker: the LoRA as vLLM's own `LoRAModel`."""
+        """Return the LoRA as vLLM's `LoRAModel`; vLLM's worker calls this."""
         lora = self._get(request.lora_name)
-        manager, settings = self._manager, lora.settings
+        manager = self._manager
+        settings = lora.settings
         peft = internals.PEFT_HELPER.load()(
             {
                 "r": settings.rank,
@@ -105,7 +129,8 @@ class DeliveredLoras:
         peft.validate_legal(manager.lora_config)
         return internals.LORA_MODEL.load()(
             lora.number,
-            {name: tensor.clone() for name, tensor in lora.tensors.items()},  # vLLM scales lora_B in place
+            # vLLM scales lora_B in place.
+            {name: tensor.clone() for name, tensor in lora.tensors.items()},
             peft,
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
@@ -117,91 +142,118 @@ class DeliveredLoras:
         mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
 
-    def _violations(self, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]) -> list[Violation]:
-        limit, violations = self._manager.lora_config.max_lora_rank, []
+    def _violations(
+        self, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[Violation]:
+        limit = self._manager.lora_config.max_lora_rank
         if settings.largest_rank > limit:
             problem = f"{settings.largest_rank} is more than max_lora_rank {limit}"
-            violations.append(Violation("LoRA rank", problem, "Raise max_lora_rank"))
+            yield Violation("LoRA rank", problem, "Raise max_lora_rank", code="lora-rank-too-large")
         if not tensors:
-            violations.append(Violation("LoRA", "it has no tensors", "Give its lora_A and lora_B weights"))
+            remedy = "Give its lora_A and lora_B weights"
+            yield Violation("LoRA", "it has no tensors", remedy, code="empty-lora")
         for name, tensor in tensors.items():
-            if fault := self._problem_of(name, tensor, settings, tensors):
-                remedy = "Give lora_A [rank, in] and lora_B [out, rank] under their PEFT names"
-                violations.append(Violation(name, fault, remedy))
-        return violations
+            problem = self._problem_of(name, tensor, settings, tensors)
+            if problem:
+                yield Violation(name, problem, _REMEDY, code="invalid-lora-tensor")
 
     def _problem_of(
-        self, name: str, tensor: torch.Tensor, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
-    ) -> str | None:
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        settings: LoraSettings,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> str:
+        """Return the reason why a tensor does not fit; "" if it does."""
         kinds = [kind for kind in ("lora_A", "lora_B") if name.endswith(f".{kind}.weight")]
         if not kinds or not name.startswith("base_model.model."):
             return "not a base_model.model.….lora_A.weight or lora_B.weight"
+        (kind,) = kinds
         path = module_of(name)
-        module, rank = path.rpartition(".")[2], settings.ranks.get(path, settings.rank)
+        module = path.rpartition(".")[2]
+        rank = settings.ranks.get(path, settings.rank)
         if module not in settings.target_modules:
             return f"{module} is not in target_modules {', '.join(settings.target_modules)}"
-        if module not in self._supported():
-            return f"vLLM was built for LoRA on {', '.join(sorted(self._supported()))} (lora_target_modules)"
-        size = tensor.shape[0 if kinds[0] == "lora_A" else -1]
+        supported = self._supported()
+        if module not in supported:
+            return (
+                f"vLLM was built for LoRA on {', '.join(sorted(supported))} (lora_target_modules)"
+            )
+        size = tensor.shape[0 if kind == "lora_A" else -1]
         if tensor.dim() != 2 or size != rank:
             return f"shape {tuple(tensor.shape)} is not of rank {rank}"
-        other = name.replace(f".{kinds[0]}.", ".lora_B." if kinds[0] == "lora_A" else ".lora_A.")
-        return None if other in tensors else f"{other} is missing"
+        other = name.replace(f".{kind}.", ".lora_B." if kind == "lora_A" else ".lora_A.")
+        return "" if other in tensors else f"{other} is missing"
 
     def _supported(self) -> set[str]:
-        """Names of projections as PEFT knows them: those that vLLM fuses, by their parts."""
+        """Return PEFT's names of the projections that support LoRA: the parts of fused ones."""
         manager = self._manager._adapter_manager
         packed = manager.packed_modules_mapping
-        parts = {part for module in manager.supported_lora_modules for part in packed.get(module, [module])}
+        parts = {
+            part
+            for module in manager.supported_lora_modules
+            for part in packed.get(module, [module])
+        }
         return parts & set(self._manager.lora_config.target_modules)
 
 
 def _as_patterns(by_module: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM takes its keys, as PEFT does, for regular expressions of the end of a module's name."""
+    """Escape module names: vLLM, like PEFT, matches them as regular expressions of a name's end."""
+    # A dot in a name would match any character otherwise.
     return {re.escape(module): value for module, value in by_module.items()}
 
 
 class WeightsWithLora:
-    """vLLM's weights and, beside them, the actor's LoRA (port `InferenceWeights`).
+    """vLLM's weights and the actor's LoRA together (port `InferenceWeights`).
 
-    Every rank takes all tensors of it, in `dtype`; vLLM cuts them itself.
+    Every rank receives all tensors of the LoRA, in `dtype`; vLLM slices them itself.
 
     Memory: the whole LoRA on every rank while it arrives, and vLLM's copy of it on the host.
     """
 
-    def __init__(self, weights: VllmAdaptor, loras: DeliveredLoras, lora: ActorLora, dtype: str) -> None:
-        self._weights, self._loras = weights, loras
-        self._lora, self._dtype = lora, dtype
+    def __init__(
+        self, weights: VllmAdaptor, loras: DeliveredLoras, lora: ActorLora, dtype: str
+    ) -> None:
+        self._weights = weights
+        self._loras = loras
+        self._lora = lora
+        self._dtype = dtype
         self._arriving: dict[str, torch.Tensor] = {}
         self._is_delivered = False
 
     def layout(self) -> Layout:
-        """The weights' records and one for each tensor of the LoRA."""
-        rank, shapes = self._weights.rank, self._lora.shapes
-        buffers = {BufferId(rank, name): Buffer(math.prod(shape), self._dtype, GROUP) for name, shape in shapes.items()}
-        shards = tuple(
-            Shard(Region(name, (0,) * len(shape), shape), Place(BufferId(rank, name), 0, contiguous_strides(shape)))
-            for name, shape in shapes.items()
-        )
-        return Layout.merge([self._weights.layout(), Layout(shapes, buffers, shards)])
+        """Return the weights' records and a record for each tensor of the LoRA."""
+        shapes = self._lora.shapes
+        buffers = {}
+        shards = []
+        for name, shape in shapes.items():
+            buffer_id = BufferId(self._weights.rank, name)
+            buffers[buffer_id] = Buffer(math.prod(shape), self._dtype, GROUP)
+            region = Region(name, (0,) * len(shape), shape)
+            shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))
+        return Layout.merge([self._weights.layout(), Layout(shapes, buffers, tuple(shards))])
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """As the port says; the LoRA's tensors are new."""
-        buffers = dict(self._weights.allocate([group for group in groups if group != GROUP]))
+        """See the port; the LoRA's tensors are new."""
+        buffers = dict(self._weights.allocate(_without_lora(groups)))
         if GROUP in groups:
+            dtype = getattr(torch, self._dtype)
             self._arriving = {
-                name: torch.empty(math.prod(shape), dtype=getattr(torch, self._dtype), device=self._weights.device)
+                name: torch.empty(math.prod(shape), dtype=dtype, device=self._weights.device)
                 for name, shape in self._lora.shapes.items()
             }
             buffers |= self._arriving
         return buffers
 
     def commit(self, groups: Sequence[str]) -> None:
-        """As the port says; the LoRA takes the place of the version before."""
-        self._weights.commit([group for group in groups if group != GROUP])
+        """See the port; the LoRA replaces its former version."""
+        self._weights.commit(_without_lora(groups))
         if GROUP in groups:
             self._is_delivered = False
-            tensors = {name: flat.view(self._lora.shapes[name]) for name, flat in self._arriving.items()}
+            shapes = self._lora.shapes
+            # A failure in `deliver` leaves the LoRA undelivered, and the next switch sends it
+            # again.
+            tensors = {name: flat.view(shapes[name]) for name, flat in self._arriving.items()}
             self._loras.deliver(self._lora.name, self._lora.settings, tensors)
             self._is_delivered = True
             self._arriving = {}
@@ -213,22 +265,28 @@ class WeightsWithLora:
         self._weights.abandon()
 
     def release(self, keep: Collection[str] = ()) -> None:
-        """As the port says; vLLM keeps its copy of the LoRA on the host."""
+        """See the port; vLLM keeps its copy of the LoRA on the host."""
         self._arriving = {}
         self._is_delivered = self._is_delivered and GROUP in keep
         self._loras.drop_from_device()
-        self._weights.release([group for group in keep if group != GROUP])
+        self._weights.release(_without_lora(keep))
 
     def committed(self) -> Collection[str]:
-        """As the port says; the LoRA's next request brings it from the host."""
-        return [*self._weights.committed(), *([GROUP] if self._is_delivered else ())]
+        """See the port; the next request for the LoRA loads it from the host."""
+        lora = (GROUP,) if self._is_delivered else ()
+        return [*self._weights.committed(), *lora]
 
     def proving(
         self, tensors: Collection[str], unproven: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """As the port says, of the weights; what vLLM makes of a LoRA is not looked at."""
+        """See the port; covers the weights, but not vLLM's form of a LoRA."""
         return self._weights.proving(tensors, unproven)
 
     def resident_nbytes(self) -> int:
-        """As the port says; vLLM's copy of the LoRA on the host is not counted."""
-        return self._weights.resident_nbytes() + sum(flat.nbytes for flat in self._arriving.values())
+        """See the port; vLLM's copy of the LoRA on the host is not counted."""
+        arriving = sum(flat.nbytes for flat in self._arriving.values())
+        return self._weights.resident_nbytes() + arriving
+
+
+def _without_lora(groups: Collection[str]) -> list[str]:
+    return [group for group in groups if group != GROUP]

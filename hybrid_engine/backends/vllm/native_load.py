@@ -1,7 +1,8 @@
-"""What vLLM itself would load: the ground truth for the weights that a switch brings.
+"""Weights as vLLM itself loads them: the ground truth for the weights that a switch brings.
 
-expected = native_parameters(engine, checkpoint_dir)      # a second model in this rank's groups, freed again
-... compare with what an observer of `engine.adaptor` was shown during a switch of the same weights, bit by bit
+# a second model in this rank's groups, freed again
+expected = native_parameters(engine, checkpoint_dir)
+... compare bit by bit with the tensors shown to an observer of `engine.adaptor` during a switch ...
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import engine_config
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.isolation import forget_models, register_model_class
+from hybrid_engine.backends.vllm.weights.tracing import storage_key
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.engine import InferenceEngine
 
 
-def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: Any) -> dict[str, torch.Tensor]:
-    """What vLLM's own loader puts into a fresh model of this rank, before post-load processing; by parameter name.
+def native_parameters(
+    engine: InferenceEngine, checkpoint_dir: str, **changes: Any
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that vLLM's own loader fills in a new model of this rank, by name.
 
-    Buffers that the loader writes are among them. What no checkpoint tensor reaches (vocabulary padding) is zero, and
-    what the engine quantises after loading is as before.
+    Post-load processing has not run, so weights that the engine quantises after loading are not
+    quantised. Buffers that the loader writes are included. Elements that no checkpoint tensor fills
+    (vocabulary padding) are zero.
 
     Args:
-        engine: gives rank, groups and settings. Its own weights are not touched.
+        engine: provides rank, groups and settings. Its weights are not touched.
         checkpoint_dir: a Hugging Face checkpoint on disk.
-        changes: arguments of vLLM's `EngineArgs` in place of the engine's.
+        changes: arguments of vLLM's `EngineArgs` that replace the engine's.
 
     Memory: a second copy of this rank's weights, until the result is dropped. Not collective.
     """
@@ -43,29 +48,41 @@ def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: A
         for parameter in model.parameters():
             parameter.zero_()
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    loader = DefaultModelLoader(config.load_config)
     with _building(config):
-        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+        loader.load_weights(model, config.model_config)
     loaded = {name: parameter.data for name, parameter in model.named_parameters()}
+    of_parameters = {storage_key(parameter) for parameter in model.parameters()}
     for name, buffer in model.named_buffers():
-        if name in engine.adaptor.written_buffers or not torch.equal(buffer, buffers_before[name]):
+        if storage_key(buffer) in of_parameters:
+            continue  # a view, as Mamba's mixers have of their convolution's weight
+        is_written = name in engine.adaptor.written_buffers
+        if is_written or not torch.equal(buffer, buffers_before[name]):
             loaded[name] = buffer.data
     del model
     gc.collect()  # a model's parameters and their loaders refer to each other
     return loaded
 
 
-def second_model(settings: InferenceSettings, rank: int, model_dir: str, **changes: Any) -> tuple[torch.nn.Module, Any]:
-    """Another vLLM model in this rank's groups, constructed but not loaded: the model and its `VllmConfig`.
+def second_model(
+    settings: InferenceSettings, rank: int, model_dir: str, **changes: Any
+) -> tuple[torch.nn.Module, Any]:
+    """Construct another vLLM model in this rank's groups; return it and its `VllmConfig`.
 
-    `model_dir` may be another model's than the engine's; `changes`: arguments in place of those from the settings.
+    Its weights are not loaded.
+
+    `model_dir` may hold another model than the engine's. `changes`: arguments that replace those
+    from the settings.
     """
     from vllm.platforms import current_platform
 
     register_model_class(model_dir)
     changes = {"load_format": "safetensors", "quantization": None, **changes}
-    config = engine_config(replace(settings, model_dir=model_dir), rank, current_platform.device_type, **changes)
+    settings = replace(settings, model_dir=model_dir)
+    config = engine_config(settings, rank, current_platform.device_type, **changes)
+    initialize_model = internals.INITIALIZE_MODEL.load()
     with _building(config), torch.device(config.device_config.device):
-        model = internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
+        model = initialize_model(vllm_config=config, model_config=config.model_config)
     forget_models()
     return model, config
 
@@ -74,6 +91,6 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
 def _building(config: Any) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
 
-    dtype = internals.DEFAULT_DTYPE.load()(config.model_config.dtype)
-    with dtype, set_current_vllm_config(config):
+    default_dtype = internals.DEFAULT_DTYPE.load()
+    with default_dtype(config.model_config.dtype), set_current_vllm_config(config):
         yield

@@ -1,13 +1,13 @@
-"""What an inference position holds, before there is an engine: vLLM's model without memory, in groups without members.
+"""Layouts of inference positions before an engine exists: vLLM's model without memory or peers.
 
-    own = layout_of_position(settings, job, tensors)        rank r traces position r; no rank waits for another
-    ... ranks share these layouts, and choose who takes which position ...
-    InferenceEngine(settings in that order, ...)            traces its position again, now with memory
+    layout = layout_of_position(settings, job, tensors)     rank r traces position r; no rank waits
+    ... ranks share these layouts, and assign positions to ranks ...
+    InferenceEngine(settings in that order, ...)            traces its position again, with memory
 
-vLLM makes its groups itself, but of coordinators that know who is in a group and cannot communicate. Then it
-constructs the model of the position, and that model's loader is traced as an engine's is. Weights are on the meta
-device; what the constructor computes with (which experts a rank has) is in host memory. Afterwards vLLM has no groups,
-and remembers nothing of the model.
+vLLM makes its groups itself, but of coordinators that know the members of a group and cannot
+communicate. Then it constructs the model of the position, whose loader is traced as an engine's is.
+Weights are on the meta device; tensors that the constructor computes with (the experts of a rank)
+are in host memory. Afterwards vLLM has no groups and keeps nothing of the model.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ def layout_of_position(
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, str] | None = None,
 ) -> Layout:
-    """What vLLM holds at the position with this rank's number, in loader layout.
+    """Return the layout that vLLM has at the position with this rank's number, before processing.
 
-    Not collective. Takes as long as vLLM needs to construct the model and to go through the names of a checkpoint, and
-    host memory for rotary embeddings. The process's random state, environment and torch's settings are as before.
+    Not collective. Takes the time that vLLM needs to construct the model and to iterate over the
+    names of a checkpoint, and host memory for rotary embeddings. The process's random state,
+    environment and torch settings are restored.
 
     Args:
-        settings: an engine's, in sequential order.
-        job: whose ranks take the positions.
+        settings: settings of an engine, in sequential order.
+        job: job whose ranks take the positions.
         tensors: canonical names and shapes of the whole model.
-        dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
+        dtypes: canonical name -> dtype, if it differs from that of the weights
+            (`ModelTable.dtypes`).
 
-    Raises what `InferenceEngine` raises about the settings, and ModelError or ParameterMismatchError for a model that
-    cannot be constructed or traced without memory.
+    Raises the errors of `InferenceEngine` about the settings, and ModelError or
+    ParameterMismatchError for a model that cannot be constructed or traced without memory.
     """
     names = dict.fromkeys(tensors, settings.dtype) | dict(dtypes or {})
     torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
@@ -72,8 +74,10 @@ def _traced(
     dtypes: Mapping[str, torch.dtype],
     device_type: str,
 ) -> Layout:
-    # nothing is compiled, of which weights know nothing
-    config = arguments.engine_config(settings, job.rank, device_type, load_format="dummy", enforce_eager=True)
+    # Eager, because compilation takes time and does not change the weights.
+    config = arguments.engine_config(
+        settings, job.rank, device_type, load_format="dummy", enforce_eager=True
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_rotary_embeddings_kept())
@@ -90,18 +94,25 @@ def _traced(
             raise
         except Exception as error:
             raise ModelError(
-                f"vLLM cannot construct {config.model_config.architecture} without memory, to see what each inference "
-                f"position holds: {error}. Set generate_config.infer_rank_order to sequential"
+                f"vLLM cannot construct {config.model_config.architecture} without memory, which "
+                f"shows the weights of each inference position: {error}. Set "
+                "generate_config.infer_rank_order to sequential",
+                code="not-constructible",
             ) from error
 
 
 def _model(config: Any) -> torch.nn.Module:
-    with internals.DEFAULT_DTYPE.load()(config.model_config.dtype), torch.device("cpu"), _WithoutWeights():
-        return internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
+    default_dtype = internals.DEFAULT_DTYPE.load()
+    initialize_model = internals.INITIALIZE_MODEL.load()
+    with default_dtype(config.model_config.dtype), torch.device("cpu"), _WithoutWeights():
+        return initialize_model(vllm_config=config, model_config=config.model_config)
 
 
 class _WithoutWeights(_DispatchMode):
-    """Puts tensors that are made without values on the meta device, as weights are; others are computed with."""
+    """A dispatch mode that moves uninitialised tensors, as weights are, to the meta device.
+
+    Tensors with values stay real, because constructors compute with them.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,11 +121,11 @@ class _WithoutWeights(_DispatchMode):
         return func(*args, **kwargs)
 
 
-# -- what vLLM keeps in its modules ------------------------------------------------------------------------------------
+# -- state that vLLM keeps in its modules ----------------------------------------------------------
 
 
 def _forget_layers(model: torch.nn.Module) -> None:
-    """Take what vLLM notes of layers for reloading them: for layers that it quantises it would keep them for ever."""
+    """Remove vLLM's notes on layers for reloading, which keep layers that it quantises alive."""
     notes = internals.RELOADING_NOTES.load()
     for module in model.modules():
         notes.pop(module, None)
@@ -122,13 +133,19 @@ def _forget_layers(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _at_position(job: Job, settings: InferenceSettings, config: Any) -> Iterator[None]:
-    """Within this context vLLM has this configuration; from here on, until they are destroyed, a position's groups."""
+    """Set vLLM's current configuration in this context, and make this position's groups.
+
+    The groups stay until they are destroyed.
+    """
     from vllm.config import set_current_vllm_config
 
-    parallel_state, seat = internals.PARALLEL_STATE.load(), _seat_class(job.rank)
+    parallel_state = internals.PARALLEL_STATE.load()
+    seat = _seat_class(job.rank)
+    sizes = settings.sizes
     with set_current_vllm_config(config), internals.MAKE_GROUP.replaced(lambda _: seat):
-        parallel_state._WORLD, parallel_state._NODE_COUNT = seat([[*range(job.world_size)]]), len(set(job.hosts))
-        parallel_state.initialize_model_parallel(settings.sizes.tensor, settings.sizes.pipeline, backend="gloo")
+        parallel_state._WORLD = seat([list(range(job.world_size))])
+        parallel_state._NODE_COUNT = len(set(job.hosts))
+        parallel_state.initialize_model_parallel(sizes.tensor, sizes.pipeline, backend="gloo")
         yield
 
 
@@ -136,28 +153,39 @@ def _seat_class(position: int) -> Any:
     parallel_state = internals.PARALLEL_STATE.load()
 
     class Seat(parallel_state.GroupCoordinator):  # type: ignore[name-defined]
-        """A position's place in that one of some groups that it is in."""
+        """A coordinator of the group that contains the position; it cannot communicate."""
 
-        def __init__(self, group_ranks: list[list[int]], *_: Any, group_name: str = "world", **__: Any) -> None:
+        def __init__(
+            self, group_ranks: list[list[int]], *_: Any, group_name: str = "world", **__: Any
+        ) -> None:
             (self.ranks,) = (ranks for ranks in group_ranks if position in ranks)
-            self.group_ranks, self.world_size, self.unique_name = group_ranks, len(self.ranks), group_name
-            self.rank, self.rank_in_group = position, self.ranks.index(position)
-            self.local_rank, self.device_index, self.device = 0, 0, torch.device("cpu")
-            self.use_device_communicator = self.use_custom_op_call = self.use_cpu_custom_send_recv = False
-            self.device_communicator = self.mq_broadcaster = None
-            # it has a rank and a size, which models ask for, and nothing to communicate by: whoever tries, raises
+            self.group_ranks = group_ranks
+            self.world_size = len(self.ranks)
+            self.unique_name = group_name
+            self.rank = position
+            self.rank_in_group = self.ranks.index(position)
+            self.local_rank = 0
+            self.device_index = 0
+            self.device = torch.device("cpu")
+            self.use_device_communicator = False
+            self.use_custom_op_call = False
+            self.use_cpu_custom_send_recv = False
+            self.device_communicator = None
+            self.mq_broadcaster = None
+            # Models read its rank and its size. Without a backend any communication raises.
             group = dist.ProcessGroup(dist.HashStore(), self.rank_in_group, self.world_size)
-            self.cpu_group = self.device_group = group
+            self.cpu_group = group
+            self.device_group = group
 
         def destroy(self) -> None:
-            """There is nothing to end."""
+            """Do nothing; there is no communicator to end."""
 
     return Seat
 
 
 @contextlib.contextmanager
 def _rotary_embeddings_kept() -> Iterator[None]:
-    """Within this context vLLM makes its own; afterwards it knows those from before alone."""
+    """Empty vLLM's cache of rotary embeddings in this context, and restore it at the end."""
     known = internals.ROPES.load()
     before = dict(known)
     known.clear()

@@ -1,9 +1,9 @@
-"""Keeps the state of the process, random numbers and torch's settings, as training has it, and vLLM's apart from it.
+"""Random numbers and settings of the process: vLLM's are kept apart from training's.
 
-vLLM has its own settings while it is built and while it generates, as it has them where it is alone. Sampling must
-neither disturb training's generators nor depend on what training drew: all ranks of a replica must draw the same
-tokens, while training may have drawn different numbers on each. So the engine keeps a random state of its own and sets
-it only while it generates.
+While vLLM is built and while it generates, it has the settings that it has in a process of its own.
+Sampling must neither disturb training's generators nor depend on training's draws: all ranks of a
+replica must draw the same tokens, while training may have drawn different numbers on each. So the
+engine keeps a separate random state and sets it only while it generates.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import torch
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """As they are at one time; None for one that is of no concern.
+    """Settings of the process at one time; None for a setting that does not matter.
 
     Attributes:
-        matmul_precision: of float32 products; a script's "high" becomes vLLM's "highest".
-        num_threads: of operations on the CPU; vLLM takes one unless OMP_NUM_THREADS says otherwise.
+        matmul_precision: precision of float32 products; vLLM needs "highest", a script may set
+            "high".
+        num_threads: threads of CPU operations; vLLM takes one unless OMP_NUM_THREADS is set.
         cudnn_attention: whether scaled dot products may use cuDNN.
-        stream: the current one on the GPU; vLLM makes its own current, for good, with tensor parallelism.
-        environment: vLLM sets variables that torch and NCCL read, too, and processes started later inherit them.
+        stream: the current stream on the GPU. With tensor parallelism vLLM makes another stream
+            current for good.
+        environment: environment variables. vLLM sets some that torch, NCCL and later processes read
+            as well.
     """
 
     matmul_precision: str
@@ -47,32 +50,48 @@ class ProcessSettings:
             dict(os.environ),
         )
 
-    def enter(self) -> None:
-        """Put them in force; what is as it should be is not touched, since threads would start anew."""
-        present = ProcessSettings.now()
-        wanted = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed = {name for name, value in wanted.items() if value is not None and value != getattr(present, name)}
+    def enter(self, present: ProcessSettings | None = None) -> None:
+        """Apply the settings that differ from the present ones.
+
+        Setting the number of threads restarts the threads, even if it does not change. Work on a
+        stream that becomes current waits for the work queued on the stream before.
+
+        `present`: the present settings if known: reading the environment takes longer than the
+        rest.
+        """
+        present = present or ProcessSettings.now()
+        changed = set()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value != getattr(present, field.name):
+                changed.add(field.name)
         if "matmul_precision" in changed:
             torch.set_float32_matmul_precision(self.matmul_precision)
         if "num_threads" in changed and self.num_threads is not None:
             torch.set_num_threads(self.num_threads)
         if "cudnn_attention" in changed:
             torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
-        if "stream" in changed and self.stream is not None:
-            torch.cuda.set_stream(self.stream)
         if "environment" in changed:
+            # Only differences are written: each assignment calls setenv.
             for name in present.environment.keys() - self.environment.keys():
                 del os.environ[name]
-            os.environ.update(self.environment)
+            for name, value in self.environment.items():
+                if present.environment.get(name) != value:
+                    os.environ[name] = value
+        # Last, because it raises after an error of the device.
+        if "stream" in changed and self.stream is not None:
+            torch.cuda.set_stream(self.stream)
+            if present.stream is not None:
+                self.stream.wait_stream(present.stream)
 
 
 @contextlib.contextmanager
 def process_settings_kept(inside: ProcessSettings | None = None) -> Iterator[None]:
-    """Whatever is set within this context, afterwards everything is as before; `inside`: put in force first."""
+    """Restore the process's settings after this context; apply `inside` at its beginning."""
     before = ProcessSettings.now()
     try:
         if inside is not None:
-            inside.enter()
+            inside.enter(before)
         yield
     finally:
         before.enter()
@@ -95,6 +114,7 @@ def set_state(state: tuple[Any, ...]) -> None:
 def seeded_state(seed: int) -> tuple[Any, ...]:
     """Seed every generator and return their state."""
     random.seed(seed)
+    # numpy takes 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     return get_state()
@@ -102,7 +122,7 @@ def seeded_state(seed: int) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Whatever vLLM draws or seeds inside, training draws as if it had not: dropout and data order stay bitwise."""
+    """Restore training's random state after this context: dropout and data order stay bitwise."""
     state = get_state()
     try:
         yield

@@ -1,12 +1,13 @@
-"""Who completes which prompts, and how completions reach the ranks that asked.
+"""Distribution of prompts over replicas, and exchange of completions between ranks.
 
-    data="global"   all ranks pass the same prompts; replica d completes every D-th, and the ranks with the same place
-                    in their replicas tell each other what those completed
-    data="local"    each rank passes prompts of its own; a replica completes those of its ranks, all of which have the
-                    answers then, and each keeps its own
+    data="global"   all ranks pass the same prompts; replica d completes every D-th, and ranks with
+                    the same place in their replicas exchange the completions
+    data="local"    each rank passes different prompts; a replica completes those of its ranks, all
+                    of which have the completions then, and each keeps those of its prompts
 
-A replica of one rank has nobody to tell in the second, and a single replica nobody in the first: nothing is sent then.
-Prompts go with the seeds of their random streams, so that who completes them does not matter.
+A replica of one rank exchanges nothing with local data, and a single replica exchanges nothing with
+global data. Prompts travel with the seeds of their random streams, so that a completion does not
+depend on the replica that makes it.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ Completions = list[list[Completion]]
 
 
 class Request(Record, frozen=True):
-    """A prompt to be completed.
+    """A prompt to complete.
 
     Attributes:
         prompt: token ids.
-        seed: of its completions.
-        sampling: how, as `requests.sampling_of` reads it.
+        seed: seed of its completions.
+        sampling: message for `requests.sampling_of`.
     """
 
     prompt: list[int]
@@ -53,45 +54,61 @@ class Request(Record, frozen=True):
 
 
 Share = tuple[Sequence[Request], Callable[[Completions], Completions]]
-"""What a replica completes, and what makes a rank's answers of that."""
+"""Requests that a replica completes, and a function from their completions to a rank's answers."""
 
 
 def check_data(data: str) -> None:
     """Raise ArgumentError unless `data` is "global" or "local"."""
     if data not in ("global", "local"):
-        remedy = 'Use "global" where all ranks pass the same, "local" where each rank passes its own'
-        raise ArgumentError([Violation("data", f"{shortened(data)} is unknown", remedy)])
+        remedy = (
+            'Use "global" where all ranks pass the same, "local" where each rank passes its own'
+        )
+        problem = f"{shortened(data)} is unknown"
+        raise ArgumentError([Violation("data", problem, remedy, code="unknown-value")])
 
 
-def stream_seeds(seeds: Sequence[int | None] | int | None, prompts: TokenIds, data: Data, job: Job) -> list[int | None]:
-    """A number of 56 bits for each prompt, made of its seed, the prompt, and how often it came before; None without.
+def stream_seeds(
+    seeds: Sequence[int | None] | int | None, prompts: TokenIds, data: Data, job: Job
+) -> list[int | None]:
+    """Return a 56-bit seed for each prompt; None for a prompt without a seed.
+
+    It is derived from the prompt's seed, the prompt, and the number of equal prompts before it.
+    vLLM draws completion i with that seed + i. So a completion does not depend on the layout or on
+    other prompts, equal prompts get different completions, and neighbouring seeds share no stream.
+    Local data count as global data in rank order, for which this is collective.
 
     `seeds` is the same on all ranks, or a list with one for each prompt.
-
-    vLLM draws completion i by that number + i. So a completion depends on no layout and on no other prompt, equal
-    prompts get different ones, and no seed shares a stream with its neighbours. Local data count as global data in
-    which ranks come one after another, for which all ranks are asked (collective).
     """
     if seeds is None:
         return [None] * len(prompts)
-    each = seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts)
+    seed_of = seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts)
     digests = [text_digest(*map(str, prompt)) for prompt in prompts]
     num_before: Counter[int] = Counter()
     if data == "local":
+        # Equal prompts of lower ranks come before those of this rank.
         by_rank = job.agreement.gather(digests, list[int], "counting equal prompts")
-        num_before.update(digest for of_rank in by_rank[: job.rank] for digest in of_rank)
+        for earlier in by_rank[: job.rank]:
+            num_before.update(earlier)
     streams: list[int | None] = []
-    for digest, seed in zip(digests, each, strict=True):
-        streams.append(None if seed is None else text_digest(str(seed), str(digest), str(num_before[digest])))
+    for digest, seed in zip(digests, seed_of, strict=True):
+        if seed is None:
+            streams.append(None)
+        else:
+            streams.append(text_digest(str(seed), str(digest), str(num_before[digest])))
         num_before[digest] += 1
     return streams
 
 
 class ReplicaExchange:
-    """Connects the ranks of a replica, and those with one place in all replicas; the groups are made at first use."""
+    """Communication within a replica, and between ranks with the same place in all replicas.
+
+    The process groups are made at first use.
+    """
 
     def __init__(self, sizes: InferenceParallelism, job: Job, tokenizer: ModelTokenizer) -> None:
-        self._sizes, self._job, self._tokenizer = sizes, job, tokenizer
+        self._sizes = sizes
+        self._job = job
+        self._tokenizer = tokenizer
         self._dp_rank = sizes.place_of(job.rank).dp_rank
         self._groups = ExitStack()
 
@@ -104,69 +121,96 @@ class ReplicaExchange:
         sampling: Sequence[bytes],
         generate: Callable[[Sequence[Request]], Completions],
     ) -> Completions:
-        """The completions of this rank's prompts, or of all ranks'. Collective over the job.
+        """Return the completions of this rank's prompts, or of all prompts if data is global.
+
+        Collective over the job.
 
         Args:
             prompts: token ids.
-            data: whose they are.
-            settings: everything else that all ranks must give alike, and that says so in its `repr`.
-            seeds: as of `stream_seeds`.
-            sampling: of each prompt, for its `Request`.
-            generate: completes prompts by this replica; all its ranks call it with the same.
+            data: "global" or "local".
+            settings: other arguments that must be equal on all ranks; compared by their `repr`.
+            seeds: see `stream_seeds`.
+            sampling: message of each prompt for its `Request`.
+            generate: completes requests on this replica; all its ranks call it with the same ones.
 
-        Raises, on all ranks, ArgumentError where they differ in what they must give alike, and GenerationError.
+        Raises, on all ranks, ArgumentError if arguments differ that must be equal, and
+        GenerationError.
         """
+        # First, because ranks with different arguments would wait for different collectives.
         self._require_same(settings, prompts if data == "global" else (), data)
         streams = stream_seeds(seeds, prompts, data, self._job)
-        share = self._global_share if data == "global" else self._local_share
-        asked = [Request(list(prompt), own, how) for prompt, own, how in zip(prompts, streams, sampling, strict=True)]
-        requests, answers_of = share(asked)
+        requests = [
+            Request(list(prompt), seed, message)
+            for prompt, seed, message in zip(prompts, streams, sampling, strict=True)
+        ]
+        share_of = self._global_share if data == "global" else self._local_share
+        share, answers_of = share_of(requests)
         agreement = self._job.agreement
         waiting = self._sizes.ranks_in_step(self._job.rank)
         with agreement.phase("generate", SHORT_PATIENCE, waiting, GenerationError):
-            completed = generate(requests)
+            completed = generate(share)
         with agreement.call("exchange of completions"):
             return answers_of(completed)
 
     def _require_same(self, settings: object, prompts: TokenIds, data: Data) -> None:
-        digest = hashlib.blake2b(repr(settings).encode(), digest_size=7)  # a number of 56 bits and its negative fit
+        # 7 bytes, so that the number and its negative fit into 64 bits.
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=7)
         for prompt in prompts:
             digest.update(np.array([len(prompt), *prompt], dtype=np.int64).tobytes())
-        if self._job.agreement.is_same([int.from_bytes(digest.digest(), "big")], "comparing prompts"):
+        number = int.from_bytes(digest.digest(), "big")
+        if self._job.agreement.is_same([number], "comparing prompts"):
             return
-        problem, remedy = "the ranks differ in sampling or in `data`", "Pass the same on all ranks"
         if data == "global":
             problem = "the ranks differ in prompts, in sampling or in `data`"
-            remedy = 'Pass the same on all ranks, or data="local" where each rank has prompts of its own'
-        raise ArgumentError([Violation("data", problem, remedy)])
+            remedy = (
+                'Pass the same on all ranks, or data="local" where each rank has its own prompts'
+            )
+        else:
+            problem = "the ranks differ in sampling or in `data`"
+            remedy = "Pass the same on all ranks"
+        raise ArgumentError([Violation("data", problem, remedy, code="ranks-differ")])
 
-    def _local_share(self, asked: Sequence[Request]) -> Share:
-        """What the ranks of this replica pass together, and how this rank finds its own completions."""
+    def _local_share(self, requests: Sequence[Request]) -> Share:
+        """Return the requests of this replica's ranks, and the slice of this rank's completions."""
         group = self._replica
+        rank = self._job.rank
         with self._job.agreement.call("exchange of prompts"):
-            by_rank = _gathered(group, self._job.rank, asked, list[Request])
-        requests = [request for rank in sorted(by_rank) for request in by_rank[rank]]
-        start = sum(len(by_rank[rank]) for rank in by_rank if rank < self._job.rank)
-        return requests, lambda completed: completed[start : start + len(asked)]
+            by_rank = _gathered(group, rank, requests, list[Request])
+        # In rank order, because all ranks of a replica must pass vLLM the same requests.
+        share = [request for peer in sorted(by_rank) for request in by_rank[peer]]
+        start = sum(len(by_rank[peer]) for peer in by_rank if peer < rank)
+        return share, lambda completed: completed[start : start + len(requests)]
 
-    def _global_share(self, asked: Sequence[Request]) -> Share:
-        """Every D-th prompt for each of D replicas, and how each rank gets what the others completed."""
-        num, own, group = self._sizes.data, self._dp_rank, self._column
+    def _global_share(self, requests: Sequence[Request]) -> Share:
+        """Return every D-th request for each of D replicas, and the exchange of completions."""
+        num = self._sizes.data
+        dp_rank = self._dp_rank
+        group = self._column
+        share = requests[dp_rank::num]
+        if group is None:
+            return share, lambda completed: completed
 
         def answers_of(completed: Completions) -> Completions:
-            # all ranks have the prompts and a tokenizer
-            sent = [[replace(one, prompt_token_ids=(), tokenizer=None) for one in each] for each in completed]
-            by_replica = _gathered(group, own, sent, Completions)
-
-            def whole(one: Completion, prompt: Sequence[int]) -> Completion:
-                return replace(one, prompt_token_ids=tuple(prompt), tokenizer=self._tokenizer)
-
-            return [
-                [whole(one, request.prompt) for one in by_replica[index % num][index // num]]
-                for index, request in enumerate(asked)
+            # Prompts and tokenizer are not sent, because all ranks have them.
+            sent = [
+                [replace(completion, prompt_token_ids=(), tokenizer=None) for completion in row]
+                for row in completed
             ]
+            by_replica = _gathered(group, dp_rank, sent, Completions)
+            answers = []
+            for index, request in enumerate(requests):
+                prompt = tuple(request.prompt)
+                # The inverse of the slice `dp_rank::num`.
+                row = by_replica[index % num][index // num]
+                answers.append(
+                    [
+                        replace(completion, prompt_token_ids=prompt, tokenizer=self._tokenizer)
+                        for completion in row
+                    ]
+                )
+            return answers
 
-        return asked[own::num], answers_of if group is not None else lambda completed: completed
+        return share, answers_of
 
     def close(self) -> None:
         """End the groups; idempotent."""
@@ -174,12 +218,18 @@ class ReplicaExchange:
 
     @cached_property
     def _replica(self) -> RankGroup | None:
-        """Of the ranks of a replica; None where it is one rank. Collective over the job at its first use."""
+        """The group of this replica's ranks; None for one rank.
+
+        Its first use is collective over the job.
+        """
         return self._group(self._sizes.ranks.reshape(self._sizes.data, -1).tolist())
 
     @cached_property
     def _column(self) -> RankGroup | None:
-        """Of the ranks with one shard and stage; None where there is one replica. Collective at its first use."""
+        """The group of the ranks with the same shard and stage; None for one replica.
+
+        Its first use is collective over the job.
+        """
         return self._group(self._sizes.ranks.reshape(self._sizes.data, -1).T.tolist())
 
     def _group(self, parts: list[list[int]]) -> RankGroup | None:
@@ -187,8 +237,8 @@ class ReplicaExchange:
 
 
 def _gathered(group: RankGroup | None, key: int, value: T, kind: Any) -> dict[int, T]:
-    """Return what every rank of a group gives, of type `kind`, by its key; as much as users ask for."""
+    """Gather the values of a group's ranks, of type `kind`, by key; their size is not limited."""
     if group is None:
         return {key: value}
-    told = group.gather(encode((key, value), sys.maxsize), sys.maxsize)
-    return dict(decode(each, tuple[int, kind], sys.maxsize) for each in told.values())
+    messages = group.gather(encode((key, value), sys.maxsize), sys.maxsize)
+    return dict(decode(message, tuple[int, kind], sys.maxsize) for message in messages.values())

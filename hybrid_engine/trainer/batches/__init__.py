@@ -1,10 +1,10 @@
-"""Batches of token sequences: what is in them, how rows are computed, what losses get and give. Pure torch.
+"""Batches of token sequences: contents, computed rows, inputs and results of losses. Pure torch.
 
-    making.py          rows from prompts and completions, one or several in a row
-    batch_checks.py    what is refused at the boundary, before any collective; ranks that pass what differs
-    arrangement.py     which tokens are one sequence; micro batches, and the rows that a model computes
-    token_outputs.py   entropy and most likely tokens, of logits whose vocabulary is split over ranks
-    loss_results.py    what a loss function may return
+    batch_building.py  rows from prompts and completions, one sequence a row or several
+    batch_checks.py    checks before any collective, and comparison of the ranks' arguments
+    arrangement.py     sequences of a row; micro batches, and the rows that a model computes
+    token_outputs.py   entropy and most likely tokens, from logits split over ranks by vocabulary
+    loss_results.py    checks of the return value of a loss function
 
 docs/batches.md is the user's page.
 """
@@ -12,6 +12,11 @@ docs/batches.md is the user's page.
 from __future__ import annotations
 
 from hybrid_engine.ports import Batch, LossFunction, Report
-from hybrid_engine.trainer.batches.making import PackedRows, build_batch, mean_weights, pack
+from hybrid_engine.trainer.batches.batch_building import (
+    PackedRows,
+    build_batch,
+    mean_weights,
+    pack,
+)
 
 __all__ = ["Batch", "LossFunction", "PackedRows", "Report", "build_batch", "mean_weights", "pack"]

@@ -1,9 +1,11 @@
-"""What is refused of a batch at the boundary, before any rank computes: all violations at once.
+"""Checks of a batch before any rank computes with it; all violations are reported at once.
 
-Ranks that compute rows together pass the same, bit by bit: TP and PP ranks each compute a part of them. All ranks take
-a step with the same learning rate, or replicas of a weight would part. Of global data all ranks pass the same token ids
-and masks, too, though each data parallel rank computes its rows alone: results are joined. Most often it is a reward
-with randomness in it that differs, and nothing else would show that.
+Ranks that compute the same rows (TP and PP ranks) must pass the same values, bit by bit, because
+each of them computes a part of every row. All ranks must take a step with the same learning rate,
+or the replicas of a weight would diverge. If the data are global, all ranks must also pass the same
+token ids and masks, because results are joined although each data parallel rank computes only its
+own rows. The usual cause of a difference is a reward with randomness in it, which no other check
+would find.
 """
 
 from __future__ import annotations
@@ -18,23 +20,27 @@ from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch, Data
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.digests import box_digest, text_digest
-from hybrid_engine.trainer.batches.arrangement import IGNORED, KEYS, num_sequences, sequence_faults, sequence_ids_of
+from hybrid_engine.trainer.batches.arrangement import (
+    IGNORED,
+    KEYS,
+    num_sequences,
+    sequence_faults,
+    sequence_ids_of,
+)
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
-
-_TENSORS_ONLY = "A batch has tensors only; the loss function can read other values where it is defined"
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a trainer can compute.
+    """Limits of the batches that a trainer can compute.
 
     Attributes:
-        vocab_size: number of tokens.
+        vocab_size: number of token ids.
         micro_batch_size: rows that are computed at once.
-        dp_rank, dp_size: this data parallel rank, and their number.
-        seq_length: the most tokens a row may have; None where the trainer was not told.
-        row_multiple: of which the tokens of a row must be a multiple.
-        no_packing: why rows of several sequences cannot be computed; empty where they can.
+        dp_rank, dp_size: this data parallel rank, and the number of such ranks.
+        seq_length: largest number of tokens in a row; None if the trainer has no limit.
+        row_multiple: the number of tokens in a row must be a multiple of this.
+        no_packing: reason why rows of several sequences are unsupported; "" if they are supported.
     """
 
     vocab_size: int
@@ -54,157 +60,219 @@ def own_share(
     *,
     needs_labels: bool = True,
 ) -> Batch:
-    """This data parallel rank's consecutive part of a global batch, or a local one as it is; checked.
+    """Check a batch and return this data parallel rank's consecutive rows of it.
 
-    Raises BatchError with every violation.
+    A local batch is returned unchanged. Raises BatchError with every violation.
     """
-    if violations := [*_data_violations(data), *_violations(batch, limits, data, outputs, needs_labels)]:
+    violations: list[Violation] = []
+    if data not in ("global", "local"):
+        remedy = (
+            'Use "global" if all ranks pass the same batch, or "local" if each data parallel '
+            "rank passes its own part"
+        )
+        problem = f"{shortened(data)} is unknown"
+        violations.append(Violation("data", problem, remedy, code="unknown-value"))
+    violations += _violations(batch, limits, data, outputs, needs_labels)
+    if violations:
         raise BatchError(violations)
     if data == "local":
         return batch
     size = batch["tokens"].shape[0] // limits.dp_size
-    return {name: tensor[limits.dp_rank * size : (limits.dp_rank + 1) * size] for name, tensor in batch.items()}
-
-
-def _data_violations(data: str) -> Iterator[Violation]:
-    if data not in ("global", "local"):
-        remedy = 'Use "global" where all ranks pass the same, "local" where each data parallel rank passes its own'
-        yield Violation("data", f"{shortened(data)} is unknown", remedy)
+    start = limits.dp_rank * size
+    return {name: tensor[start : start + size] for name, tensor in batch.items()}
 
 
 def _violations(
-    given: object, limits: BatchLimits, data: Data, outputs: Outputs, needs_labels: bool
+    batch: object, limits: BatchLimits, data: Data, outputs: Outputs, needs_labels: bool
 ) -> Iterator[Violation]:
-    yield from _output_violations(outputs.top_k, limits)
-    if not isinstance(given, Mapping):
-        yield Violation("batch", f"is {type(given).__name__}", "Pass a dict of tensors: tokens, labels, ...")
+    """Yield all violations of a batch. Values are read only if all shapes are valid."""
+    # `object`, because a caller may pass anything
+    top_k: object = outputs.top_k
+    is_whole = isinstance(top_k, int) and not isinstance(top_k, bool)
+    if not (is_whole and 0 <= outputs.top_k <= limits.vocab_size):
+        problem = f"{shortened(top_k)} is not between 0 and the vocabulary size {limits.vocab_size}"
+        remedy = "Pass the number of tokens to report, or 0 for none"
+        yield Violation("top_k", problem, remedy, code="out-of-range")
+    if not isinstance(batch, Mapping):
+        problem = f"is {type(batch).__name__}"
+        remedy = "Pass a dict of tensors: tokens, labels, ..."
+        yield Violation("batch", problem, remedy, code="not-a-dict")
         return
     required = ("tokens", "labels") if needs_labels else ("tokens",)
-    broken = list(_shape_violations(given, required))
-    yield from broken
-    if broken:
+    shape_violations = list(_shape_violations(batch, required))
+    yield from shape_violations
+    if shape_violations:
         return
-    batch: Batch = given
-    yield from _size_violations(batch["tokens"].shape, limits, limits.dp_size if data == "global" else 1)
-    yield from _token_violations(batch, limits)
+    # a local batch is not divided over ranks
+    num_parts = limits.dp_size if data == "global" else 1
+    yield from _size_violations(batch["tokens"].shape, limits, num_parts)
+    yield from _token_violations(batch, limits.vocab_size)
     yield from _temperature_violations(batch)
     for name in outputs.names:
         if name in batch:
-            yield Violation(name, "is in the batch and was asked for as an output", "Give the batch's another name")
+            problem = "is a key of the batch and also a requested output"
+            yield Violation(name, problem, "Rename the batch's key", code="key-in-use")
     faults = list(sequence_faults(batch))
     yield from faults
-    ids = None if faults else sequence_ids_of(batch)
-    if limits.no_packing and ids is not None and num_sequences(ids) > 1:
+    # the ids mean something only if the keys that define them are consistent
+    sequence_ids = None if faults else sequence_ids_of(batch)
+    if limits.no_packing and sequence_ids is not None and num_sequences(sequence_ids) > 1:
         key = next(key for key in reversed(KEYS) if key in batch)
-        yield Violation(key, f"rows have several sequences, but {limits.no_packing}", "Give each a row of its own")
-
-
-def _output_violations(k: object, limits: BatchLimits) -> Iterator[Violation]:
-    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= limits.vocab_size:
-        problem = f"{shortened(k)} is not a number of tokens out of {limits.vocab_size}"
-        yield Violation("top_k", problem, "Give 0 for none, or how many to report")
+        problem = f"rows have several sequences, but {limits.no_packing}"
+        remedy = "Put each sequence into its own row"
+        yield Violation(key, problem, remedy, code="packing-unsupported")
 
 
 def _shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Iterator[Violation]:
-    """Everything is a tensor, and those that the engine reads have the shape of `tokens`, and integers."""
-    remedy = "Pass tokens and labels [B, S] of integers; labels[i, t] is the token after tokens[i, t]"
+    """Yield violations unless every value is a tensor with one row per sequence.
+
+    Keys that the engine reads must have the shape of `tokens`; all of these but `mask` must hold
+    integers.
+    """
     for key in required:
         if key not in batch:
-            hint = "Tokens are input_ids[:, :-1], labels input_ids[:, 1:]. " if "input_ids" in batch else ""
-            yield Violation(key, f"is missing among {shortened(list(batch))}", hint + remedy)
+            problem = f"is missing among {shortened(list(batch))}"
+            remedy = (
+                "Pass tokens and labels [B, S] of integers; labels[i, t] is the token after "
+                "tokens[i, t]"
+            )
+            if "input_ids" in batch:
+                # a batch as transformers models take it
+                remedy = f"Tokens are input_ids[:, :-1], labels input_ids[:, 1:]. {remedy}"
+            yield Violation(key, problem, remedy, code="missing-key")
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
-            yield Violation(str(key), f"is {type(value).__name__}", _TENSORS_ONLY)
+            problem = f"is {type(value).__name__}"
+            remedy = (
+                "A batch contains only tensors; a loss function can read other values from the "
+                "scope in which it is defined"
+            )
+            yield Violation(str(key), problem, remedy, code="not-a-tensor")
     tokens = batch.get("tokens")
     if not isinstance(tokens, torch.Tensor):
         return
     if tokens.dim() != 2 or not tokens.numel():
-        yield Violation("tokens", f"has shape {list(tokens.shape)}", "Pass [B, S], both at least 1")
+        problem = f"has shape {list(tokens.shape)}"
+        remedy = "Pass [B, S], both at least 1"
+        yield Violation("tokens", problem, remedy, code="wrong-shape")
         return
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
             continue
+        # other keys are for the loss function, which may give them any further dims
         is_read = key in ("tokens", "labels", "mask", *KEYS)
         if is_read and value.shape != tokens.shape:
             problem = f"has shape {list(value.shape)}, tokens {list(tokens.shape)}"
-            yield Violation(key, problem, f"Pass one value for each token{_shift_of(key, value, tokens)}")
+            remedy = f"Pass one value for each token{_shift_hint(key, value, tokens)}"
+            yield Violation(key, problem, remedy, code="wrong-shape")
         elif not value.dim() or value.shape[0] != tokens.shape[0]:
-            problem = f"has shape {list(value.shape)}, and the batch has {tokens.shape[0]} rows"
-            remedy = "Pass a tensor with as many rows as the batch; the loss function can read other values"
-            yield Violation(key, problem, f"{remedy} where it is defined")
+            problem = f"has shape {list(value.shape)}, but the batch has {tokens.shape[0]} rows"
+            remedy = (
+                "Pass a tensor with one row for each row of the batch; a loss function can read "
+                "other values from the scope in which it is defined"
+            )
+            yield Violation(key, problem, remedy, code="wrong-number-of-rows")
         if key != "mask" and is_read and (value.is_floating_point() or value.is_complex()):
-            yield Violation(key, f"has type {str(value.dtype).removeprefix('torch.')}", "Pass integers")
+            problem = f"has type {_dtype_name(value)}"
+            yield Violation(key, problem, "Pass integers", code="not-integers")
 
 
-def _shift_of(key: str, value: torch.Tensor, tokens: torch.Tensor) -> str:
-    """What is missing where a tensor has the column that shifting took from the tokens."""
-    if value.dim() != 2 or value.shape != (tokens.shape[0], tokens.shape[1] + 1):
+def _shift_hint(key: str, value: torch.Tensor, tokens: torch.Tensor) -> str:
+    """Return the slice that a tensor lacks if it is one column longer than the shifted tokens."""
+    num_rows, length = tokens.shape
+    if value.dim() != 2 or value.shape != (num_rows, length + 1):
         return ""
-    cut = "[:, 1:]" if key in ("labels", "mask") else "[:, :-1]"
-    return f": if tokens are shifted, {key}{cut}"
+    columns = "[:, 1:]" if key in ("labels", "mask") else "[:, :-1]"
+    return f": if tokens are shifted, {key}{columns}"
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> Iterator[Violation]:
     num_rows, length = shape
-    if num_rows % (num_parts * limits.micro_batch_size):
-        step = num_parts * limits.micro_batch_size
+    rows_per_step = num_parts * limits.micro_batch_size
+    if num_rows % rows_per_step:
         ranks = f"{num_parts} data parallel ranks in " if num_parts > 1 else ""
-        problem = f"{num_rows} rows do not split over {ranks}micro batches of {limits.micro_batch_size}"
-        remedy = f"Add rows, up to {-(-num_rows // step) * step}, to which your loss gives no weight"
-        yield Violation("tokens", problem, remedy)
+        problem = (
+            f"{num_rows} rows cannot be divided into {ranks}micro batches of "
+            f"{limits.micro_batch_size}"
+        )
+        # rounded up
+        num_padded_rows = -(-num_rows // rows_per_step) * rows_per_step
+        remedy = f"Add rows to which your loss gives no weight, up to {num_padded_rows}"
+        yield Violation("tokens", problem, remedy, code="not-divisible")
     if limits.seq_length is not None and length > limits.seq_length:
-        problem = f"rows of {length} tokens are longer than actor_config.seq_length {limits.seq_length}"
-        yield Violation("tokens", problem, "Cut them, or raise the key")
+        problem = (
+            f"rows of {length} tokens are longer than actor_config.seq_length {limits.seq_length}"
+        )
+        yield Violation("tokens", problem, "Cut them, or raise seq_length", code="rows-too-long")
     if length % limits.row_multiple:
-        problem = f"rows of {length} tokens do not split over {limits.row_multiple} tensor parallel ranks"
-        more = -(-length // limits.row_multiple) * limits.row_multiple
-        yield Violation("tokens", problem, f"Pad them to {more}, for actor_config.sequence_parallel")
+        problem = (
+            f"rows of {length} tokens cannot be divided over {limits.row_multiple} tensor "
+            "parallel ranks"
+        )
+        # rounded up
+        padded_length = -(-length // limits.row_multiple) * limits.row_multiple
+        remedy = f"Pad them to {padded_length}, for actor_config.sequence_parallel"
+        yield Violation("tokens", problem, remedy, code="not-divisible")
 
 
-def _token_violations(batch: Batch, limits: BatchLimits) -> Iterator[Violation]:
-    """Tokens and labels are in the vocabulary."""
+def _token_violations(batch: Batch, vocab_size: int) -> Iterator[Violation]:
+    """Yield violations for tokens and labels that are not in the vocabulary."""
     for key in ("tokens", "labels"):
-        if (values := batch.get(key)) is None:
+        values = batch.get(key)
+        if values is None:
             continue
-        wrong = (values < 0) | (values >= limits.vocab_size)
+        is_invalid = (values < 0) | (values >= vocab_size)
         if key == "labels":
-            wrong &= values != IGNORED
-        if bool(wrong.any()):
-            row, column = wrong.nonzero()[0].tolist()
-            value, num_others = int(values[row, column]), int(wrong.sum()) - 1
-            others = f", nor are {num_others} others" if num_others else ""
-            problem = f"{value} at [{row}, {column}] is no token of a vocabulary of {limits.vocab_size}{others}"
-            ignored = f", and {IGNORED} where nothing is predicted" if key == "labels" else ""
-            yield Violation(key, problem, f"Pass token ids{ignored}")
+            is_invalid &= values != IGNORED
+        if bool(is_invalid.any()):
+            # one example and the number of others are enough to find the mistake
+            row, column = is_invalid.nonzero()[0].tolist()
+            num_others = int(is_invalid.sum()) - 1
+            others = f", and {num_others} more" if num_others else ""
+            problem = (
+                f"token id {int(values[row, column])} at [{row}, {column}] is out of range for "
+                f"vocab_size {vocab_size}{others}"
+            )
+            ignored = f", or {IGNORED} where nothing is predicted" if key == "labels" else ""
+            yield Violation(key, problem, f"Pass token ids{ignored}", code="not-a-token")
 
 
 def _temperature_violations(batch: Batch) -> Iterator[Violation]:
-    if (given := batch.get("temperature")) is None:
+    temperature = batch.get("temperature")
+    if temperature is None:
         return
     shape = batch["tokens"].shape
-    if given.shape not in (shape[:1], shape):
-        remedy = f"Pass one for each row, [{shape[0]}], or for each token, {list(shape)}"
-        yield Violation("temperature", f"has shape {list(given.shape)}", remedy)
-    elif (wrong := given[~((given > 0) & given.isfinite())]).numel():
-        remedy = "Pass what was sampled with, and 1 for what is greedy or padding"
-        yield Violation("temperature", f"has {wrong[0].item()}, and logits are divided by it", remedy)
+    if temperature.shape not in (shape[:1], shape):
+        problem = f"has shape {list(temperature.shape)}"
+        remedy = f"Pass one value for each row, [{shape[0]}], or for each token, {list(shape)}"
+        yield Violation("temperature", problem, remedy, code="wrong-shape")
+        return
+    invalid = temperature[~((temperature > 0) & temperature.isfinite())]
+    if invalid.numel():
+        problem = f"has {invalid[0].item()}, but logits are divided by it"
+        remedy = "Pass the sampling temperature, and 1 for greedy tokens and padding"
+        yield Violation("temperature", problem, remedy, code="out-of-range")
 
 
 Contents = dict[str, tuple[str, int]]
-"""Name of a tensor -> its shape and type, and the digest of its bytes."""
+"""Name of a tensor -> description of its shape and type, and digest of its bytes."""
 
 
 @dataclass(frozen=True)
-class _Passed:
-    """What a rank passes.
+class _Arguments:
+    """Arguments of a rank, reduced to digests that ranks can compare.
 
     Attributes:
-        dp_rank: whose part it computes.
-        call: name -> the argument; the same on all ranks, for those that join their results would wait for one that
-            keeps its own.
-        whole: of tensors in which all ranks pass the same.
-        share: of this part of the other tensors.
-        learning_rate: of the step; NaN where there is none, or nothing that this rank trains.
+        dp_rank: data parallel rank; ranks of one `dp_rank` compute the same rows.
+        call: name -> argument. Must be the same on all ranks: ranks that join their results would
+            wait for a rank that does not.
+        whole: tensors of which all ranks must pass the same.
+        share: tensors of which only ranks with the same `dp_rank` must pass the same.
+        learning_rate: of the step; NaN if there is no step, or if this rank trains nothing.
     """
 
     dp_rank: int
@@ -225,86 +293,126 @@ def agreed_share(
     needs_labels: bool = True,
     learning_rate: float = math.nan,
 ) -> Batch:
-    """As `own_share`, but all ranks raise what one of them finds, before any of them computes. Collective.
+    """Check a batch on all ranks, and return this rank's share of it as `own_share` does.
 
-    `call`: what it is for, in messages. `learning_rate`: of the step that follows; NaN for none.
+    Collective. If a rank finds a violation, all ranks raise before any of them computes.
 
-    Raises BatchError on all ranks as well where they pass what differs, by name, and StateError where they make
-    different calls.
+    Args:
+        batch, limits, data, outputs, needs_labels: see `own_share`.
+        agreement: of all ranks.
+        call: name of the call, for messages.
+        learning_rate: of the step that follows; NaN for none.
+
+    Raises:
+        BatchError: on all ranks, also if they pass different values; names each of them.
+        StateError: if ranks make different calls.
     """
     phase = f"checking the batch for: {call}"
     with agreement.phase(phase):
         share = own_share(batch, limits, data, outputs, needs_labels=needs_labels)
-        exact = {name: tensor for name, tensor in batch.items() if data == "global" and _is_exact(tensor)}
-        others = {name: tensor for name, tensor in share.items() if name not in exact}
-        passed = _Passed(
+        # ranks that compute a value separately get the same bits only if it needs no rounding
+        exact = {
+            name: tensor
+            for name, tensor in batch.items()
+            if data == "global" and not (tensor.is_floating_point() or tensor.is_complex())
+        }
+        # such as advantages and old log-probabilities
+        rounded = {name: tensor for name, tensor in share.items() if name not in exact}
+        arguments = _Arguments(
             limits.dp_rank,
+            # as text, because a difference is shown in a message
             call={
                 "data": repr(data),
                 "entropy": str(bool(outputs.entropy)),
                 "top_k": str(outputs.top_k),
                 "tokens": f"shape {list(share['tokens'].shape)}",
             },
-            whole=_contents(exact, agreement.world_size > 1),
-            share=_contents(others, limits.dp_size < agreement.world_size),
+            whole=_contents(exact) if agreement.world_size > 1 else {},
+            # no other rank has this share if there are as many data parallel ranks as ranks
+            share=_contents(rounded) if limits.dp_size < agreement.world_size else {},
             learning_rate=learning_rate,
         )
-    of_share: list[int | None] = [None] * limits.dp_size
-    of_share[limits.dp_rank] = text_digest(repr(passed.share))
-    of_all = [text_digest(repr(passed.call)), text_digest(repr(passed.whole))]
-    rate = None if math.isnan(learning_rate) else text_digest(repr(learning_rate))
-    if not agreement.is_same([*of_all, rate, *of_share], phase):
-        raise BatchError(list(_differences(agreement.gather(passed, _Passed, phase))))
+    # Ranks exchange digests only, of 8 bytes each. The arguments are gathered if these differ, to
+    # describe the difference.
+    digests = [text_digest(repr(arguments.call)), text_digest(repr(arguments.whole))]
+    rate_digest = None if math.isnan(learning_rate) else text_digest(repr(learning_rate))
+    # a rank takes part only in the comparison of its own share: None is not compared
+    share_digests: list[int | None] = [None] * limits.dp_size
+    share_digests[limits.dp_rank] = text_digest(repr(arguments.share))
+    if not agreement.is_same([*digests, rate_digest, *share_digests], phase):
+        by_rank = agreement.gather(arguments, _Arguments, phase)
+        raise BatchError(list(_differences(by_rank)))
     return share
 
 
-def _is_exact(tensor: torch.Tensor) -> bool:
-    """What is computed on each rank by itself has the same bits everywhere only if it has no rounding."""
-    return not (tensor.is_floating_point() or tensor.is_complex())
+def _contents(tensors: Batch) -> Contents:
+    contents = {}
+    for name, tensor in sorted(tensors.items()):
+        description = f"shape {list(tensor.shape)} and type {_dtype_name(tensor)}"
+        contents[name] = (description, box_digest(tensor))
+    return contents
 
 
-def _contents(tensors: Batch, is_compared: bool) -> Contents:
-    """Those of no tensor where nobody is there to compare them with."""
-    if not (tensors and is_compared):
-        return {}
-    return {
-        name: (f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}", box_digest(tensor))
-        for name, tensor in sorted(tensors.items())
+def _differences(by_rank: Sequence[_Arguments]) -> Iterator[Violation]:
+    """Yield a violation for each argument that differs, with the first two ranks that differ.
+
+    All ranks yield the same.
+    """
+    rates = {
+        rank: arguments.learning_rate
+        for rank, arguments in enumerate(by_rank)
+        if not math.isnan(arguments.learning_rate)
     }
-
-
-def _differences(passed: Sequence[_Passed]) -> Iterator[Violation]:
-    """Of each name the first two ranks that differ; the same on all ranks."""
-    rates = {rank: each.learning_rate for rank, each in enumerate(passed) if not math.isnan(each.learning_rate)}
-    first, rate = next(iter(rates.items()), (0, math.nan))
-    if differing := [rank for rank in rates if rates[rank] != rate]:
-        problem = f"{rate} on rank {first}, {rates[differing[0]]} on rank {differing[0]}"
-        yield Violation("learning_rate", problem, "Call set_learning_rate with the same on every rank")
-    remedy = 'Pass the same, and as many rows and columns, on every rank; data="local" is for parts of their own'
-    for name, argument in passed[0].call.items():
-        for rank, other in enumerate(passed):
-            if other.call[name] != argument:
-                yield Violation(name, f"{argument} on rank 0, {other.call[name]} on rank {rank}", remedy)
+    # without any rate there is nothing to compare
+    first_rank, first_rate = next(iter(rates.items()), (0, math.nan))
+    for rank, rate in rates.items():
+        if rate != first_rate:
+            problem = f"{first_rate} on rank {first_rank}, {rate} on rank {rank}"
+            remedy = "Call set_learning_rate with the same value on every rank"
+            yield Violation("learning_rate", problem, remedy, code="differs-between-ranks")
+            break
+    calls = [arguments.call for arguments in by_rank]
+    for name, argument in calls[0].items():
+        for rank, call in enumerate(calls):
+            if call[name] != argument:
+                problem = f"{argument} on rank 0, {call[name]} on rank {rank}"
+                remedy = (
+                    "Pass the same argument, and the same number of rows and columns, on every "
+                    'rank; use data="local" if each rank passes its own part'
+                )
+                yield Violation(name, problem, remedy, code="differs-between-ranks")
                 break
-    if any(each.call != passed[0].call for each in passed):
-        return
+    if any(call != calls[0] for call in calls):
+        return  # with different calls, the tensors differ as well
+    problems: dict[str, str] = {}
+    first_rank_of_share: dict[int, int] = {}
+    for rank, arguments in enumerate(by_rank):
+        # ranks of one data parallel rank compute the same rows
+        first_rank = first_rank_of_share.setdefault(arguments.dp_rank, rank)
+        _add_differences(problems, by_rank[0].whole, arguments.whole, 0, rank)
+        _add_differences(problems, by_rank[first_rank].share, arguments.share, first_rank, rank)
     remedy = "Compute it on one rank and broadcast it; it must be the same bit for bit"
-    found: dict[str, str] = {}
-    firsts: dict[int, int] = {}  # of each part, who computes it together
-    for rank, each in enumerate(passed):
-        first_of_part = firsts.setdefault(each.dp_rank, rank)
-        compared = ((0, passed[0].whole, each.whole), (first_of_part, passed[first_of_part].share, each.share))
-        for first, here, there in compared:
-            for name in sorted(here.keys() | there.keys()):
-                if name not in found and here.get(name) != there.get(name):
-                    found[name] = _difference(here.get(name), there.get(name), first, rank)
-    yield from (Violation(name, problem, remedy) for name, problem in sorted(found.items()))
+    for name, problem in sorted(problems.items()):
+        yield Violation(name, problem, remedy, code="differs-between-ranks")
 
 
-def _difference(here: tuple[str, int] | None, there: tuple[str, int] | None, first: int, other: int) -> str:
-    if here is None or there is None:
-        lacks, has = (first, other) if here is None else (other, first)
-        return f"is missing on rank {lacks}, and not on rank {has}"
-    if here[0] != there[0]:
-        return f"has {here[0]} on rank {first}, {there[0]} on rank {other}"
-    return f"has other values on rank {other} than on rank {first}; both must pass the same"
+def _add_differences(
+    problems: dict[str, str], expected: Contents, contents: Contents, first_rank: int, rank: int
+) -> None:
+    """Add the tensors in which `rank` differs from `first_rank` to `problems`, by name."""
+    for name in sorted(expected.keys() | contents.keys()):
+        if name in problems or expected.get(name) == contents.get(name):
+            continue
+        if name not in contents:
+            problems[name] = f"is missing on rank {rank}, but not on rank {first_rank}"
+        elif name not in expected:
+            problems[name] = f"is missing on rank {first_rank}, but not on rank {rank}"
+        elif expected[name][0] != contents[name][0]:
+            problems[name] = (
+                f"has {expected[name][0]} on rank {first_rank}, {contents[name][0]} on rank {rank}"
+            )
+        else:
+            problems[name] = (
+                f"has other values on rank {rank} than on rank {first_rank}, which compute "
+                "the same rows or join their results"
+            )

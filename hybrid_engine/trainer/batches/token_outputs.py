@@ -1,7 +1,8 @@
-"""What is read off a token's logits beside the log-probability of its label.
+"""Entropy and most likely tokens, read from the logits in addition to log-probabilities.
 
-Logits may be split over the ranks of a group, each of which has a slice of the vocabulary; no rank gathers them. Where
-all ranks of the group compute the same loss, each gets the gradient of its slice, as Megatron's cross entropy does it.
+Logits may be split over the ranks of a group by slices of the vocabulary; no rank gathers them. All
+ranks of the group must compute the same loss: then each rank's gradient is that of its slice, as in
+Megatron's cross entropy.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
 
-ENTROPY, TOP_LOG_PROBS, TOP_TOKEN_IDS = "entropy", "top_log_probs", "top_token_ids"
+ENTROPY = "entropy"
+TOP_LOG_PROBS = "top_log_probs"
+TOP_TOKEN_IDS = "top_token_ids"
 
 
 class OutputShape(NamedTuple):
-    """A tensor [B, S, *further]."""
+    """Name, trailing dims and dtype of an output tensor [B, S, *further]."""
 
     name: str
     further: tuple[int, ...]
@@ -27,108 +30,128 @@ class OutputShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is asked for beside log-probabilities.
+    """Outputs requested in addition to log-probabilities.
 
     Attributes:
-        entropy: `entropy` [b, S] fp32 in nats, of the distribution after each token; differentiable.
-        top_k: `top_log_probs` and `top_token_ids` [b, S, top_k], the most likely tokens first; without gradient.
+        entropy: `entropy` [b, S] fp32 in nats, of the distribution after each token;
+            differentiable.
+        top_k: `top_log_probs` and `top_token_ids` [b, S, top_k], the most likely tokens first;
+            without gradient.
     """
 
     entropy: bool = False
     top_k: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is."""
         return bool(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The keys that a loss function finds in its micro batch."""
-        return tuple(name for name, _, _ in self.shapes[1:])
+        """Keys that are added to a loss function's micro batch."""
+        return tuple(shape.name for shape in self.shapes[1:])
 
     @property
     def shapes(self) -> tuple[OutputShape, ...]:
-        """All that is computed for a batch [B, S]."""
-        found = [OutputShape("log_probs", (), torch.float32)]
+        """Shapes of all results for a batch [B, S], log-probabilities first."""
+        shapes = [OutputShape("log_probs", (), torch.float32)]
         if self.entropy:
-            found.append(OutputShape(ENTROPY, (), torch.float32))
+            shapes.append(OutputShape(ENTROPY, (), torch.float32))
         if self.top_k:
-            found.append(OutputShape(TOP_LOG_PROBS, (self.top_k,), torch.float32))
-            found.append(OutputShape(TOP_TOKEN_IDS, (self.top_k,), torch.int64))
-        return tuple(found)
+            shapes.append(OutputShape(TOP_LOG_PROBS, (self.top_k,), torch.float32))
+            shapes.append(OutputShape(TOP_TOKEN_IDS, (self.top_k,), torch.int64))
+        return tuple(shapes)
 
 
 NO_OUTPUTS = Outputs()
 """Log-probabilities alone."""
 
 
-def token_outputs(logits: torch.Tensor, outputs: Outputs, group: Group = None) -> dict[str, torch.Tensor]:
-    """By name: what `outputs` asks for, of logits [..., vocabulary, or this rank's slice of it in `group`]."""
-    found: dict[str, torch.Tensor] = {}
+def token_outputs(
+    logits: torch.Tensor, outputs: Outputs, group: Group = None
+) -> dict[str, torch.Tensor]:
+    """Return the requested outputs by name. Collective over `group`.
+
+    Args:
+        logits: [..., vocabulary], or this rank's slice of the vocabulary.
+        outputs: what to compute.
+        group: ranks that share the vocabulary; None: this rank has all of it.
+    """
+    results: dict[str, torch.Tensor] = {}
     if outputs.entropy:
-        found[ENTROPY] = _Entropy.apply(logits, group)
+        results[ENTROPY] = _Entropy.apply(logits, group)
     if outputs.top_k:
-        found[TOP_LOG_PROBS], found[TOP_TOKEN_IDS] = _most_likely(logits.detach(), outputs.top_k, group)
-    return found
+        log_probs, ids = _most_likely(logits.detach(), outputs.top_k, group)
+        results[TOP_LOG_PROBS] = log_probs
+        results[TOP_TOKEN_IDS] = ids
+    return results
 
 
 class _Entropy(torch.autograd.Function):
-    """-sum p log p over the vocabulary.
+    """Entropy -sum p log p over the vocabulary.
 
-    Keeps the probabilities for the backward pass and not the logits, in whose memory Megatron's cross entropy writes.
+    Keeps the probabilities for the backward pass, because Megatron's cross entropy overwrites the
+    logits.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, group: Group) -> torch.Tensor:
+        # with z the shifted logits and Z = sum exp z: H = log Z - sum(z exp z) / Z
         shifted = _shifted(logits, group)
         weights = shifted.exp()
         sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
         _reduce(sums, group)
-        entropy = sums[0].log() - sums[1] / sums[0]
-        ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), entropy)
+        normalizer, weighted_sum = sums
+        entropy = normalizer.log() - weighted_sum / normalizer
+        # in place, because the weights are not needed any more
+        ctx.save_for_backward(weights.div_(normalizer.unsqueeze(-1)), entropy)
         ctx.dtype = logits.dtype
         return entropy
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # dH/dz = -p (log p + H)
+        # dH/dz = -p (log p + H); xlogy, because 0 log 0 would be NaN
         probabilities, entropy = ctx.saved_tensors
         slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy.unsqueeze(-1)
         return (slope * -gradient.unsqueeze(-1)).to(ctx.dtype), None
 
 
 def _most_likely(logits: torch.Tensor, k: int, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and ids [..., k]."""
+    """Return log-probabilities and ids [..., k] of the most likely tokens."""
     shifted = _shifted(logits, group)
     sums = shifted.exp().sum(-1, keepdim=True)
     _reduce(sums, group)
     size = logits.shape[-1]
+    # a slice of a small vocabulary may have fewer than k tokens
     values, ids = shifted.topk(min(k, size), dim=-1)
     if group is not None and group.size() > 1:
-        values, ids = _joined(values, group), _joined(ids + group.rank() * size, group)
-        values, order = values.topk(k, dim=-1)
-        ids = ids.gather(-1, order)
+        # the largest of all are among the largest of each slice
+        all_values = _gather(values, group)
+        all_ids = _gather(ids + group.rank() * size, group)
+        values, order = all_values.topk(k, dim=-1)
+        ids = all_ids.gather(-1, order)
     return values - sums.log(), ids
 
 
 def _shifted(logits: torch.Tensor, group: Group) -> torch.Tensor:
-    """Logits less the largest of the whole vocabulary, in a memory of their own."""
+    """Return a copy of the logits, minus the largest of the whole vocabulary."""
     values = logits if logits.dtype is torch.float64 else logits.float()
     largest = values.amax(-1, keepdim=True)
     _reduce(largest, group, dist.ReduceOp.MAX)
-    # -inf hides the padding of a vocabulary; its exponential is 0, as is that of -1000, and 0 * -inf would be NaN
+    # padding of a vocabulary has -inf, and 0 * -inf would be NaN; exp(-1000) is 0 as well
     return (values - largest).clamp_(min=-1000.0)
 
 
-def _reduce(values: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Over the ranks of the group, in place."""
+def _reduce(
+    values: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce over the ranks of the group, in place."""
     if group is not None and group.size() > 1:
         dist.all_reduce(values, op=op, group=group)
 
 
-def _joined(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Those of all ranks, along the last dim."""
+def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate the values of all ranks along the last dim."""
     values = values.contiguous()
-    everyone = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(everyone, values, group=group)
-    return torch.cat(everyone, dim=-1)
+    by_rank = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(by_rank, values, group=group)
+    return torch.cat(by_rank, dim=-1)

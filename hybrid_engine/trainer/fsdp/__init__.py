@@ -1,6 +1,7 @@
-"""Steps and checkpoints of a transformers model that FSDP2 shards, from one configuration.
+"""Training steps and checkpoints of a transformers model that FSDP2 shards, from a configuration.
 
 train_engine.py            `FsdpTrainEngine`: steps and log-probabilities
-distributed_checkpoint.py  save and load on any number of ranks, through torch.distributed.checkpoint
-actor.py                   a sharded model built layer by layer, for `ActorHybridWorker` (port `ActorTrainer`)
+distributed_checkpoint.py  checkpoints for any number of ranks, by torch.distributed.checkpoint
+actor.py                   `FsdpActor`, the trainer of `ActorHybridWorker` (port `ActorTrainer`);
+                           builds its model layer by layer
 """

@@ -1,10 +1,11 @@
-"""Saves and loads an FSDP2 trainer: on any number of ranks, sharded in any way.
+"""Checkpoints of an FSDP2 trainer, for any number of ranks and any sharding.
 
-Keys of the checkpoint (trainer/checkpoint_directory.py); all ranks have the same, but for generators:
+Keys of the checkpoint (trainer/checkpoint_directory.py), the same on all ranks except generators:
 
     model.lm_head.weight, optimizer.lm_head.weight.exp_avg     each rank writes and reads its parts
     generator.cpu.0, generator.cuda.0                          of every rank
-    values                                                     steps taken, hyperparameters, number of ranks
+    values                                                     number of steps and of ranks,
+                                                               hyperparameters
 """
 
 from __future__ import annotations
@@ -22,90 +23,119 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.checkpoint_directory import SavedCheckpoint, below, differences, save
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 
-_VALUES, _MODEL, _OPTIMIZER, _GENERATOR = "values", "model.", "optimizer.", "generator."
+_VALUES = "values"
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+_GENERATOR = "generator."
 
 
-def save_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job, *, check_nan: bool = True) -> None:
+def save_checkpoint(
+    directory: str | Path, engine: FsdpTrainEngine, job: Job, *, check_nan: bool = True
+) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    On errors and on what a kill leaves see `checkpoint_directory.save`. All training state must be on the device.
-    Before anything is written, all ranks raise where any of it is not finite on one of them, a WeightError there with
-    its names; `check_nan=False` does not look.
+    All training state must be on the device. `checkpoint_directory.save` describes errors and the
+    effect of a kill. Before anything is written, all ranks raise if any value is not finite on one
+    of them, with a WeightError there that names the tensors; `check_nan=False` skips the check.
     """
     with job.agreement.phase("looking for values that are not finite"):
         engine.weights.prepare()
         state = _tensors_of(engine, job.rank)
         if check_nan:
             require_finite_to_save(
-                lambda: ((f"{name} on rank {job.rank}", local_of(tensor)) for name, tensor in state.items())
+                lambda: (
+                    (f"{name} on rank {job.rank}", local_of(tensor))
+                    for name, tensor in state.items()
+                )
             )
     save(directory, {**state, _VALUES: _values_of(engine, job.world_size)}, job)
 
 
 @torch.no_grad()
 def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) -> None:
-    """Restore what `save_checkpoint` wrote, every bit of it, on this or another number of ranks. Collective.
+    """Restore a checkpoint bit by bit, on this or another number of ranks. Collective.
 
-    Parameters keep their storage; optimizer state gets new storage, beside the old until all is restored. Everything is
-    compared with its checksum and with the model, and read into host memory, before any rank changes anything; only
-    until then is anything raised, on all ranks. With more ranks than have saved, generators begin with the states of
-    the first again.
+    Parameters keep their storage. Optimizer state gets new storage, so both old and new state are
+    in memory until all is restored. Before any rank changes anything, all entries are verified by
+    checksum, compared with the model, and read into host memory; errors are raised only until then,
+    on all ranks. With more ranks than the checkpoint has, the further ranks reuse the generators of
+    the first ones.
 
     Raises:
-        StateError: when there is no such checkpoint, or when it belongs to another model.
-        FileError: naming a file that cannot be read or is not what was written.
+        StateError: if there is no such checkpoint, or if it belongs to another model.
+        FileError: names a file that cannot be read or differs from the file that was written.
     """
     saved = SavedCheckpoint(directory, job)
     with job.agreement.phase("reading the checkpoint"):
         engine.weights.prepare()
         if _VALUES not in saved.entries(""):
-            raise StateError(f"no checkpoint of an FSDP2 trainer: {saved.path}")
+            raise StateError(
+                f"no checkpoint of an FSDP2 trainer: {saved.path}. Load it with the trainer that "
+                "saved it",
+                code="checkpoint-of-another-trainer",
+            )
         values = saved.value(_VALUES)
-        of_model = differences(saved.entries(_MODEL), _model_tensors(engine))
-        saved.require_fit([*of_model, *_optimizer_differences(saved, values, engine)])
-        state = saved.read(_room_for(saved, values["num_ranks"], engine, job.rank))
-        optimizer_state = _on_the_device(state, engine)
+        model_differences = differences(saved.entries(_MODEL), _model_tensors(engine))
+        optimizer_differences = _optimizer_differences(saved, values, engine)
+        saved.require_fit([*model_differences, *optimizer_differences])
+        state = saved.read(_allocate(saved, values["num_ranks"], engine, job.rank))
+        # the last allocation of device memory, so restoring cannot fail for lack of it
+        optimizer_state = _optimizer_state_on_device(state, engine)
     with job.agreement.phase("restoring the checkpoint"):
         for name, tensor in _model_tensors(engine).items():
             local_of(tensor).copy_(local_of(state[_MODEL + name]))
         engine.restore(
-            optimizer_state, values["param_groups"], values["weight_version"], values["num_scheduled_updates"]
+            optimizer_state,
+            values["param_groups"],
+            values["weight_version"],
+            values["num_scheduled_updates"],
         )
         for name, generator_state in below(state, _GENERATOR).items():
             restore = torch.cuda.set_rng_state if name.startswith("cuda.") else torch.set_rng_state
             restore(generator_state)
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
+# -- contents of a checkpoint ----------------------------------------------------------------------
 
 
 def _tensors_of(engine: FsdpTrainEngine, rank: int) -> dict[str, torch.Tensor]:
-    """Every tensor that is saved; views of live memory."""
+    """Return all tensors to save: views of live memory."""
     state = {_MODEL + name: tensor.detach() for name, tensor in _model_tensors(engine).items()}
+    optimizer_state = engine.trained_by.state
     for name, parameter in _parameters(engine).items():
-        for key, value in engine.trained_by.state.get(parameter, {}).items():
+        # before the first step a parameter has no state
+        for key, value in optimizer_state.get(parameter, {}).items():
             state[f"{_OPTIMIZER}{name}.{key}"] = value
     return state | _generators(rank)
 
 
 def _values_of(engine: FsdpTrainEngine, num_ranks: int) -> dict[str, Any]:
-    groups = engine.trained_by.param_groups
+    # without the parameters, which have other keys of the checkpoint
+    param_groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in engine.trained_by.param_groups
+    ]
     return {
         "num_ranks": num_ranks,
         "weight_version": engine.version,
-        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "param_groups": param_groups,
         "num_scheduled_updates": None if engine.scheduler is None else engine.scheduler.num_steps,
     }
 
 
 def _model_tensors(engine: FsdpTrainEngine) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, each once: tied ones have two names."""
-    named = {id(tensor): name for name, tensor in reversed(engine.weights.tensors.tensors.items())}
-    return {name: tensor for name, tensor in engine.weights.tensors.tensors.items() if named[id(tensor)] == name}
+    """Return parameters and persistent buffers, tied ones under the first of their names."""
+    tensors = engine.weights.tensors.tensors
+    first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: tensor for name, tensor in tensors.items() if first_names[id(tensor)] == name}
 
 
 def _parameters(engine: FsdpTrainEngine) -> dict[str, torch.nn.Parameter]:
-    return {name: tensor for name, tensor in _model_tensors(engine).items() if isinstance(tensor, torch.nn.Parameter)}
+    return {
+        name: tensor
+        for name, tensor in _model_tensors(engine).items()
+        if isinstance(tensor, torch.nn.Parameter)
+    }
 
 
 def _generators(rank: int) -> dict[str, torch.Tensor]:
@@ -115,52 +145,71 @@ def _generators(rank: int) -> dict[str, torch.Tensor]:
     return states
 
 
-# -- whether it fits, and room for it ----------------------------------------------------------------------------------
+# -- comparison with this model, and memory --------------------------------------------------------
 
 
-def _optimizer_differences(saved: SavedCheckpoint, values: Mapping[str, Any], engine: FsdpTrainEngine) -> Iterator[str]:
+def _optimizer_differences(
+    saved: SavedCheckpoint, values: Mapping[str, Any], engine: FsdpTrainEngine
+) -> Iterator[str]:
     parameters = _parameters(engine)
-    for key, then in saved.entries(_OPTIMIZER).items():
+    for key, entry in saved.entries(_OPTIMIZER).items():
         name = key.rpartition(".")[0]
         if name not in parameters:
             yield f"optimizer state of {name}, which is not a parameter of this model"
-        elif then is not None and then.size and then.size != parameters[name].shape:
-            yield f"optimizer state {key}: {tuple(then.size)}, expected {tuple(parameters[name].shape)}"
-    groups, now = values["param_groups"], engine.trained_by.param_groups
-    if [sorted(group) for group in groups] != [sorted(group.keys() - {"params"}) for group in now]:
-        yield f"{len(groups)} parameter groups, not those of this optimizer"
+            continue
+        shape = parameters[name].shape
+        # numbers, such as a step count, have no size
+        if entry is not None and entry.size and entry.size != shape:
+            yield f"optimizer state {key}: {tuple(entry.size)}, expected {tuple(shape)}"
+    saved_keys = [sorted(group) for group in values["param_groups"]]
+    live_keys = [sorted(group.keys() - {"params"}) for group in engine.trained_by.param_groups]
+    if saved_keys != live_keys:
+        yield f"{len(saved_keys)} parameter groups, unlike this optimizer's {len(live_keys)}"
 
 
-def _room_for(
+def _allocate(
     saved: SavedCheckpoint, num_ranks: int, engine: FsdpTrainEngine, rank: int
 ) -> dict[str, torch.Tensor | None]:
-    """Host memory for this rank's part of everything, sharded as it is now."""
+    """Return empty tensors in host memory for this rank's part of all entries.
+
+    They are sharded as the live tensors. Values are represented by None. `num_ranks`: of the
+    checkpoint.
+    """
     parameters = _parameters(engine)
-    room: dict[str, torch.Tensor | None] = {
-        _MODEL + name: _on_the_host(tensor) for name, tensor in _model_tensors(engine).items()
-    }
+    state: dict[str, torch.Tensor | None] = {}
+    for name, tensor in _model_tensors(engine).items():
+        state[_MODEL + name] = torch.empty_like(tensor.detach(), device="cpu")
     for key, entry in saved.entries(_OPTIMIZER).items():
-        like = parameters[key.rpartition(".")[0]].detach() if entry is not None and entry.size else torch.empty(())
-        room[_OPTIMIZER + key] = None if entry is None else _on_the_host(like, entry.properties.dtype)
+        if entry is None:
+            state[_OPTIMIZER + key] = None
+            continue
+        dtype = entry.properties.dtype
+        parameter = parameters[key.rpartition(".")[0]].detach()
+        like = parameter if entry.size else torch.empty(())
+        state[_OPTIMIZER + key] = torch.empty_like(like, dtype=dtype, device="cpu")
+    # a checkpoint of a GPU can be loaded on a CPU, which has fewer generators
     kinds = {name.removeprefix(_GENERATOR).partition(".")[0] for name in _generators(rank)}
     for key, entry in saved.entries(_GENERATOR).items():
         kind, _, saved_rank = key.partition(".")
+        # further ranks reuse the generators of the first ones
         if entry is not None and int(saved_rank) == rank % num_ranks and kind in kinds:
-            room[_GENERATOR + key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return room
+            state[_GENERATOR + key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return state
 
 
-def _on_the_host(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty_like(like.detach(), dtype=dtype, device="cpu")
+def _optimizer_state_on_device(
+    state: Mapping[str, Any], engine: FsdpTrainEngine
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the optimizer's state by parameter, in new memory of the parameters' devices.
 
-
-def _on_the_device(state: Mapping[str, Any], engine: FsdpTrainEngine) -> dict[torch.Tensor, dict[str, Any]]:
-    """The optimizer's state by parameter, in memory of its own, where its step expects it: numbers stay on the host."""
-    found: dict[torch.Tensor, dict[str, Any]] = {}
+    Numbers stay on the host, where the optimizer's step expects them.
+    """
     parameters = _parameters(engine)
+    result: dict[torch.Tensor, dict[str, Any]] = {}
     for key, value in below(state, _OPTIMIZER).items():
         name, _, kind = key.rpartition(".")
         parameter = parameters[name]
         is_moment = isinstance(value, torch.Tensor) and value.dim() > 0
-        found.setdefault(parameter, {})[kind] = value.to(parameter.device) if is_moment else value
-    return found
+        values = result.setdefault(parameter, {})
+        values[kind] = value.to(parameter.device) if is_moment else value
+    return result

@@ -1,4 +1,7 @@
-"""Trains and scores with a sharded transformers model, as `backends.megatron.TrainEngine` does with Megatron's."""
+"""Training steps and log-probabilities of a sharded transformers model.
+
+The counterpart of trainer/megatron/train_engine.py.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,20 @@ from hybrid_engine.trainer.trained_model import TrainedModel
 
 
 class FsdpTrainEngine(TrainedModel, ShardedModel):
-    """One rank's share of a model that is trained here (or only read), and its loop. Every rank is data parallel.
+    """One rank's share of a model, with its training loop. Every rank is a data parallel rank.
+
+    Gradients of a micro batch are reduced at once, so that no rank holds unsharded ones; replicas
+    (HSDP) add up theirs after the last micro batch.
 
     Args:
         model: sharded; see `ShardedModel`.
-        optimizer: over its parameters; None for a model that is only read.
+        optimizer: of its parameters; None for a model without training.
         table: the model's name table.
         job: of all ranks.
-        micro_batch_size: sequences per micro batch.
+        micro_batch_size: rows per micro batch.
         clip_grad: largest norm of the gradients; 0 does not clip.
-        scheduler: of learning rate and weight decay; None where these stay.
-        seq_length: the most tokens of a row; None: not known here.
-
-    Batches are those of `ports.Batch`. Gradients of a micro batch are reduced at once, so that no rank holds whole
-    ones; replicas (HSDP) add theirs up with the last.
+        scheduler: of learning rate and weight decay; None if both are constant.
+        seq_length: largest number of tokens in a row; None: no limit.
     """
 
     def __init__(
@@ -56,16 +59,20 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
         seq_length: int | None = None,
     ) -> None:
         super().__init__(model, table, job.rank, [] if optimizer is None else [optimizer])
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.micro_batch_size = micro_batch_size
+        self.dp_rank = job.rank
+        self.dp_size = job.world_size
         self._clip_grad = clip_grad
         self._seq_length = seq_length
-        self._job, self._device, self._data_parallel = job, job.device, None
-        self.dp_rank, self.dp_size = job.rank, job.world_size
+        self._job = job
+        self._device = job.device
+        self._data_parallel = None
 
     @property
     def limits(self) -> BatchLimits:
-        """What of a batch can be computed."""
+        """Limits of the batches that it can compute, and this data parallel rank."""
         return BatchLimits(
             self.table.dims.vocab_size,
             self.micro_batch_size,
@@ -75,50 +82,68 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
             no_packing=self._no_packing,
         )
 
-    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
-        """As `ActorTrainer.train_step`. `skipped` is 0: without float16 nothing overflows."""
-        optimizer, learning_rate = self.trained_by, self.learning_rate
+    def train_step(
+        self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
+    ) -> dict[str, float]:
+        """Take an optimizer step; see `ActorTrainer.train_step`. Collective.
+
+        `skipped` is always 0: only float16 gradients can overflow.
+        """
+        optimizer = self.trained_by
+        # of this step, before a schedule changes it
+        learning_rate = self.learning_rate
         self.guard(KINDS)
         self.before_step()
         parts = micro_batches(batch, self.micro_batch_size, self._device)
         optimizer.zero_grad()
-        checked, reports = CheckedLoss(loss_function), []
+        loss = CheckedLoss(loss_function)
+        reports = []
         for index, part in enumerate(parts):
-            self._whole.set_requires_all_reduce(index == len(parts) - 1)
-            log_probs, further = self._read(part.rows, outputs)
-            loss, report = checked({**part.given, **further} if further else part.given, log_probs)
-            (loss / len(parts)).backward()
-            reports.append({name: value.float() for name, value in report.items()})
-        checked.finish(self._device)
-        self._job.agreement.conclude("loss function", checked.fault)
+            is_last = index == len(parts) - 1
+            self._root_module.set_requires_all_reduce(is_last)
+            log_probs, further = self._score(part.rows, outputs)
+            # a loss function without `outputs` gets the micro batch itself
+            visible = {**part.batch, **further} if further else part.batch
+            value, report = loss(visible, log_probs)
+            (value / len(parts)).backward()
+            reports.append({name: scalar.float() for name, scalar in report.items()})
+        loss.finish(self._device)
+        self._job.agreement.conclude("loss function", loss.fault)
         grad_norm = self._clip_gradients()
         optimizer.step()
-        optimizer.zero_grad()  # what has done its work need not be offloaded
+        # frees the gradients, which then need no offload
+        optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step(1)
-        return self._average(reports) | {"skipped": 0.0, "learning_rate": learning_rate, "grad_norm": grad_norm}
+        return self._average(reports) | {
+            "skipped": 0.0,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+        }
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability [B, S] fp32 of every label. Collective."""
+        """Return the log-probability [B, S] fp32 of every label. Collective."""
         return self.scores(batch)["log_probs"]
 
     @torch.no_grad()
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
-        """`log_probs` [B, S] fp32 of every label, and what `outputs` asks for. Collective."""
+        """Return `log_probs` [B, S] fp32 of every label, and `outputs`. Collective."""
         parts = micro_batches(batch, self.micro_batch_size, self._device)
-        read = [self._read(part.rows, outputs) for part in parts]
-        whole = {name: torch.cat([further[name] for _, further in read]) for name in outputs.names}
-        return {"log_probs": torch.cat([log_probs for log_probs, _ in read]), **whole}
+        scored = [self._score(part.rows, outputs) for part in parts]
+        results = {"log_probs": torch.cat([log_probs for log_probs, _ in scored])}
+        for name in outputs.names:
+            results[name] = torch.cat([further[name] for _, further in scored])
+        return results
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
+        """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
         parts = micro_batches({"tokens": tokens}, self.micro_batch_size, self._device)
         return torch.cat([self._logits(part.rows) for part in parts])
 
     @torch.no_grad()
     def copy_weights_from(self, other: FsdpTrainEngine) -> None:
-        """Copy another engine's weights, which are sharded the same way."""
+        """Copy the weights of another engine with the same sharding."""
         self.guard(["param"])
         other.guard(["param"])
         other.weights.prepare()
@@ -133,67 +158,78 @@ class FsdpTrainEngine(TrainedModel, ShardedModel):
         version: int,
         num_scheduled_updates: int | None = None,
     ) -> None:
-        """Take up an optimizer's state and hyperparameters, and the number of steps that the weights have taken.
+        """Replace the optimizer's state and hyperparameters, and set the number of steps taken.
 
         Args:
-            optimizer_state: by parameter; those that are not in it have none.
-            param_groups: their hyperparameters, in order.
+            optimizer_state: by parameter; other parameters have no state afterwards.
+            param_groups: hyperparameters of the groups, in order.
             version: see `ShardedModel.version`.
-            num_scheduled_updates: where a schedule goes on; None where there was none.
+            num_scheduled_updates: position of the schedule; None if there was none.
         """
         optimizer = self.trained_by
         optimizer.state.clear()
         optimizer.state.update(optimizer_state)
         for group, values in zip(optimizer.param_groups, param_groups, strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+            for key, value in values.items():
+                # optimizers have tuples, e.g. Adam's betas
+                group[key] = tuple(value) if isinstance(value, list) else value
         self._num_steps[optimizer] = version
         resume(self.scheduler, num_scheduled_updates)
 
     @property
-    def _whole(self) -> FSDPModule:
-        whole = self.model if isinstance(self.model, FSDPModule) else transformers_model(self.model)
-        assert isinstance(whole, FSDPModule)
-        return whole
+    def _root_module(self) -> FSDPModule:
+        root = self.model if isinstance(self.model, FSDPModule) else transformers_model(self.model)
+        assert isinstance(root, FSDPModule)
+        return root
 
     @property
     def _no_packing(self) -> str:
-        """Why rows of several sequences cannot be computed; empty where they can."""
-        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None) or ""
-        # transformers makes masks of positions for other attention; for this one it looks for sequences in one row only
-        is_refused = self.micro_batch_size > 1 and "flash" in attention
-        return "flash attention heeds positions in single rows only" if is_refused else ""
+        """Reason why rows of several sequences are unsupported; "" if they are supported."""
+        config = getattr(self.model, "config", None)
+        attention = getattr(config, "_attn_implementation", None) or ""
+        # for other attention transformers makes masks from position ids; for flash attention it
+        # derives sequences from them only if there is one row
+        if self.micro_batch_size > 1 and "flash" in attention:
+            return "flash attention honours positions only in single rows"
+        return ""
 
     def _logits(self, rows: Rows) -> torch.Tensor:
-        # positions that begin anew are how transformers knows of several sequences in a row; see _no_packing
+        # transformers recognizes a new sequence in a row by a position that restarts at 0
         positions = {} if rows.sequence_ids is None else {"position_ids": rows.position_ids}
         logits: torch.Tensor = self.model(rows.tokens, use_cache=False, **positions).logits
         return logits.float()
 
-    def _read(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Log-probabilities [b, S] of the labels, and what `outputs` asks for."""
+    def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
         assert rows.labels is not None
         logits = self._logits(rows)
         if rows.temperature is not None:
             logits = logits / rows.temperature.unsqueeze(-1)
         losses = cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")
-        further = {name: rows.restore(value) for name, value in token_outputs(logits, outputs).items()}
+        further = {
+            name: rows.restore(value) for name, value in token_outputs(logits, outputs).items()
+        }
         return rows.restore_log_probs(-losses.view(rows.labels.shape)), further
 
     def _clip_gradients(self) -> float:
-        """The norm of all gradients, which are scaled down if it is too large."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """Scale the gradients down if their norm is too large; return the norm before that."""
+        parameters = [
+            parameter for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         if self._clip_grad:
             clip_grads_with_norm_(parameters, self._clip_grad, norm)
         return norm.item()
 
     def _average(self, reports: Sequence[Report]) -> dict[str, float]:
-        """Mean over micro batches and ranks, all of which report the same names."""
+        """Return the means over micro batches and ranks, all of which report the same names."""
         names = sorted(reports[0])
         if not names:
             return {}
-        values = torch.stack([torch.stack([report[name] for report in reports]).mean() for name in names])
-        values = values.to(self._device)
+        means = [torch.stack([report[name] for report in reports]).mean() for name in names]
+        values = torch.stack(means).to(self._device)
         dist.all_reduce(values)
         return dict(zip(names, (values / self.dp_size).tolist(), strict=True))

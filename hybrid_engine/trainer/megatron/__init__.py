@@ -1,11 +1,11 @@
-"""Megatron's model, optimizer and steps from one configuration.
+"""Megatron's model, optimizer, training steps and checkpoints, from a configuration.
 
 build    build.py             process groups, model, DDP and optimizer (`Actor`)
-         specs.py             which modules the layers consist of
-         hybrid_layers.py     a HybridModel of the same modules
-         model_variants.py    what some architectures compute and megatron-core has no setting for; a value head
-train    pipeline_engine.py   steps and readings through Megatron's pipeline schedules, whatever the output is
-         train_engine.py      `TrainEngine`: log-probabilities of a language model; `ValueEngine`: a number a token
-resume   rank_checkpoint.py   save and load in the same layout
-worker   actor.py             all of this for `ActorHybridWorker` (port `ActorTrainer`)
+         specs.py             modules of which the layers consist
+         hybrid_layers.py     the same modules as layers of a HybridModel
+         model_variants.py    features of some architectures that megatron-core lacks; value head
+train    pipeline_engine.py   training and evaluation through Megatron's pipeline schedules
+         train_engine.py      `TrainEngine` for language models, `ValueEngine` for value models
+resume   rank_checkpoint.py   checkpoints for the same layout
+worker   actor.py             `MegatronActor`, the trainer of `ActorHybridWorker`; the critic
 """

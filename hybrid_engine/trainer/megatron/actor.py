@@ -1,4 +1,4 @@
-"""The actor of `ActorHybridWorker` where Megatron trains, and a critic beside it."""
+"""The actor of `ActorHybridWorker` if Megatron trains; the critic, which Megatron always trains."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.megatron import build, rank_checkpoint
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine, ValueEngine
-from hybrid_engine.trainer.ports import ActorTrainer, GlobalBatches
+from hybrid_engine.trainer.ports import ActorTrainer
 
 
 class _Resumable(PipelineEngine):
-    """A trained model whose whole state can be written and read."""
+    """Engine whose complete training state can be saved and loaded."""
 
     actor: build.Actor
     _job: Job
@@ -29,76 +29,120 @@ class _Resumable(PipelineEngine):
         rank_checkpoint.save_checkpoint(directory, self.actor, self._job, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        """Load a checkpoint of `save_checkpoint`, on all ranks or on none. Collective."""
         self.guard(KINDS)
         rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
 
 
-class MegatronActor(GlobalBatches, _Resumable, TrainEngine):
+class MegatronActor(_Resumable, TrainEngine):
     """A `TrainEngine` built from a configuration (port `ActorTrainer`).
 
     Args:
         actor: the Megatron objects.
-        config: what they were built from.
+        config: from which they were built.
         table: the model's name table.
         job: of all ranks.
     """
 
-    def __init__(self, actor: build.Actor, config: HybridConfig, table: ModelTable, job: Job) -> None:
-        separate_lora = config.generate_config.lora_delivery == "adapter"
-        actor_config = config.actor_config
-        super().__init__(actor, table, actor_config.micro_batch_size, separate_lora, seq_length=actor_config.seq_length)
+    def __init__(
+        self, actor: build.Actor, config: HybridConfig, table: ModelTable, job: Job
+    ) -> None:
+        super().__init__(
+            actor,
+            table,
+            config.actor_config.micro_batch_size,
+            separate_lora=config.generate_config.lora_delivery == "adapter",
+            seq_length=config.actor_config.seq_length,
+        )
         self.conclude = job.agreement.conclude
         self.actor = actor
-        self._config, self._table, self._job = config, table, job
+        self._config = config
+        self._table = table
+        self._job = job
 
     def frozen_copy(self) -> TrainEngine:
-        """A copy of the present weights, adapters added, that is only read. Collective."""
+        """Return a copy of the current weights with LoRA merged, without training. Collective."""
         actor_config = self._config.actor_config
-        model = build.build_reference(actor_config, self._table, self._config.hf_config(), self._job.world_size)
-        copy = TrainEngine(model, self._table, self.micro_batch_size, seq_length=actor_config.seq_length)
+        model = build.build_reference(
+            actor_config, self._table, self._config.hf_config(), self._job.world_size
+        )
+        copy = TrainEngine(
+            model, self._table, self.micro_batch_size, seq_length=actor_config.seq_length
+        )
         copy.copy_weights_from(self)
         return copy
 
 
 class MegatronCritic(_Resumable, ValueEngine):
-    """A `ValueEngine` built from a configuration; args as of `MegatronActor`."""
+    """A `ValueEngine` built from a configuration.
 
-    def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
-        super().__init__(actor, critic.table, critic.actor.micro_batch_size, seq_length=critic.actor.seq_length)
+    Args:
+        actor: the Megatron objects.
+        config: of the job.
+        critic: configuration and name table of the critic.
+        job: of all ranks.
+    """
+
+    def __init__(
+        self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job
+    ) -> None:
+        super().__init__(
+            actor, critic.table, critic.actor.micro_batch_size, seq_length=critic.actor.seq_length
+        )
         self.conclude = job.agreement.conclude
         self.table = critic.table
-        self.actor, self._job = actor, job
+        self.actor = actor
+        self._job = job
 
     def copy_decoder_from(self, actor: ActorTrainer) -> None:
-        """Take an actor's present weights, adapters added, but for the head. Collective."""
-        assert isinstance(actor, MegatronActor), "one trainer has both"
+        """Copy an actor's current weights with LoRA merged, except the head. Collective."""
+        # the configuration allows a critic only if Megatron trains the actor
+        assert isinstance(actor, MegatronActor)
         self.copy_weights_from(actor, but_for="output_layer.")
 
 
 def build_actor(
-    config: HybridConfig, table: ModelTable, job: Job, owner: ExitStack, *, weights_only: bool = False
+    config: HybridConfig,
+    table: ModelTable,
+    job: Job,
+    owner: ExitStack,
+    *,
+    weights_only: bool = False,
 ) -> MegatronActor:
-    """Megatron's groups, model, DDP and optimizer, which end with `owner`. Collective.
+    """Build Megatron's groups, model, DDP and optimizer. Collective.
 
-    Args and errors as in `build.build_model`; StateError where Megatron has groups in this process already.
+    Args:
+        config: of the job.
+        table: the model's name table.
+        job: of all ranks.
+        owner: ends the groups and the training.
+        weights_only: see `build.build_model`, as other errors.
+
+    Raises StateError if this process already has groups of Megatron.
     """
-    build.require_none()  # before those of somebody else are noted as what ends with `owner`
-    actor_config, hf_config = config.actor_config, config.hf_config()
+    # before the callback: `owner` must not end groups that it did not create
+    build.require_no_groups()
+    hf_config = config.hf_config()
     owner.callback(build.destroy_parallel_state)
-    build.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
-    actor = build.build_actor(actor_config, table, hf_config, job.world_size, weights_only=weights_only)
+    build.initialize_parallel_state(config.actor_config, job.world_size, job.timeout_seconds)
+    actor = build.build_actor(
+        config.actor_config,
+        table,
+        hf_config,
+        job.world_size,
+        weights_only=weights_only,
+    )
     owner.callback(build.end_training, actor)
     trainer = MegatronActor(actor, config, table, job)
     if weights_only:
-        trainer.cannot_compute = "the trainer holds weights and does not compute"
+        trainer.cannot_compute = "the trainer holds weights only and does not compute"
     return trainer
 
 
 def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> MegatronCritic:
-    """The critic that the configuration describes, on the groups of its actor; ends with `owner`. Collective.
+    """Build the critic of the configuration, on the actor's process groups. Collective.
 
-    Raises ConfigError for what this megatron-core lacks.
+    `owner` ends its training. Raises ConfigError for features that this megatron-core lacks.
     """
     critic = critic_of(config, job.world_size)
     actor = build.build_actor(critic.actor, critic.table, critic.hf_config, job.world_size)

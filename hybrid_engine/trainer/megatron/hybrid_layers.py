@@ -1,6 +1,7 @@
-"""Megatron's HybridModel: the layers of a GPT, taken apart into attention and MLP (megatron-core 0.19).
+"""Layer specs of megatron-core 0.19's HybridModel: each layer is either attention or MLP.
 
-Imported only where a pattern is given: earlier versions have no such model.
+Import this module only for a configuration with `hybrid_layer_pattern`: earlier versions of
+megatron-core have no such model.
 """
 
 from __future__ import annotations
@@ -16,32 +17,42 @@ from hybrid_engine.trainer.megatron.specs import final_norm, gpt_layer
 
 __all__ = ["HybridModel", "stack_spec_for"]
 
-_ATTENTION, _MLP = ("input_layernorm", "self_attention", "self_attn_bda"), ("pre_mlp_layernorm", "mlp", "mlp_bda")
-"""Submodules of a GPT's layer that each of the two keeps."""
+# submodules of a GPT layer that each of its two halves keeps
+_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
+_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 class _Stack(HybridStack):
-    """HybridStack, whose final norm is the one given and not always Transformer Engine's."""
+    """HybridStack with a selectable final norm; HybridStack always has Transformer Engine's."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, final_norm: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, final_norm: Any, **kwargs: Any
+    ) -> None:
+        # the parent builds no norm, but its forward pass applies this one
         super().__init__(config, *args, **kwargs, post_layer_norm=False)
         self.post_layer_norm = True
         if self.post_process:
-            self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.final_norm = final_norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
 
 
 def stack_spec_for(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
-    """The layers of a HybridModel, of the modules that a GPTModel's have."""
+    """Return the spec of a HybridModel's layers, made of the same modules as a GPTModel's."""
     dense = gpt_layer(config, None, transformer_engine)
     attention = "mla_layer" if config.multi_latent_attention else "attention_layer"
-    kinds = {attention: _alone(dense, *_ATTENTION), "mlp_layer": _alone(dense, *_MLP)}
+    layers = {attention: _part_of(dense, *_ATTENTION), "mlp_layer": _part_of(dense, *_MLP)}
     if config.num_moe_experts is not None:
-        kinds["moe_layer"] = _alone(gpt_layer(config, config.num_moe_experts, transformer_engine), *_MLP)
-    norm = final_norm(config, transformer_engine)
-    return ModuleSpec(module=_Stack, params={"final_norm": norm}, submodules=HybridStackSubmodules(**kinds))
+        sparse = gpt_layer(config, config.num_moe_experts, transformer_engine)
+        layers["moe_layer"] = _part_of(sparse, *_MLP)
+    return ModuleSpec(
+        module=_Stack,
+        params={"final_norm": final_norm(config, transformer_engine)},
+        submodules=HybridStackSubmodules(**layers),
+    )
 
 
-def _alone(layer: ModuleSpec, *parts: str) -> ModuleSpec:
-    """A layer with these of another's parts, and no others."""
-    kept = {name: getattr(layer.submodules, name) for name in parts}
-    return ModuleSpec(module=layer.module, submodules=TransformerLayerSubmodules(**kept))
+def _part_of(layer: ModuleSpec, *names: str) -> ModuleSpec:
+    """Return the layer with only these submodules; Megatron replaces the others by identities."""
+    submodules = {name: getattr(layer.submodules, name) for name in names}
+    return ModuleSpec(module=layer.module, submodules=TransformerLayerSubmodules(**submodules))

@@ -1,10 +1,12 @@
-"""What some architectures compute and megatron-core has no setting for; `Extras` in `models/table.py` says which.
+"""Features of some architectures for which megatron-core has no setting.
 
-    extend(...)         changes the specs of layers before they are built
-    finish_model(...)   changes a model chunk after it was built
-    put_value_head(...) gives a value model its output layer
+    extend(...)        changes the specs of layers before they are built
+    rank_groups(...)   replaces the selection of experts in routers
+    finish_model(...)  changes a model chunk after it was built
+    ValueHead          output layer of a value model
 
-All work with megatron-core's own modules and with Transformer Engine's.
+`Extras` in `models/table.py` selects the features. All of them work with megatron-core's own
+modules and with Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -32,46 +34,89 @@ from hybrid_engine.backends.megatron.megatron_config import scaled_frequencies
 from hybrid_engine.models.table import Extras
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
-"""A linear layer's output, and the bias that Megatron leaves to the caller to add."""
+"""Output of a linear layer, and the bias that Megatron leaves to the caller to add."""
+
+
+# -- specs of layers -------------------------------------------------------------------------------
 
 
 def extend(
-    block: TransformerBlockSubmodules, extras: Extras, config: TransformerConfig, transformer_engine: bool
+    block: TransformerBlockSubmodules,
+    extras: Extras,
+    config: TransformerConfig,
+    transformer_engine: bool,
 ) -> TransformerBlockSubmodules:
-    """Add windows, soft caps, rotary bases and post norms to Megatron's layers, as `extras` says.
+    """Add windows, soft caps, rotary bases and post norms to Megatron's layers.
 
-    Norms get weights that are added to 1 where `config` says so; Transformer Engine's have that option themselves.
-    `block` holds one spec per layer of the checkpoint.
+    If `config` requires norms that multiply by 1 + weight, megatron-core's norms are replaced;
+    Transformer Engine's have an option for it.
+
+    Args:
+        block: one spec per layer of the checkpoint.
+        extras: features to add.
+        config: of the model.
+        transformer_engine: the layers are Transformer Engine's.
     """
-    own_norm = config.layernorm_zero_centered_gamma and not transformer_engine
-    norm = ZeroCenteredRMSNorm if own_norm else block.layer_norm
+    replaces_norms = config.layernorm_zero_centered_gamma and not transformer_engine
+    norm = ZeroCenteredRMSNorm if replaces_norms else block.layer_norm
     windows = extras.windows or (None,) * len(block.layer_specs)
     layers = []
     for layer, window in zip(block.layer_specs, windows, strict=True):
         layer = _with_attention(layer, extras, window)
-        layer = _with_norms(layer, norm) if own_norm else layer
+        if replaces_norms:
+            layer = _with_norms(layer, norm)
         if extras.post_norms:
             layer = replace(layer, module=PostNormLayer, params={**layer.params, "post_norm": norm})
         layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def finish_model(model: LanguageModule, extras: Extras) -> LanguageModule:
-    """Scale rotary frequencies and embeddings, cap logits; returns the model. Called once, on a new model."""
-    if extras.rotary_scaling is not None:
-        rotary = model.rotary_pos_emb
-        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, extras.rotary_scaling)
-    if extras.embedding_scale is not None and model.pre_process:
-        model.embedding.register_forward_hook(_scale_output(extras.embedding_scale))
-    if extras.logit_softcap is not None and model.post_process:
-        model.output_layer.register_forward_hook(_cap_logits(extras.logit_softcap))
-    return model
+def _with_attention(layer: ModuleSpec, extras: Extras, window: int | None) -> ModuleSpec:
+    """Return the layer with `window`, soft cap and rotary base in its attention."""
+    attention = layer.submodules.self_attention
+    core = _core_attention(attention.submodules.core_attention, window, extras.attention_softcap)
+    attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    if window is not None and extras.window_rotary_base is not None:
+        params = {**attention.params, "rotary_base": extras.window_rotary_base}
+        attention = replace(attention, module=SelfAttentionWithRotaryBase, params=params)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+
+
+def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+    """Return the layer with each of its norms replaced by the class `norm`."""
+    submodules = layer.submodules
+    attention = submodules.self_attention
+    attention_norms = _norms_among(attention.submodules, "q_layernorm", "k_layernorm")
+    attention = replace(
+        attention,
+        submodules=replace(attention.submodules, **dict.fromkeys(attention_norms, norm)),
+    )
+    layer_norms = _norms_among(submodules, "input_layernorm", "pre_mlp_layernorm")
+    return replace(
+        layer,
+        submodules=replace(
+            submodules, self_attention=attention, **dict.fromkeys(layer_norms, norm)
+        ),
+    )
+
+
+def _norms_among(submodules: Any, *names: str) -> list[str]:
+    """Return the names of norms that the submodules have; an identity stands for none."""
+    return [name for name in names if getattr(submodules, name) not in (None, IdentityOp)]
+
+
+# -- modules of layers -----------------------------------------------------------------------------
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
-    """RMSNorm that multiplies by 1 + weight, computed in float32. Accepts what Megatron passes to any norm."""
+    """RMSNorm that multiplies by 1 + weight, computed in float32.
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
+    Accepts the arguments that Megatron passes to any norm.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
@@ -79,32 +124,59 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
             mark_sequence_parallel(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Over the last dim."""
+        """Normalize over the last dim."""
         values = hidden.float()
         values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.eps)
         return (values * (1.0 + self.weight.float())).type_as(hidden)
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer that normalises the outputs of attention and MLP before adding them to the residual.
+    """Layer that normalizes the outputs of attention and MLP before adding them to the residual.
 
     `post_norm` is the class of these norms; their names are those of slime and mbridge for GLM-4.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, post_norm: type, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, post_norm: type, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
-        settings = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        settings = {
+            "config": config,
+            "hidden_size": config.hidden_size,
+            "eps": config.layernorm_epsilon,
+        }
         self.post_self_attn_layernorm = post_norm(**settings)
         self.post_mlp_layernorm = post_norm(**settings)
+        # Megatron adds an output to the residual through these attributes
         norms = {"self_attn_bda": self.post_self_attn_layernorm, "mlp_bda": self.post_mlp_layernorm}
         for name, norm in norms.items():
-            setattr(self, name, _normed(getattr(self, name), norm))
+            setattr(self, name, _normalized(getattr(self, name), norm))
+
+
+def _normalized(bias_dropout_add: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., Any]:
+    """Return Megatron's bias-dropout-add with the output, including its bias, normalized first."""
+
+    def choose(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = bias_dropout_add(training, fused)
+
+        def normalize_and_add(
+            output_with_bias: WithBias, *residual_and_dropout: Any
+        ) -> torch.Tensor:
+            output, bias = output_with_bias
+            normalized = norm(output if bias is None else output + bias)
+            return add((normalized, None), *residual_and_dropout)
+
+        return normalize_and_add
+
+    return choose
 
 
 class SelfAttentionWithRotaryBase(SelfAttention):
-    """Self attention with unscaled rotary frequencies of its own base in place of the model's."""
+    """Self attention with its own rotary base, unscaled, instead of the model's frequencies."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, rotary_base: float, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.rotary_pos_emb = RotaryEmbedding(
             config.kv_channels,
@@ -115,14 +187,19 @@ class SelfAttentionWithRotaryBase(SelfAttention):
             cp_group=self.pg_collection.cp,
         )
 
-    def forward(self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As SelfAttention; of `rotary_pos_emb` [sequence, 1, 1, head_dim] only the length is used."""
+    def forward(
+        self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend; only the length of `rotary_pos_emb` [sequence, 1, 1, head_dim] is used."""
         length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
         return super().forward(*args, rotary_pos_emb=self.rotary_pos_emb(length), **kwargs)
 
 
 class CappedSoftmax(torch.nn.Module):
-    """Attention scores s become cap * tanh(s / cap), in float32, before they are masked and `softmax` is taken."""
+    """Softmax of attention scores s that are first replaced by cap * tanh(s / cap), in float32.
+
+    `softmax` also applies the mask.
+    """
 
     def __init__(self, softmax: torch.nn.Module, cap: float) -> None:
         super().__init__()
@@ -130,40 +207,39 @@ class CappedSoftmax(torch.nn.Module):
         self.cap = cap
 
     def forward(self, scores: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor:
-        """As FusedScaleMaskSoftmax: scores [batch, heads, queries, keys]."""
+        """Return probabilities of scores [batch, heads, queries, keys].
+
+        Has the arguments of FusedScaleMaskSoftmax.
+        """
         return self.softmax(_capped(scores.float(), self.cap), *masks)
 
 
-def _with_attention(layer: ModuleSpec, extras: Extras, window: int | None) -> ModuleSpec:
-    attention = layer.submodules.self_attention
-    core = _core_attention(attention.submodules.core_attention, window, extras.attention_softcap)
-    attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
-    if window is not None and extras.window_rotary_base is not None:
-        params = {**attention.params, "rotary_base": extras.window_rotary_base}
-        attention = replace(attention, module=SelfAttentionWithRotaryBase, params=params)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
-
-
 def _core_attention(base: type, window: int | None, softcap: float | None) -> type[torch.nn.Module]:
-    """The attention of one layer. Only megatron-core's own can be capped.
+    """Return the attention class of one layer.
 
-    Each layer has its own window, because Megatron's setting goes by layer numbers, which count no-op layers. A class,
-    because megatron-core 0.15 would take a function for the attention itself.
+    Only megatron-core's own attention supports soft caps. Each layer gets its own window, because
+    Megatron's setting depends on layer numbers, which count no-op layers. It is a class, because
+    megatron-core 0.15 would take a function for the attention itself.
     """
 
     parent: type = base if softcap is None else DotProductAttention
+    # megatron-core ignores masks in layers with a window, so the window is added to the mask here
     own_window = window if issubclass(parent, DotProductAttention) else None
 
     class CoreAttention(parent):
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             config = copy.copy(config)
-            # tokens before, tokens after
-            config.window_size = None if window is None or own_window is not None else (window - 1, 0)
+            config.window_size = None
+            if window is not None and own_window is None:
+                # tokens before, tokens after
+                config.window_size = (window - 1, 0)
             config.window_attn_skip_freq = None
             super().__init__(config, *args, **kwargs)
             self.own_window = own_window
             if softcap is not None:
-                self.scale_mask_softmax = CappedSoftmax(self.get_submodule("scale_mask_softmax"), softcap)
+                # built by the parent
+                softmax = self.get_submodule("scale_mask_softmax")
+                self.scale_mask_softmax = CappedSoftmax(softmax, softcap)
 
         def forward(
             self,
@@ -174,7 +250,7 @@ def _core_attention(base: type, window: int | None, softcap: float | None) -> ty
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
-            """As the parent's. There a window is in place of `mask`, here it is added to it."""
+            """Attend as the parent, with the window in addition to `mask`."""
             if self.own_window is not None:
                 mask = _with_window(mask, self.own_window, key)
             return super().forward(query, key, value, mask, *args, **kwargs)
@@ -183,55 +259,52 @@ def _core_attention(base: type, window: int | None, softcap: float | None) -> ty
 
 
 def _with_window(mask: torch.Tensor | None, window: int, key: torch.Tensor) -> torch.Tensor:
-    """`mask` [..., queries, keys], default: causal, True also where a key is `window` tokens before the query or more.
+    """Return `mask` [..., queries, keys], True also for keys `window` or more before the query.
 
-    `key` [keys, ...].
+    Args:
+        mask: True where a query must not see a key; None: causal.
+        window: number of tokens that a query sees, including its own.
+        key: [keys, ...].
     """
     everywhere = torch.ones(len(key), len(key), dtype=torch.bool, device=key.device)
     mask = everywhere.triu(1)[None, None] if mask is None else mask
     return mask | everywhere.tril(-window)
 
 
-def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
-    """The layer with every norm of class `norm`."""
-    parts = layer.submodules
-    attention = parts.self_attention
-    names = [name for name in ("q_layernorm", "k_layernorm") if _is_there(getattr(attention.submodules, name))]
-    attention = replace(attention, submodules=replace(attention.submodules, **dict.fromkeys(names, norm)))
-    names = [name for name in ("input_layernorm", "pre_mlp_layernorm") if _is_there(getattr(parts, name))]
-    return replace(layer, submodules=replace(parts, self_attention=attention, **dict.fromkeys(names, norm)))
+def _capped(values: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(values / cap)
 
 
-def _is_there(part: Any) -> bool:
-    return part is not None and part is not IdentityOp
+# -- models ----------------------------------------------------------------------------------------
 
 
-def _normed(bias_dropout_add: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., Any]:
-    """Megatron's bias-dropout-add, with the output normalised, its bias included, before it is added."""
+def finish_model(model: LanguageModule, extras: Extras) -> LanguageModule:
+    """Scale rotary frequencies and embeddings, and cap logits. Returns the model.
 
-    def choose(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        add = bias_dropout_add(training, fused)
-
-        def normalise_and_add(output_with_bias: WithBias, *residual_and_dropout: Any) -> torch.Tensor:
-            output, bias = output_with_bias
-            return add((norm(output if bias is None else output + bias), None), *residual_and_dropout)
-
-        return normalise_and_add
-
-    return choose
+    Call it once, on a new model.
+    """
+    if extras.rotary_scaling is not None:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, extras.rotary_scaling)
+    if extras.embedding_scale is not None and model.pre_process:
+        model.embedding.register_forward_hook(_scale_output(extras.embedding_scale))
+    if extras.logit_softcap is not None and model.post_process:
+        model.output_layer.register_forward_hook(_cap_logits(extras.logit_softcap))
+    return model
 
 
 def _scale_output(scale: float) -> Callable[..., torch.Tensor]:
-    """A forward hook."""
+    """Return a forward hook that scales the output of a module."""
 
     def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        # rounded to the output's dtype first, as transformers does
         return output * torch.tensor(scale, dtype=output.dtype).item()
 
     return hook
 
 
 def _cap_logits(cap: float) -> Callable[..., WithBias]:
-    """A forward hook of Megatron's output layer."""
+    """Return a forward hook of Megatron's output layer that caps the logits."""
 
     def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
         logits, bias = outputs
@@ -240,15 +313,10 @@ def _cap_logits(cap: float) -> Callable[..., WithBias]:
     return hook
 
 
-def _capped(values: torch.Tensor, cap: float) -> torch.Tensor:
-    return cap * torch.tanh(values / cap)
-
-
 def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
-    """Have the model's routers rank groups of experts as `extras.experts_per_group_score` says, if it does.
+    """Make the model's routers rank groups of experts by `extras.experts_per_group_score`, if set.
 
-    Raises:
-        ModelError: on a megatron-core before 0.16, whose routers have no such setting.
+    Raises ModelError on a megatron-core before 0.16, whose routers have no such setting.
     """
     if extras.experts_per_group_score is None:
         return
@@ -257,39 +325,51 @@ def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
             choose_experts(module, partial(best_of_groups, extras.experts_per_group_score))
 
 
-def best_of_groups(num_summed: int, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> TopK:
-    """Scores and numbers [tokens, topk] of the best experts in the `group_topk` groups with the largest sum of their
-    `num_summed` best scores; `scores` [tokens, experts]."""
+def best_of_groups(
+    num_summed: int, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+) -> TopK:
+    """Return scores and numbers [tokens, topk] of the best experts in the best groups.
+
+    Args:
+        num_summed: the score of a group is the sum of this many of its best scores.
+        scores: [tokens, experts].
+        topk: number of experts to select.
+        num_groups: number of groups.
+        group_topk: number of groups from which experts are selected.
+    """
     groups = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
-    rank = groups.topk(num_summed, dim=-1).values.sum(dim=-1)
-    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(group_topk, dim=1).indices, True)
-    # -inf keeps out experts of other groups, as long as the chosen groups together have topk experts
-    return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=1)
+    group_scores = groups.topk(num_summed, dim=-1).values.sum(dim=-1)
+    best_groups = group_scores.topk(group_topk, dim=1).indices
+    is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, True)
+    # -inf excludes experts of other groups if the best groups together have at least topk experts
+    eligible = groups.masked_fill(~is_best.unsqueeze(-1), float("-inf"))
+    return eligible.flatten(1).topk(topk, dim=1)
 
 
 class ValueHead(torch.nn.Module):
-    """Whole on every tensor parallel rank. Accepts what Megatron passes to any output layer.
+    """Output layer with one value per token, unsharded on every tensor parallel rank.
 
-    New ones are zero: every value is 0 until the head was trained, in any layout.
+    Its weights start at zero, so every value is 0 until the head was trained, in any layout.
+    Accepts the arguments that Megatron passes to any output layer.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
         self.sequence_parallel = config.sequence_parallel
         if config.sequence_parallel:
             mark_sequence_parallel(self.weight)
 
     def forward(self, hidden: torch.Tensor, **_unused: Any) -> tuple[torch.Tensor, None]:
-        """[s, b, hidden_size], a part of the sequence with sequence parallelism, to [S, b, 1] of all of it."""
+        """Return values [S, b, 1] of hidden states [s, b, hidden_size].
+
+        With sequence parallelism s is this rank's part of the sequence S.
+        """
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
-            # every rank goes on with the whole, so that each has the whole gradient and takes its part of it
+            # all ranks compute the same loss from all values, so each of them has the complete
+            # gradient, and takes its part of it
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
-
-
-def put_value_head(model: LanguageModule) -> None:
-    """Replace the output layer of the chunk that has one."""
-    if model.post_process:
-        model.output_layer = ValueHead(model.config)

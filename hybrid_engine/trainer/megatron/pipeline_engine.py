@@ -1,14 +1,16 @@
-"""Trains and reads a Megatron model through Megatron's own pipeline schedules, whatever its output is.
+"""Training and evaluation of a Megatron model of any output, through Megatron's pipeline schedules.
 
-What the model gets for rows:
+Attention inputs of the model, for rows of L tokens in a micro batch of b rows:
 
-    attention                        rows of one sequence      rows of several
-    megatron-core's own              causal mask [1,1,L,L]     mask [b,1,L,L]: each sequence sees its own tokens
-    Transformer Engine's             none: it is causal        one row of b * L tokens (`thd`) and where sequences begin
+    attention                one sequence a row         several sequences a row
+    megatron-core's          causal mask [1, 1, L, L]   mask [b, 1, L, L]: each sequence sees only
+                                                        its tokens
+    Transformer Engine's     none: it is causal         one row of b * L tokens (`thd`), and the
+                                                        offsets at which sequences begin
 
-With megatron-core's own attention rotary positions count along the row: scores depend on differences alone, so that a
-sequence's log-probabilities are those of its own row up to rounding. What Transformer Engine gets has **never run on a
-GPU yet**.
+With megatron-core's attention, rotary positions count along the whole row. Scores depend only on
+differences of positions, so a sequence gets the same log-probabilities as alone in a row, up to
+rounding. The `thd` inputs of Transformer Engine have **never run on a GPU yet**.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
-from hybrid_engine.ranks.groups import told_by
+from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, begins_of, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
@@ -53,25 +55,31 @@ from megatron_patches.optimizers import set_weight_version
 
 
 class ModelInputs:
-    """Makes the arguments of a model's forward pass.
+    """Arguments of a model's forward pass.
 
     Args:
-        chunks: the model's.
+        chunks: of the model.
 
     Attributes:
-        no_packing: why rows of several sequences cannot be computed; empty where they can.
+        no_packing: reason why rows of several sequences are unsupported; "" if they are supported.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        found = core_attentions(chunks)
         self._with_te = masks_by_itself(chunks)
-        self.no_packing = next(filter(None, _packing_faults(chunks, found, with_te=self._with_te)), "")
+        reasons = _reasons_against_packing(chunks, with_te=self._with_te)
+        self.no_packing = next(reasons, "")
 
     def shape_of(self, rows: Rows) -> tuple[int, int]:
-        """How many rows the model computes for a micro batch, and their length. Raises BatchError where it cannot."""
+        """Return the number and the length of the rows that the model computes for a micro batch.
+
+        Raises BatchError if it cannot compute them.
+        """
         if rows.sequence_ids is not None and self.no_packing:
             problem = f"rows have several sequences, but {self.no_packing}"
-            raise BatchError([Violation("sequence_ids", problem, "Give each a row of its own")])
+            remedy = "Put each sequence into its own row"
+            raise BatchError(
+                [Violation("sequence_ids", problem, remedy, code="packing-unsupported")]
+            )
         num_rows, length = rows.tokens.shape
         return (1, num_rows * length) if self._are_joined(rows) else (num_rows, length)
 
@@ -79,62 +87,80 @@ class ModelInputs:
         return self._with_te and rows.sequence_ids is not None
 
     def arguments(self, rows: Rows) -> dict[str, Any]:
-        """Of GPTModel.forward but for labels, on any pipeline stage."""
+        """Return the arguments of GPTModel.forward except labels, for any pipeline stage."""
         # Megatron divides by the mask's sum, which must not be 0
         mask = None if rows.mask is None else rows.mask.float().clamp_min(1e-8)
-        tensors = {"input_ids": rows.tokens, "position_ids": rows.position_ids, "loss_mask": mask}
-        arguments = {name: self.in_shape(rows, value) for name, value in tensors.items()}
+        arguments = {
+            "input_ids": self.in_shape(rows, rows.tokens),
+            "position_ids": self.in_shape(rows, rows.position_ids),
+            "loss_mask": self.in_shape(rows, mask),
+            "attention_mask": None,
+        }
         if self._are_joined(rows):
-            return {**arguments, "attention_mask": None, "packed_seq_params": _packed_params(rows)}
-        return {**arguments, "attention_mask": None if self._with_te else _hidden_tokens(rows)}
+            return {**arguments, "packed_seq_params": _packed_params(rows)}
+        if not self._with_te:
+            arguments["attention_mask"] = _attention_mask(rows)
+        return arguments
 
     def in_shape(self, rows: Rows, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Values [b, L] of the rows' tokens as `shape_of` says."""
-        return values.reshape(1, -1) if values is not None and self._are_joined(rows) else values
+        """Return values [b, L] of the rows' tokens in the shape of `shape_of`."""
+        if values is None or not self._are_joined(rows):
+            return values
+        return values.reshape(1, -1)
 
 
-def _hidden_tokens(rows: Rows) -> torch.Tensor:
-    """[1 or b, 1, L, L], True where a token (dim 2) may not look (dim 3)."""
-    length = rows.tokens.shape[1]
-    future = causal_mask(length, rows.tokens.device)
+def _attention_mask(rows: Rows) -> torch.Tensor:
+    """Return a mask [1 or b, 1, L, L], True where a token (dim 2) must not see another (dim 3)."""
+    is_later = causal_mask(rows.tokens.shape[1], rows.tokens.device)
     ids = rows.sequence_ids
-    return future if ids is None else future | (ids[:, None, :, None] != ids[:, None, None, :])
+    if ids is None:
+        return is_later
+    is_of_other = ids[:, None, :, None] != ids[:, None, None, :]
+    return is_later | is_of_other
 
 
 def _packed_params(rows: Rows) -> PackedSeqParams:
-    """Where sequences begin in the rows, one after another. Stretches of padding count as sequences."""
+    """Return the offsets of sequences in the joined rows; stretches of padding count as well."""
     assert rows.sequence_ids is not None
+    # offsets in the row that joins all rows
     begins = begins_of(rows.sequence_ids).flatten().nonzero().flatten()
     offsets = torch.cat([begins, begins.new_tensor([rows.tokens.numel()])]).int()
     longest = int(offsets.diff().max())
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
-def _packing_faults(
-    chunks: Sequence[torch.nn.Module], attentions: Sequence[torch.nn.Module], *, with_te: bool
-) -> Iterator[str]:
-    """Why a model cannot compute rows of several sequences."""
+def _reasons_against_packing(chunks: Sequence[torch.nn.Module], *, with_te: bool) -> Iterator[str]:
+    """Yield the reasons why a model cannot compute rows of several sequences."""
     for chunk in chunks:
         for module in chunk.modules():
-            mixer = getattr(module, "self_attention", None) if isinstance(module, TransformerLayer) else None
+            mixer = None
+            if isinstance(module, TransformerLayer):
+                mixer = getattr(module, "self_attention", None)
             if mixer is not None and not isinstance(mixer, (Attention, IdentityOp)):
                 yield f"{type(mixer).__name__} mixes tokens of different sequences"
-            if type(module).__module__.startswith("megatron.core.ssm") and type(module).__name__.endswith("Layer"):
-                yield f"{type(module).__name__} mixes tokens of different sequences"
+            kind = type(module)
+            # layers of state space models, such as Mamba
+            if kind.__module__.startswith("megatron.core.ssm") and kind.__name__.endswith("Layer"):
+                yield f"{kind.__name__} mixes tokens of different sequences"
         depth = getattr(getattr(chunk, "config", None), "mtp_num_layers", None) or 0
         if depth > 1:
-            yield f"{depth} MTP layers would learn across their borders"
-    for core in attentions:
+            # the mask of `Rows` leaves out only the last token of a sequence
+            yield f"{depth} MTP layers would learn across the borders of sequences"
+    for core in core_attentions(chunks):
         if with_te and is_of_transformer_engine(core):
             continue
         if with_te or not isinstance(core, DotProductAttention):
-            yield f"{type(core).__name__} is not known to take a mask"
+            yield f"{type(core).__name__} is not known to support a mask"
             continue
         softmax = softmax_of(core)
         if softmax.window_size is not None:
-            yield "megatron-core's own attention ignores masks where a layer has a sliding window"
+            yield "megatron-core's attention ignores masks in layers with a sliding window"
         if softmax.scaled_masked_softmax_fusion:
             yield "Megatron's fused softmax ignores masks (masked_softmax_fusion)"
 
@@ -144,21 +170,22 @@ _Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 
 
 class PipelineEngine(TrainedModel, LiveModel, ABC):
-    """One rank's share of a model that is trained here (or of one that is only read), and its loop.
+    """One rank's share of a Megatron model, with its training loop.
+
+    A batch is this data parallel rank's share; see `batches.Batch`. Training and evaluation raise
+    StateError while memory that they need is offloaded by a `HybridEngine`.
 
     Args:
-        actor: the Megatron objects.
+        actor: the Megatron objects; without an optimizer the model cannot be trained.
         table: the model's name table.
-        micro_batch_size: sequences per micro batch.
-        separate_lora: reshard LoRA beside the weights instead of added to them.
-        seq_length: the most tokens of a row; None: not known here.
+        micro_batch_size: rows per micro batch.
+        separate_lora: reshard LoRA weights separately instead of merged into the weights.
+        seq_length: largest number of tokens in a row; None: no limit.
 
     Attributes:
-        conclude: ends a phase of all ranks (its name, this rank's error or None), and raises on all where one has an
-            error. Those of a job set their own.
-
-    A batch is this data parallel rank's share; see `batches.Batch`. Training and reading raise StateError while a
-    `HybridEngine` has the memory that they need off the device.
+        conclude: called at the end of a phase, on all ranks, with the name of the phase and this
+            rank's error or None; raises on all ranks if one has an error. Engines of a job set it
+            to the job's.
     """
 
     def __init__(
@@ -170,31 +197,36 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
         seq_length: int | None = None,
     ) -> None:
         super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora)
-        self.transformer_config, self.scheduler = actor.transformer_config, actor.scheduler
+        self.transformer_config = actor.transformer_config
+        self.scheduler = actor.scheduler
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size
         self.conclude: Callable[[str, Exception | None], None] = _conclude
-        self._seq_length = seq_length
-        self._device, self._data_parallel = model_device(), parallel_state.get_data_parallel_group()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
+        self._data_parallel = parallel_state.get_data_parallel_group()
+        self._device = model_device()
+        self._seq_length = seq_length
         self._inputs = ModelInputs(unwrap_model(actor.chunks))
 
     @abstractmethod
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
-        """The output of a chunk; of the last one, what `_result` reads."""
+        """Return the output of a chunk; `_result` receives that of the last chunk."""
 
     @abstractmethod
     def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
-        """What a loss function is given of the last chunk's output, in the user's places."""
+        """Return a loss function's second argument, from the output of the last chunk.
 
-    def _seen_by_losses(self, micro_batch: MicroBatch) -> Batch:
-        """The micro batch that a loss function is given."""
-        return micro_batch.given
+        Its columns are the user's.
+        """
+
+    def _visible_batch(self, micro_batch: MicroBatch) -> Batch:
+        """Return a loss function's first argument."""
+        return micro_batch.batch
 
     @property
     def limits(self) -> BatchLimits:
-        """What of a batch can be computed."""
+        """Limits of the batches that it can compute, and this data parallel rank."""
         return BatchLimits(
             self.vocab_size,
             self.micro_batch_size,
@@ -207,34 +239,40 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
 
     @property
     def _row_multiple(self) -> int:
-        """Sequence parallel ranks have as many tokens of a row each."""
+        """Divisor of row lengths: sequence parallel ranks have equal parts of a row."""
         config = self.transformer_config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step on this rank's share of the batch.
+        """Take one optimizer step on this rank's share of the batch.
 
         Args:
             batch: B is a multiple of `micro_batch_size`.
-            loss_function: see `batches.LossFunction`; what it gets is that of `_result`.
+            loss_function: see `batches.LossFunction`; its second argument is `_result`.
 
-        Returns and raises as `ActorTrainer.train_step`; where float16 gradients overflowed, `skipped` is 1, Megatron
-        has lowered its loss scale, and a schedule stays where it is.
+        Result and errors as in `ActorTrainer.train_step`. If float16 gradients overflowed,
+        `skipped` is 1, Megatron has lowered its loss scale, and a schedule takes no step.
         """
-        optimizer, learning_rate = self.trained_by, self.learning_rate
+        optimizer = self.trained_by
+        # of this step, before a schedule changes it
+        learning_rate = self.learning_rate
         self.guard(KINDS)
+        # raises if servers would fall too far behind
         self.before_step()
         for chunk in self.weights.model.ddp_chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         loss = CheckedLoss(loss_function)
         reports = self._run(batch, loss, forward_only=False)
-        if reports:  # on the last pipeline stage
+        if reports:
+            # this is the last pipeline stage
             loss.finish(model_device(), parallel_state.get_data_parallel_group())
+        # no rank takes a step if another one has a fault
         self.conclude("loss function", loss.fault)
         version = self.version
         successful, grad_norm, _ = optimizer.step()
-        if successful:  # also where a whole stage is frozen, and nothing there takes a step
+        if successful:
+            # set, not counted: the optimizer of a fully frozen stage takes no step
             set_weight_version(optimizer, version + 1)
         report = self._average(reports)
         if successful and self.scheduler is not None:
@@ -245,9 +283,12 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
         return report
 
     def copy_weights_from(self, other: PipelineEngine, but_for: str | None = None) -> None:
-        """Copy another engine's weights (same layout), LoRA added, e.g. to freeze a reference. Collective.
+        """Copy the weights of another engine of the same layout, with LoRA merged. Collective.
 
-        `but_for`: beginning of the names that are left as they are, in a critic, whose main parameters follow later.
+        Args:
+            other: source, e.g. the actor of a reference.
+            but_for: prefix of the names to leave unchanged, for a critic. Then the optimizer's main
+                parameters are not required on the device, because the caller updates them later.
         """
         self.guard(KINDS if but_for is None else ["param"])
         other.guard(["param"])
@@ -256,25 +297,36 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
         sources = dict(merged.shown_weights())
         with torch.no_grad():
             for name, tensor in self.weights.model.named_weights():
+                # heads of an actor and of a critic have different shapes
                 if but_for is None or not name.startswith(but_for):
                     tensor.copy_(sources[name])
 
     def _run(self, batch: Batch, loss_function: _Loss, forward_only: bool) -> list[Report]:
-        """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
+        """Run all micro batches through Megatron's schedule.
+
+        Returns the reports on the last pipeline stage, and [] on the others.
+        """
         self.guard(["param"])
         if forward_only:
-            self.weights.base.prepare()  # overlapped gathers are otherwise finished by the next training step only
+            # otherwise only the next training step would finish overlapped parameter gathers
+            self.weights.base.prepare()
         is_pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
         parts = micro_batches(
-            batch, self.micro_batch_size, model_device(), self._row_multiple, same_length=is_pipelined
+            batch,
+            self.micro_batch_size,
+            model_device(),
+            self._row_multiple,
+            # stages allocate receive buffers of one shape for all micro batches
+            same_length=is_pipelined,
         )
         num_rows, seq_length = self._inputs.shape_of(parts[0].rows)
         forward_backward = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.train(not forward_only)
+        # each virtual stage reads all micro batches
         iterators = [iter(parts) for _ in self.chunks]
-        alone = without_multi_token_prediction(unwrap_model(self.chunks))
-        with alone if forward_only else contextlib.nullcontext():
+        without_mtp = without_multi_token_prediction(unwrap_model(self.chunks))
+        with without_mtp if forward_only else contextlib.nullcontext():
             return forward_backward(
                 forward_step_func=self._forward_step(loss_function),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -285,8 +337,10 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
                 forward_only=forward_only,
             )
 
-    def _forward_step(self, loss_function: _Loss) -> Callable[[Iterator[MicroBatch], torch.nn.Module], Any]:
-        """The function that Megatron's schedules call for each micro batch."""
+    def _forward_step(
+        self, loss_function: _Loss
+    ) -> Callable[[Iterator[MicroBatch], torch.nn.Module], Any]:
+        """Return the function that Megatron's schedules call for each micro batch."""
 
         def forward_step(
             iterator: Iterator[MicroBatch], model: torch.nn.Module
@@ -294,18 +348,20 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
             micro_batch = next(iterator)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
-                return loss_function(self._seen_by_losses(micro_batch), self._result(micro_batch.rows, output))
+                visible_batch = self._visible_batch(micro_batch)
+                return loss_function(visible_batch, self._result(micro_batch.rows, output))
 
             return self._forward(model, micro_batch.rows), loss
 
         return forward_step
 
     def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Mean over micro batches and data parallel ranks, sent from the last pipeline stage to all."""
+        """Return the means over micro batches and data parallel ranks, on every pipeline stage."""
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         group = parallel_state.get_pipeline_model_parallel_group()
-        own = encode(sorted(reports[0]) if reports else [])
-        names = decode(told_by(last, own, group, model_device()), list[str])
+        # other stages learn the names, and so the number of values, from the last one
+        message = encode(sorted(reports[0]) if reports else [])
+        names = decode(broadcast_bytes(last, message, group, model_device()), list[str])
         values = torch.zeros(len(names), dtype=torch.float32, device=model_device())
         if reports:
             for index, name in enumerate(names):
@@ -317,10 +373,13 @@ class PipelineEngine(TrainedModel, LiveModel, ABC):
 
 
 def _conclude(phase: str, error: Exception | None) -> None:
-    """Without a job: raise this rank's error, or RemoteError where another has one. Collective."""
+    """Raise this rank's error, or RemoteError if another rank has one. Collective; needs no job."""
+    # all ranks take part, with an error or without
     has_failed = torch.tensor([error is not None], dtype=torch.int64, device=model_device())
     torch.distributed.all_reduce(has_failed, op=torch.distributed.ReduceOp.MAX)
     if error is not None:
         raise error
     if has_failed:
-        raise RemoteError(f"{phase}: failed on another rank, whose log has more")
+        raise RemoteError(
+            f"{phase}: failed on another rank; see that rank's log", code="rank-failed"
+        )

@@ -1,15 +1,17 @@
-"""Saves and loads a Megatron actor, to resume a run in the same layout. Called by `ActorHybridWorker`.
+"""Checkpoints of a Megatron trainer, for the same layout.
 
-Every rank has keys of its own in the checkpoint (trainer/checkpoint_directory.py):
+Every rank has its own keys in the checkpoint (trainer/checkpoint_directory.py):
 
     rank0/model.0.decoder.final_layernorm.weight     of the first chunk of its model
     rank0/optimizer.0.17.exp_avg                     state of parameter 17 of its first optimizer
     rank0/main_param.optimizer.param_groups[0]…      fp32 copies of parameters
-    rank0/generator, rank0/tracker.…, rank0/values    layout, hyperparameters, counters
+    rank0/generator, rank0/tracker.…                 random generators of torch and of Megatron
+    rank0/values                                     layout, hyperparameters, counters
 
-Not by megatron-core's dist_checkpointing: 0.16.1 cannot restore what it saved of torch's Adam. Loading
-`fully_reshardable` ends in KeyError 'step', saving `dp_reshardable` refuses virtual stages ("out of bounds chunk"), and
-DistributedOptimizer loads one step tensor into all parameters, so that the next step increments it once for each.
+megatron-core's dist_checkpointing is not used, because 0.16.1 cannot restore its own checkpoints of
+torch's Adam. Loading `fully_reshardable` fails with KeyError 'step'; saving `dp_reshardable`
+rejects virtual stages ("out of bounds chunk"); and DistributedOptimizer loads one step tensor into
+all parameters, so that the next step increments it once for each of them.
 """
 
 from __future__ import annotations
@@ -33,51 +35,69 @@ from hybrid_engine.trainer.checkpoint_directory import SavedCheckpoint, below, d
 from hybrid_engine.trainer.megatron.build import Actor
 from megatron_patches import optimizers
 
-_VALUES, _OPTIMIZER, _MAIN_PARAM = "values", "optimizer.", "main_param."
-_GENERATOR, _TRACKER = "generator", "tracker."
-_OF_SCHEDULE = ("max_lr", "min_lr")
-"""Of a parameter group, which a schedule reads before its own: the configuration's, as the schedule is."""
+_VALUES = "values"
+_OPTIMIZER = "optimizer."
+_MAIN_PARAM = "main_param."
+_GENERATOR = "generator"
+_TRACKER = "tracker."
+
+_KEYS_OF_CONFIGURATION = ("max_lr", "min_lr")
+"""Keys of a parameter group that belong to the schedule of the current configuration.
+
+A schedule prefers them to its own settings, so they must not come from a checkpoint.
+"""
 
 
-def save_checkpoint(directory: str | Path, actor: Actor, job: Job, *, check_nan: bool = True) -> None:
+def save_checkpoint(
+    directory: str | Path, actor: Actor, job: Job, *, check_nan: bool = True
+) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    On errors and on what a kill leaves see `checkpoint_directory.save`. Before anything is written, all ranks raise
-    where any of it is not finite on one of them, a WeightError there with its names; `check_nan=False` does not look.
-
-    The caller has finished pending parameter gathers. All training state must be on the device.
+    All training state must be on the device, and the caller has finished pending parameter gathers.
+    `checkpoint_directory.save` describes errors and the effect of a kill. Before anything is
+    written, all ranks raise if any value is not finite on one of them, with a WeightError there
+    that names the tensors; `check_nan=False` skips the check.
     """
     with job.agreement.phase("looking for values that are not finite"):
         state = {f"rank{job.rank}/{key}": value for key, value in _state_of(actor, job).items()}
         if check_nan:
-            require_finite_to_save(lambda: ((key, one) for key, one in state.items() if isinstance(one, torch.Tensor)))
+            require_finite_to_save(
+                lambda: (
+                    (key, value) for key, value in state.items() if isinstance(value, torch.Tensor)
+                )
+            )
     save(directory, state, job)
 
 
 @torch.no_grad()
 def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
-    """Restore what `save_checkpoint` wrote, every bit of it. Collective.
+    """Restore a checkpoint bit by bit. Collective.
 
-    Parameters and main parameters keep their storage; moments get new storage, beside the old until all are restored.
-    Everything is compared with its checksum and with the actor, and read into host memory, before any rank changes
-    anything, and only until then is anything raised, on all ranks.
+    Parameters and main parameters keep their storage. Moments get new storage, so both old and new
+    moments are in memory until all are restored. Before any rank changes anything, all entries are
+    verified by checksum, compared with the actor, and read into host memory; errors are raised only
+    until then, on all ranks.
 
     Raises:
-        StateError: when there is no such checkpoint, or it was written in another layout (both are named), or is of
-            another model.
-        FileError: naming a file that cannot be read or is not what was written.
+        StateError: if there is no such checkpoint, if it was written in another layout (names both
+            layouts), or if it belongs to another model.
+        FileError: names a file that cannot be read or differs from the file that was written.
     """
     saved = SavedCheckpoint(directory, job)
     with job.agreement.phase("reading the checkpoint"):
-        prefix, live = f"rank{job.rank}/", _state_of(actor, job)
+        members = _members(actor.optimizer)
+        prefix = f"rank{job.rank}/"
+        live = _state_of(actor, job)
         values = _values_in(saved, prefix, live[_VALUES]["layout"])
         entries = saved.entries(prefix)
-        saved.require_fit([*_differences(entries, live), *_optimizer_differences(entries, values, live, actor)])
+        optimizer_differences = _optimizer_differences(entries, values, live[_VALUES], members)
+        saved.require_fit([*_differences(entries, live), *optimizer_differences])
         state = below(saved.read_all(prefix), prefix)
-        moments = [_moments(state, index, member) for index, member in enumerate(_members(actor.optimizer))]
+        moments = [_moments_of(state, index, member) for index, member in enumerate(members)]
     with job.agreement.phase("restoring the checkpoint"):
         for index, chunk in enumerate(actor.chunks):
-            unwrap_model(chunk).load_state_dict(below(state, f"model.{index}."), strict=False)  # without extra state
+            # not strict, because extra state is not saved
+            unwrap_model(chunk).load_state_dict(below(state, f"model.{index}."), strict=False)
         _load_optimizer(actor.optimizer, values, moments)
         for main_param in _main_params(actor.optimizer):
             main_param.tensor.copy_(state[_MAIN_PARAM + main_param.path])
@@ -86,43 +106,42 @@ def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
         get_cuda_rng_tracker().set_states(below(state, _TRACKER))
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
+# -- contents of a checkpoint ----------------------------------------------------------------------
 
 
 def _state_of(actor: Actor, job: Job) -> dict[str, Any]:
-    """Everything that is saved; views of live memory."""
+    """Return all tensors and values to save: views of live memory."""
     members = _members(actor.optimizer)
-    states = [member.optimizer.state_dict() for member in members]
-    state = {
-        f"model.{index}.{name}": value
-        for index, chunk in enumerate(actor.chunks)
-        for name, value in unwrap_model(chunk).state_dict().items()
-        if isinstance(value, torch.Tensor)  # the `_extra_state` of Transformer Engine is for fp8, and not always one
+    optimizer_states = [member.optimizer.state_dict() for member in members]
+    state: dict[str, Any] = {}
+    for index, chunk in enumerate(actor.chunks):
+        for name, value in unwrap_model(chunk).state_dict().items():
+            # Transformer Engine's `_extra_state` is for fp8, and may be something else
+            if isinstance(value, torch.Tensor):
+                state[f"model.{index}.{name}"] = value
+    for index, optimizer_state in enumerate(optimizer_states):
+        for param, param_state in optimizer_state["state"].items():
+            for key, value in param_state.items():
+                state[f"{_OPTIMIZER}{index}.{param}.{key}"] = value
+    for main_param in _main_params(actor.optimizer):
+        state[_MAIN_PARAM + main_param.path] = main_param.tensor
+    for name, value in get_cuda_rng_tracker().get_states().items():
+        state[_TRACKER + name] = value
+    state[_GENERATOR] = torch.get_rng_state()
+    state[_VALUES] = {
+        "layout": _layout_of(actor, job),
+        "param_groups": [optimizer_state["param_groups"] for optimizer_state in optimizer_states],
+        "grad_scaler": _grad_scaler_state(members),
+        "weight_version": optimizers.weight_version(actor.optimizer),
+        "num_scheduled_updates": None if actor.scheduler is None else actor.scheduler.num_steps,
     }
-    state |= {
-        f"{_OPTIMIZER}{index}.{param}.{key}": value
-        for index, one in enumerate(states)
-        for param, of_param in one["state"].items()
-        for key, value in of_param.items()
-    }
-    state |= {_MAIN_PARAM + one.path: one.tensor for one in _main_params(actor.optimizer)}
-    state |= {_TRACKER + name: value for name, value in get_cuda_rng_tracker().get_states().items()}
-    return state | {
-        _GENERATOR: torch.get_rng_state(),
-        _VALUES: {
-            "layout": _layout_of(actor, job),
-            "param_groups": [one["param_groups"] for one in states],
-            "grad_scaler": _grad_scaler_state(members),
-            "weight_version": optimizers.weight_version(actor.optimizer),
-            "num_scheduled_updates": None if actor.scheduler is None else actor.scheduler.num_steps,
-        },
-    }
+    return state
 
 
 def _layout_of(actor: Actor, job: Job) -> dict[str, int | str]:
-    """What must be the same when a checkpoint is loaded: axis sizes, this rank's coordinates, and chunks.
+    """Return the layout that a checkpoint requires: axis sizes, this rank's coordinates, chunks.
 
-    The keys are part of the format.
+    The keys are part of the file format.
     """
     return {
         "world_size": job.world_size,
@@ -142,93 +161,137 @@ def _layout_of(actor: Actor, job: Job) -> dict[str, int | str]:
 
 
 def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
-    """Scale and rank of every layer's LoRA, which are not in a state dict."""
-    layers = [
-        f"{index}.{name}: {layer.scale:g} x rank {layer.adapter.linear_in.weight.shape[0]}"
-        for index, chunk in enumerate(chunks)
-        for name, layer in chunk.named_modules()
-        if isinstance(layer, LoraLinear)
-    ]
+    """Return scale and rank of the LoRA of every layer, which are not in a state dict."""
+    layers = []
+    for index, chunk in enumerate(chunks):
+        for name, layer in chunk.named_modules():
+            # another scale would give other weights from the same tensors
+            if isinstance(layer, LoraLinear):
+                rank = layer.adapter.linear_in.weight.shape[0]
+                layers.append(f"{index}.{name}: {layer.scale:g} x rank {rank}")
     return ", ".join(layers)
 
 
 def _members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that hold state."""
+    """Return the optimizers that hold state; a chained optimizer has several."""
     return [member for _, member in optimizers.optimizer_members(optimizer)]
 
 
 def _main_params(optimizer: MegatronOptimizer) -> list[optimizers.OptimizerTensor]:
-    """The fp32 copies of parameters, where the optimizer has any."""
-    return [tensor for tensor in optimizers.optimizer_tensors(optimizer) if tensor.kind == "main_param"]
+    """Return the fp32 copies of parameters, if the optimizer has any."""
+    return [
+        tensor for tensor in optimizers.optimizer_tensors(optimizer) if tensor.kind == "main_param"
+    ]
 
 
 def _grad_scaler_state(members: Sequence[MegatronOptimizer]) -> dict[str, Any] | None:
-    """Of fp16 training; Megatron's chained optimizers share one scaler."""
-    scalers = [scaler for member in members if (scaler := getattr(member, "grad_scaler", None)) is not None]
-    return scalers[0].state_dict() if scalers else None
+    """Return the state of the loss scale; None without fp16. Chained optimizers share one."""
+    for member in members:
+        scaler = getattr(member, "grad_scaler", None)
+        if scaler is not None:
+            return scaler.state_dict()
+    return None
 
 
-# -- whether it fits, and restoring it ---------------------------------------------------------------------------------
+# -- comparison with this actor --------------------------------------------------------------------
 
 
 def _values_in(saved: SavedCheckpoint, prefix: str, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of this rank. Raises StateError for those of another layout or trainer."""
+    """Return this rank's values. Raises StateError if the layout or the trainer differs."""
+    # with more ranks than were saved, rank 0's values show the other layout
     keys = [key for key in (prefix + _VALUES, f"rank0/{_VALUES}") if key in saved.entries("")]
     if not keys:
-        raise StateError(f"no checkpoint of a Megatron trainer: {saved.path}")
+        raise StateError(
+            f"no checkpoint of a Megatron trainer: {saved.path}. Load it with the trainer that "
+            "saved it",
+            code="checkpoint-of-another-trainer",
+        )
     values: dict[str, Any] = saved.value(keys[0])
-    then = values["layout"]
-    if changed := [f"{key} {then.get(key)}, now {now}" for key, now in layout.items() if then.get(key) != now]:
-        raise StateError(f"{saved.path} was written in another layout ({'; '.join(changed)}): resume with that layout")
+    saved_layout = values["layout"]
+    changes = [
+        f"{key} {saved_layout.get(key)}, now {value}"
+        for key, value in layout.items()
+        if saved_layout.get(key) != value
+    ]
+    if changes:
+        raise StateError(
+            f"{saved.path} was written in another layout ({'; '.join(changes)}): resume with that "
+            "layout",
+            code="checkpoint-of-another-layout",
+        )
     return values
 
 
 def _differences(entries: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[str]:
-    """Of all but the optimizers' own states, which appear with the first step."""
-    sides = ({key: one for key, one in side.items() if not key.startswith(_OPTIMIZER)} for side in (entries, live))
-    yield from differences(*sides)
+    """Yield the differences of all entries but optimizer states: the first step creates these."""
+    saved_entries = {key: entry for key, entry in entries.items() if not key.startswith(_OPTIMIZER)}
+    live_entries = {key: value for key, value in live.items() if not key.startswith(_OPTIMIZER)}
+    yield from differences(saved_entries, live_entries)
 
 
 def _optimizer_differences(
-    entries: Mapping[str, Any], values: Mapping[str, Any], live: Mapping[str, Any], actor: Actor
+    entries: Mapping[str, Any],
+    values: Mapping[str, Any],
+    live_values: Mapping[str, Any],
+    members: Sequence[MegatronOptimizer],
 ) -> Iterator[str]:
-    if (values["grad_scaler"] is None) != (live[_VALUES]["grad_scaler"] is None):
-        yield "grad_scaler: only one of the checkpoint and this optimizer has any"
-    groups = zip(values["param_groups"], live[_VALUES]["param_groups"], _members(actor.optimizer), strict=True)
-    for index, (then, now, member) in enumerate(groups):
-        if [group["params"] for group in then] != [group["params"] for group in now]:
-            yield f"{_OPTIMIZER}{index}: other parameter groups"
+    if (values["grad_scaler"] is None) != (live_values["grad_scaler"] is None):
+        yield "grad_scaler: only one of the checkpoint and this optimizer has a state of it"
+    all_groups = zip(values["param_groups"], live_values["param_groups"], members, strict=True)
+    for index, (saved_groups, live_groups, member) in enumerate(all_groups):
+        name = f"{_OPTIMIZER}{index}"
+        if [group["params"] for group in saved_groups] != [
+            group["params"] for group in live_groups
+        ]:
+            yield f"{name}: other parameter groups"
             continue
-        yield from (  # a group's step appears with the first one
-            f"{_OPTIMIZER}{index}: group {number}: {key} is missing"
-            for number, (one, other) in enumerate(zip(then, now, strict=True))
-            for key in other.keys() - one.keys() - {"step"}
-        )
+        for number, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
+            # a group's step appears with the first step
+            for key in live.keys() - saved.keys() - {"step"}:
+                yield f"{name}: group {number}: {key} is missing"
         params = stepped_by(member.optimizer)
-        for name, entry in below(entries, f"{_OPTIMIZER}{index}.").items():
-            expected = params[int(name.partition(".")[0])].shape
+        for key, entry in below(entries, f"{name}.").items():
+            expected = params[int(key.partition(".")[0])].shape
+            # numbers, such as a step count, have no size
             if entry is not None and entry.size and entry.size != expected:
-                yield f"{_OPTIMIZER}{index}.{name}: {tuple(entry.size)}, expected {tuple(expected)}"
+                yield f"{name}.{key}: {tuple(entry.size)}, expected {tuple(expected)}"
 
 
-def _moments(state: Mapping[str, Any], index: int, member: MegatronOptimizer) -> dict[int, dict[str, Any]]:
-    """The state of one optimizer by parameter, on the parameters' devices: from then on no memory is needed."""
-    params, found = stepped_by(member.optimizer), dict[int, dict[str, Any]]()
+# -- restoring -------------------------------------------------------------------------------------
+
+
+def _moments_of(
+    state: Mapping[str, Any], index: int, member: MegatronOptimizer
+) -> dict[int, dict[str, Any]]:
+    """Return the state of optimizer `index` by parameter, moments on the parameters' devices.
+
+    Afterwards restoring needs no further device memory, so it cannot fail for lack of it.
+    """
+    params = stepped_by(member.optimizer)
+    moments: dict[int, dict[str, Any]] = {}
     for name, value in below(state, f"{_OPTIMIZER}{index}.").items():
         param, _, key = name.partition(".")
         is_moment = isinstance(value, torch.Tensor) and value.dim() > 0
-        found.setdefault(int(param), {})[key] = value.to(params[int(param)].device) if is_moment else value
-    return found
+        param_state = moments.setdefault(int(param), {})
+        param_state[key] = value.to(params[int(param)].device) if is_moment else value
+    return moments
 
 
 def _load_optimizer(
-    optimizer: MegatronOptimizer, values: Mapping[str, Any], moments: Sequence[dict[int, dict[str, Any]]]
+    optimizer: MegatronOptimizer,
+    values: Mapping[str, Any],
+    moments: Sequence[dict[int, dict[str, Any]]],
 ) -> None:
-    for member, groups, state in zip(_members(optimizer), values["param_groups"], moments, strict=True):
-        limits = [{key: group[key] for key in _OF_SCHEDULE if key in group} for group in member.optimizer.param_groups]
+    members = _members(optimizer)
+    for member, groups, state in zip(members, values["param_groups"], moments, strict=True):
+        configured = [
+            {key: group[key] for key in _KEYS_OF_CONFIGURATION if key in group}
+            for group in member.optimizer.param_groups
+        ]
+        # replaces the parameter groups, including these keys
         member.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for group, own in zip(member.optimizer.param_groups, limits, strict=True):
-            group.update(own)
+        for group, settings in zip(member.optimizer.param_groups, configured, strict=True):
+            group.update(settings)
         if values["grad_scaler"] is not None:
             member.grad_scaler.load_state_dict(values["grad_scaler"])
     optimizers.set_weight_version(optimizer, values["weight_version"])

@@ -1,8 +1,9 @@
-"""Which modules the layers of a model consist of, with megatron-core's own modules or with Transformer Engine's.
+"""Modules of which the layers of a model consist: megatron-core's own, or Transformer Engine's.
 
-LAYER_SPECS[table.layer_spec]   the whole model: one spec for each layer of the checkpoint, and the final norm
-layer_spec_for(...)             what one pipeline stage builds of it, no-op layers included
-mtp_spec_for(...)               the MTP layers, on the stage that has them
+LAYER_SPECS[table.layer_spec]  whole model: a spec for each layer of the checkpoint, and the
+                               final norm
+layer_spec_for(...)            layers of one pipeline stage, including no-op layers
+mtp_spec_for(...)              MTP layers, on the stage that has them
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -35,7 +42,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.trainer.megatron.model_variants import extend
 
 LayerSpec = Callable[[ModelTable, TransformerConfig, bool], TransformerBlockSubmodules]
-"""(table, config, whether to use Transformer Engine) -> one spec per layer of the checkpoint, and the final norm."""
+"""(table, config, use Transformer Engine) -> a spec per layer of the checkpoint, final norm."""
 
 
 def layer_spec_for(
@@ -45,52 +52,71 @@ def layer_spec_for(
     vp_stage: int | None,
     noop_layers: Collection[int] = (),
 ) -> TransformerBlockSubmodules:
-    """The layers that this rank builds for virtual stage `vp_stage`.
+    """Return the layers that this rank builds for virtual stage `vp_stage`.
 
-    `noop_layers` are positions (from 0) of layers that pass their input on; `config.num_layers` counts them.
+    `noop_layers`: positions (from 0) of layers that return their input; `config.num_layers` counts
+    them, but the checkpoint does not have them.
     """
-    whole = LAYER_SPECS[table.layer_spec](table, config, transformer_engine)
-    layers = iter(whole.layer_specs)
-    positions = [_NOOP if position in noop_layers else next(layers) for position in range(config.num_layers)]
-    built = (positions[position] for position in _positions_of_stage(config, vp_stage))
-    return TransformerBlockSubmodules(layer_specs=list(built), layer_norm=whole.layer_norm)
+    whole_model = LAYER_SPECS[table.layer_spec](table, config, transformer_engine)
+    layers = iter(whole_model.layer_specs)
+    by_position = [
+        _NOOP if position in noop_layers else next(layers) for position in range(config.num_layers)
+    ]
+    return TransformerBlockSubmodules(
+        layer_specs=[by_position[position] for position in _positions_of_stage(config, vp_stage)],
+        layer_norm=whole_model.layer_norm,
+    )
 
 
 def mtp_spec_for(
     table: ModelTable, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The MTP layers of this stage, made like the decoder's last layer; None where it has none."""
+    """Return the MTP layers of this stage, built like the last layer; None if it has none."""
     if not config.mtp_num_layers:
         return None
     last_layer = LAYER_SPECS[table.layer_spec](table, config, transformer_engine).layer_specs[-1]
-    return get_gpt_mtp_block_spec(config, last_layer, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec(
+        config, last_layer, use_transformer_engine=transformer_engine, vp_stage=vp_stage
+    )
 
 
-def _default(table: ModelTable, config: TransformerConfig, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Megatron's GPT layers: dense or with experts, with grouped-query or with latent attention."""
+def _default(
+    table: ModelTable, config: TransformerConfig, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Return Megatron's GPT layers: dense or with experts, grouped-query or latent attention."""
     dense = gpt_layer(config, None, transformer_engine)
     if config.num_moe_experts is None:
         layers = [dense] * table.dims.num_layers
     else:
+        # moe_layer_freq has 1 for a layer with experts and 0 for a dense one
         sparse = gpt_layer(config, config.num_moe_experts, transformer_engine)
-        layers = [sparse if has_experts else dense for has_experts in table.transformer["moe_layer_freq"]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(config, transformer_engine))
+        layers = [
+            sparse if has_experts else dense for has_experts in table.transformer["moe_layer_freq"]
+        ]
+    return TransformerBlockSubmodules(
+        layer_specs=layers, layer_norm=final_norm(config, transformer_engine)
+    )
 
 
-def _extended(table: ModelTable, config: TransformerConfig, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Megatron's GPT layers with the changes of `table.extras`."""
-    return extend(_default(table, config, transformer_engine), table.extras, config, transformer_engine)
+def _extended(
+    table: ModelTable, config: TransformerConfig, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Return Megatron's GPT layers with the changes of `table.extras`."""
+    block = _default(table, config, transformer_engine)
+    return extend(block, table.extras, config, transformer_engine)
 
 
 def final_norm(config: TransformerConfig, transformer_engine: bool) -> type:
-    """The class of the norm after the last layer."""
+    """Return the class of the norm after the last layer."""
     if transformer_engine:
         return TESpecProvider().layer_norm()
     return LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
 
 
-def gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_engine: bool) -> ModuleSpec:
-    """One of Megatron's GPT layers, with experts or (None) without."""
+def gpt_layer(
+    config: TransformerConfig, num_experts: int | None, transformer_engine: bool
+) -> ModuleSpec:
+    """Return the spec of a Megatron GPT layer with `num_experts` experts; None: a dense layer."""
     settings = {
         "num_experts": num_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
@@ -102,6 +128,7 @@ def gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_en
     else:
         layer = get_gpt_layer_local_spec(**settings, normalization=config.normalization)
     if config.multi_latent_attention:
+        # Megatron returns a new spec, which may be changed
         attention = layer.submodules.self_attention
         attention.module = LatentAttention
         if not transformer_engine:
@@ -110,27 +137,34 @@ def gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_en
 
 
 class LatentAttention(MLASelfAttention):
-    """megatron-core's own, of exactly the modules that the spec names.
+    """megatron-core's latent attention with exactly the modules of its spec.
 
-    Since 0.19 it chooses the norms itself, and where queries are not compressed (`q_lora_rank` None) it puts one before
-    their projection, which no such model has, or refuses the local spec.
+    Since 0.19 megatron-core selects the norms itself. If queries are not compressed (`q_lora_rank`
+    None) it adds a norm before their projection, which no such model has, or rejects the local
+    spec.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        return {name: getattr(submodules, name) for name in _CHOSEN_BY_MEGATRON}
-
-
-_CHOSEN_BY_MEGATRON = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        names = (
+            "linear_q_proj",
+            "linear_q_up_proj",
+            "linear_kv_up_proj",
+            "q_layernorm",
+            "kv_layernorm",
+        )
+        return {name: getattr(submodules, name) for name in names}
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """megatron-core's own attention as latent attention needs it, with two defects of 0.16 to 0.19 worked around.
+    """megatron-core's dot-product attention for latent attention.
 
-    Queries and keys have one head size, values another. megatron-core's class does not accept these sizes, and does not
-    need them where `config.kv_channels` is the size of a value.
+    Works around two defects of 0.16 to 0.19:
 
-    All heads share the rotary part of the key. The local layer spec splits the projection that makes it over tensor
-    parallel ranks and gathers it, but leaves out the gradient of other ranks' heads; here it is summed over all ranks.
+    1. Queries and keys have one head size, values another. megatron-core's class does not accept
+       these sizes, and does not need them if `config.kv_channels` is the size of a value.
+    2. All heads share the rotary part of the key. The local layer spec splits its projection over
+       tensor parallel ranks and gathers the result, but omits the gradient of other ranks' heads;
+       here it is summed over all ranks.
     """
 
     def __init__(
@@ -141,46 +175,59 @@ class LatentDotProductAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        # Megatron first builds one without sizes, and then replaces it
+        # Megatron first builds an instance without sizes, and then replaces it
         assert v_channels in (None, config.kv_channels), (v_channels, config.kv_channels)
         super().__init__(config, *args, **kwargs)
-        self._sharing = parallel_state.get_tensor_model_parallel_group()
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`query` and `key` [sequence, batch, heads, qk_head_dim + qk_pos_emb_head_dim]."""
-        own, rotary = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        rotary = _SharedByRanks.apply(rotary, self._sharing)
-        return super().forward(query, torch.cat([own, rotary], dim=-1), *args, **kwargs)
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attend.
+
+        `query` and `key`: [sequence, batch, heads, qk_head_dim + qk_pos_emb_head_dim].
+        """
+        sizes = [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim]
+        unrotated, rotary = key.split(sizes, dim=-1)
+        rotary = _SumGradient.apply(rotary, self._tp_group)
+        return super().forward(query, torch.cat([unrotated, rotary], dim=-1), *args, **kwargs)
 
 
-class _SharedByRanks(torch.autograd.Function):
-    """Identity, whose gradient is summed over the ranks of a group, all of which use the value.
+class _SumGradient(torch.autograd.Function):
+    """Identity with a gradient that is summed over the ranks of a group, which share the value.
 
-    megatron-core's own function for this skips the sum where the gradient is not contiguous.
+    megatron-core's function for this omits the sum if the gradient is not contiguous.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: torch.Tensor, group: torch.distributed.ProcessGroup
+    ) -> torch.Tensor:
         ctx.group = group
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # a copy, because the sum is in place
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
 
 def _positions_of_stage(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    """Return the positions of the layers of this stage, from 0, including no-op layers."""
     layout = config.pipeline_model_parallel_layout
+    # an explicit layout
     if layout is not None:
         return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return list(range(first, first + num_layers))
 
 
 _NOOP = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules())
-"""A layer that passes its input on: every part of it is Megatron's identity."""
+"""Layer that returns its input: each of its modules is Megatron's identity."""
 
-# A family whose layers are not Megatron's GPT layers registers them here, under the name in its table's `layer_spec`.
+# A family with other layers than Megatron's GPT layers registers them here, under the name in its
+# table's `layer_spec`.
 LAYER_SPECS: dict[str, LayerSpec] = {"default": _default, "extended": _extended}

@@ -1,12 +1,12 @@
-"""Trains and scores with a Megatron language model, or a value model, through Megatron's own pipeline schedules.
+"""Training and scoring of a Megatron language model, and of a value model.
 
-Outputs are read by forward hooks of the output layer, whose logits are split over the ranks that share a vocabulary:
-Megatron's cross entropy, which comes next, writes into the logits' memory.
+Entropy and most likely tokens are read by forward hooks of the output layer, whose logits are split
+over the ranks that share a vocabulary. Later they are not available: Megatron's cross entropy, the
+next step, overwrites the memory of the logits.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,27 +27,35 @@ from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
 
 
 class OutputReader:
-    """A hook that divides logits by the temperature, and reads entropy and most likely tokens off them, while it is
-    asked to."""
+    """Hook of the output layer that divides logits by the temperature and reads outputs from them.
+
+    It does nothing outside of its contexts.
+    """
 
     def __init__(self) -> None:
-        self._wanted = NO_OUTPUTS
-        self._found: dict[str, torch.Tensor] = {}
+        self._outputs = NO_OUTPUTS
+        self._results: dict[str, torch.Tensor] = {}
         self._temperature: torch.Tensor | None = None
 
     def __call__(self, _layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
-        """Read; MTP layers use the output layer before the decoder does, whose logits are the last."""
+        """Process the logits of a call of the output layer.
+
+        MTP layers call it before the decoder does, so the last results are the decoder's.
+        """
         logits, bias = outputs
         if self._temperature is not None:
-            logits = logits.float().div_(self._temperature)  # in place, as Megatron's cross entropy, which comes next
-        if self._wanted:
-            self._found = token_outputs(logits, self._wanted, parallel_state.get_tensor_model_parallel_group())
+            # in place, because Megatron's cross entropy is in place as well
+            logits = logits.float().div_(self._temperature)
+        if self._outputs:
+            group = parallel_state.get_tensor_model_parallel_group()
+            self._results = token_outputs(logits, self._outputs, group)
         return logits, bias
 
     @contextmanager
     def dividing_by(self, temperature: torch.Tensor | None) -> Iterator[None]:
-        """Divide logits [L, b, ...] of the forward pass in the block by `temperature` [b, L], if there is one."""
-        self._temperature = None if temperature is None else temperature.transpose(0, 1).unsqueeze(-1)
+        """Divide logits [L, b, ...] of forward passes in the block by `temperature` [b, L]."""
+        if temperature is not None:
+            self._temperature = temperature.transpose(0, 1).unsqueeze(-1)
         try:
             yield
         finally:
@@ -56,28 +64,33 @@ class OutputReader:
     @contextmanager
     def reading(self, outputs: Outputs) -> Iterator[None]:
         """Read `outputs` in every forward pass of the block."""
-        self._wanted = outputs
+        self._outputs = outputs
         try:
             yield
         finally:
-            self._wanted, self._found = NO_OUTPUTS, {}
+            self._outputs = NO_OUTPUTS
+            self._results = {}
 
     def take(self) -> dict[str, torch.Tensor]:
-        """By name, [b, L, ...] of the last forward pass."""
-        found, self._found = self._found, {}
-        return {name: value.transpose(0, 1) for name, value in found.items()}
+        """Return and forget the results [b, L, ...] of the last forward pass, by name."""
+        # forgotten, because the next micro batch may read none
+        results = self._results
+        self._results = {}
+        return {name: value.transpose(0, 1) for name, value in results.items()}
 
 
 class TrainEngine(PipelineEngine):
-    """A `PipelineEngine` of a language model, or of a reference that is only read; args as there.
-
-    MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
-    labels where `mask` [B, S] of the batch is 1 (over all without a mask, but for padding and what follows the end of a
-    packed sequence). A micro batch in which that leaves nothing teaches them nothing.
-
-    Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
+    """A `PipelineEngine` of a language model, e.g. an actor or a reference; same arguments.
 
     A loss function gets the log-probabilities [b, S] of the labels.
+
+    Every step trains the MTP layers of a model, if it has any: Megatron adds their loss to the
+    gradients, over the labels where `mask` [B, S] of the batch is 1. Without a mask all labels
+    count, except padding and labels after the end of a packed sequence. A micro batch in which no
+    label counts has no effect on MTP layers.
+
+    Padding of the vocabulary has probability 0, as in the inference engine, because the constructor
+    sets its logits to -inf.
     """
 
     def __init__(
@@ -95,91 +108,105 @@ class TrainEngine(PipelineEngine):
             if model.post_process:
                 model.output_layer.register_forward_hook(self._reader)
 
-    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
-        """As `PipelineEngine.train_step`; a loss function finds `outputs` in its micro batch."""
+    def train_step(
+        self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
+    ) -> dict[str, float]:
+        """Take an optimizer step; `outputs` are added to the loss function's micro batch.
+
+        Otherwise as `PipelineEngine.train_step`.
+        """
         with self._reader.reading(outputs):
             return super().train_step(batch, loss_function)
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability [B, S] fp32 of every label, on every pipeline stage."""
+        """Return the log-probability [B, S] fp32 of every label, on every pipeline stage."""
         return self.scores(batch)["log_probs"]
 
     @torch.no_grad()
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
-        """`log_probs` [B, S] fp32 of every label and what `outputs` asks for, on every pipeline stage."""
+        """Return `log_probs` [B, S] fp32 of every label, and `outputs`, on every pipeline stage."""
 
         def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
+            # schedules require a loss from every micro batch, even without a backward pass
             further = {name: micro_batch[name] for name in outputs.names}
             return log_probs.sum(), {"log_probs": log_probs.float(), **further}
 
         with self._reader.reading(outputs):
             reports = self._run(batch, keep, forward_only=True)
         shape = tuple(batch["tokens"].shape)
-        return {
-            name: from_last_stage([report[name] for report in reports], (*shape, *further), dtype)
-            for name, further, dtype in outputs.shapes
-        }
+        results = {}
+        for name, further_dims, dtype in outputs.shapes:
+            parts = [report[name] for report in reports]
+            results[name] = from_last_stage(parts, (*shape, *further_dims), dtype)
+        return results
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
+        """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S] on every rank; for checks."""
 
         def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, Report]:
-            whole = gather_from_tensor_model_parallel_region(output)[..., : self.vocab_size]
-            return whole.sum(), {"logits": whole.float()}
+            # [b, S, padded vocabulary]
+            padded_logits = gather_from_tensor_model_parallel_region(output)
+            logits = padded_logits[..., : self.vocab_size]
+            return logits.sum(), {"logits": logits.float()}
 
         reports = self._run({"tokens": tokens}, keep, forward_only=True)
-        return from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
+        parts = [report["logits"] for report in reports]
+        return from_last_stage(parts, (*tokens.shape, self.vocab_size))
 
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
-        """Losses [b, S] of the last chunk, or logits without labels."""
+        """Return losses [b, S] of the last chunk, or logits if there are no labels."""
         temperature = self._inputs.in_shape(rows, rows.temperature)
-        with self._predicting_in(rows), self._reader.dividing_by(temperature):
+        with self._mtp_loss_of(rows), self._reader.dividing_by(temperature):
             output: torch.Tensor = model(
                 **self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels)
             )
         return output
 
-    @contextlib.contextmanager
-    def _predicting_in(self, rows: Rows) -> Iterator[None]:
-        """Let MTP layers learn from rows, unless the deepest of them has no label there: each is one token further.
+    @contextmanager
+    def _mtp_loss_of(self, rows: Rows) -> Iterator[None]:
+        """Disable the loss of MTP layers in the block if the deepest one has no label in `rows`.
 
-        megatron-core before 0.17 divides by the mask's sum, so that a mask of 0 everywhere must not be, and one that is
-        nearly 0 everywhere means the mean over all tokens, padding too.
+        Each MTP layer predicts one token further than the previous one. megatron-core before 0.17
+        divides by the mask's sum, so `ModelInputs` keeps that above 0; a mask of tiny values would
+        mean the average over all tokens, including padding.
         """
         config = self.transformer_config
         factor = config.mtp_loss_scaling_factor
         if rows.mask is not None and config.mtp_num_layers and factor:
-            # a tensor, for to look at it would wait for the GPU
-            config.mtp_loss_scaling_factor = factor * rows.mask[:, config.mtp_num_layers :].any()
+            # the product stays a tensor: converting it would synchronize with the GPU
+            has_labels = rows.mask[:, config.mtp_num_layers :].any()
+            config.mtp_loss_scaling_factor = factor * has_labels
         try:
             yield
         finally:
             config.mtp_loss_scaling_factor = factor
 
     def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
-        return output if rows.labels is None else rows.restore_log_probs(-output.view(rows.tokens.shape))
+        if rows.labels is None:
+            return output
+        return rows.restore_log_probs(-output.view(rows.tokens.shape))
 
-    def _seen_by_losses(self, micro_batch: MicroBatch) -> Batch:
-        """What the user gave, and what was read off the logits."""
+    def _visible_batch(self, micro_batch: MicroBatch) -> Batch:
+        """Return the user's micro batch, with the outputs that were read from the logits."""
         rows = micro_batch.rows
-        further = {
-            name: rows.restore(value.reshape(*rows.tokens.shape, *value.shape[2:]))
-            for name, value in self._reader.take().items()
-        }
-        return {**micro_batch.given, **further} if further else micro_batch.given
+        further = {}
+        for name, value in self._reader.take().items():
+            values_of_rows = value.reshape(*rows.tokens.shape, *value.shape[2:])
+            further[name] = rows.restore(values_of_rows)
+        return {**micro_batch.batch, **further} if further else micro_batch.batch
 
 
 class ValueEngine(PipelineEngine):
-    """A `PipelineEngine` of a model whose table is a value model's (models/value_table.py).
+    """A `PipelineEngine` of a value model, with a table of models/value_table.py.
 
-    A batch has `tokens` [B, S], keys that say which of them are a sequence (`batches.Batch`), and whatever the loss
-    function reads, which gets the values [b, S] in float32, 0 for padding.
+    A batch has `tokens` [B, S], keys that define the sequences (`batches.Batch`), and the keys that
+    the loss function reads. A loss function gets the values [b, S] in float32, 0 for padding.
     """
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
-        """Value [B, S] fp32 at every token, on every pipeline stage."""
+        """Return the value [B, S] fp32 at every token, on every pipeline stage."""
 
         def keep(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
             return values.sum(), {"values": values}
@@ -187,9 +214,11 @@ class ValueEngine(PipelineEngine):
         reports = self._run(batch, keep, forward_only=True)
         values = from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            # each rank has computed them; they go into a batch, in which ranks must pass the same bits
+            # Each rank has computed them with other rounding, but users put them into a batch, in
+            # which ranks must pass the same bits.
             source = parallel_state.get_tensor_model_parallel_src_rank()
-            torch.distributed.broadcast(values, source, parallel_state.get_tensor_model_parallel_group())
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.broadcast(values, source, group)
         return values
 
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.verification.cases import reduced_config
+from hybrid_engine.tools.verify.cases import reduced_config
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 
@@ -100,7 +100,7 @@ SIZE_BREAKS = (
     Break("A hybrid pattern has", actor={"hybrid_layer_pattern": "*-" * 4}, model=EXPERTS),
     Break("A hybrid pattern", actor={"noop_layers": [1], "hybrid_layer_pattern": "*-" * 4}, key=ACTOR + "noop_layers"),
     Break(
-        "A HybridModel is built of",
+        "A HybridModel consists of",
         actor={"hybrid_layer_pattern": "*-" * 4},
         model={**DENSE, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     ),
@@ -135,7 +135,7 @@ TRAINER_BREAKS = (
     Break("overlap_param_gather needs", actor={"overlap_param_gather": True}),
     Break("Every pattern matches a parameter", actor={"frozen_parameters": ["embedding.*", "decoder.layers.4.*"]}),
     Break("At least one trained parameter", actor={"frozen_parameters": ["*"]}),
-    Break("Beside fsdp, keys", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"),
+    Break("With fsdp, keys that only", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"),
     *(
         Break("replicas divides the number of ranks", actor={**FSDP, "fsdp": fsdp})
         for fsdp in (
@@ -192,9 +192,14 @@ TRAINER_BREAKS = (
     ),
 )
 GENERATE_BREAKS = (
-    Break("dtype is the one in which weights are sent", generate={"dtype": "float32"}),
+    Break("dtype is the dtype in which", generate={"dtype": "float32"}),
     Break("compression_dtype is narrower", generate={"compress_reshard": True}),
     Break("prefetch_mb needs prefetch", generate={"prefetch_mb": 64}),
+    Break(
+        "With Megatron, check_compute is not off",
+        generate={"check_compute": "off"},
+        model={**DENSE, "architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+    ),
     Break(
         "Servers get whole weights",
         actor={"lora": {"rank": 4}},
@@ -222,15 +227,15 @@ GENERATE_BREAKS = (
             ("vllm has arguments whose values", "of_a_later_version", True, ""),
             ("vllm has arguments whose values", "block_siz", 32, ""),
             ("vllm has arguments", "compilation_config", {"backend": "somebody.make"}, "compilation_config.backend"),
-            ("Speculative decoding drafts without", "speculative_config", {"method": "eagle", "model": "draft"}, ""),
-            ("Speculative decoding drafts without", "speculative_config", {"model": "draft"}, ""),
-            ("Speculative decoding drafts without", "spec_model", "draft", ""),
+            ("Speculative decoding has no draft", "speculative_config", {"method": "eagle", "model": "draft"}, ""),
+            ("Speculative decoding has no draft", "speculative_config", {"model": "draft"}, ""),
+            ("Speculative decoding has no draft", "spec_model", "draft", ""),
         )
     ),
 )
 CRITIC_BREAKS = (
     Break("Megatron trains a critic", actor=FSDP, critic={}),
-    Break("A layout of stages is that of a model of its own", actor=PP2, critic={LAYOUT: "Ett|ttL"}),
+    Break("A layout of stages needs", actor=PP2, critic={LAYOUT: "Ett|ttL"}),
     Break("The critic has as many model chunks", actor={**PP2, **VPP2}, critic={"model": ".", LAYOUT: "Ett|ttL"}),
 )
 BREAKS = (*MODEL_BREAKS, *SIZE_BREAKS, *TRAINER_BREAKS, *GENERATE_BREAKS, *CRITIC_BREAKS)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from hybrid_engine.config import HybridConfig, find_violations
-from hybrid_engine.config.job_rules import critic_of, memory_plan, watches_memory
+from hybrid_engine.config.job_rules import critic_of, memory_plan
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.table import VALUE_HEAD
+from tests.harness.errors import has_violations
 from tests.hybrid_engine.config.test_constraints import DENSE, EXPERTS, PP2, TP2, VPP2
 from tests.zoo.families import write_config
 
@@ -117,13 +118,9 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
 def test_no_budget_where_memory_is_not_planned(dense: Path, actor: dict[str, Any]) -> None:
     config = HybridConfig(model=dense, actor_config=actor, device_budget_gib=1)
     assert [one.key for one in find_violations(config, 2)] == ["device_budget_gib"]
-    assert not watches_memory(config)
-    with pytest.raises(ConfigError, match="device_budget_gib: memory is"):
+    with pytest.raises(ConfigError, check=has_violations(("device_budget_gib", "not-planned"))):
         memory_plan(config, 2)
 
 
-def test_memory_is_watched_where_it_is_asked_for(dense: Path) -> None:
-    assert not watches_memory(HybridConfig(model=dense))
-    assert watches_memory(HybridConfig(model=dense, critic_config={}))
-    assert watches_memory(HybridConfig(model=dense, device_budget_gib=1))
+def test_a_job_has_no_critic_by_default(dense: Path) -> None:
     assert json.loads(HybridConfig(model=dense).model_dump_json())["critic_config"] is None

@@ -19,12 +19,12 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from hybrid_engine.advisor.cluster_plan import Cluster, plan_job
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.loading import generate_values
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.families import TABLES, read_model
-from hybrid_engine.verification.cases import Divisors, prepare_model
+from hybrid_engine.tools.plan.cluster_plan import Cluster, plan_job
+from hybrid_engine.tools.verify.cases import Divisors, prepare_model
 from tests.zoo.families import FAMILIES, SERVED_VARIANTS, served_config, tiny_config
 
 MOST_SECONDS = 1.0

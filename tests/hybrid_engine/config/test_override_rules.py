@@ -12,8 +12,8 @@ import torch
 
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.config.loading import broken_rules
+from hybrid_engine.config.override_rules import type_problem
 from hybrid_engine.config.rules import JobContext, TrainingContext
-from hybrid_engine.config.training_rules import type_problem
 from hybrid_engine.models import table_for
 from tests.zoo.families import tiny_config
 

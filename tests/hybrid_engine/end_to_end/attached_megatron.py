@@ -20,7 +20,8 @@ from hybrid_engine.errors import ComputationError, ConfigError, StateError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.switch.states import State
 from tests.harness.absent import left_out
-from tests.zoo.abilities import refused, stored_and_loaded
+from tests.harness.errors import violations_of
+from tests.zoo.abilities import stored_and_loaded
 
 NUM_ROUNDS, NUM_STEPS = 2, 4
 VERIFIED = {**example.CONFIG["generate_config"], "verify": "full", "bucket_mb": 1, "kv_cache_mb": 16}
@@ -40,10 +41,9 @@ class Attached:
             with every weight of every switch compared.
         loose: the same where every parameter owns its memory, and moved once the optimizer was there.
         warned, warned_if_prepared: log messages without `prepare`, and with it.
-        refused: what is said of models and configurations that do not fit.
+        refused: (key, code) of the violations of models and configurations that do not fit.
         is_held_back: a forward pass in a rollout.
         keeps: weights that were stored and loaded.
-        by_the_owner: what is said of what the model's owner does.
         other_setting, state_after: of a switch while Megatron computes what config.json knows nothing of.
     """
 
@@ -53,10 +53,9 @@ class Attached:
     loose: dict[str, list[float]] = field(default_factory=dict)
     warned: list[str] = field(default_factory=list)
     warned_if_prepared: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     is_held_back: bool = False
     keeps: bool = False
-    by_the_owner: dict[str, str] = field(default_factory=dict)
     other_setting: str = ""
     state_after: str = ""
 
@@ -96,7 +95,7 @@ def rounds(model: torch.nn.Module, optimizer: Any, found: Attached) -> list[floa
             with pytest.raises(StateError):
                 model(torch.zeros(1, 2, dtype=torch.int64), None, None)
             found.is_held_back = True
-    found.keeps, found.by_the_owner = stored_and_loaded(engine, model), refused(engine)
+    found.keeps = stored_and_loaded(engine, model)
     engine.shutdown()
     return [*losses, example.train(model, optimizer, 1)]
 
@@ -119,8 +118,8 @@ def _replicated(config: type[Any]) -> Callable[..., Any]:
     return lambda **values: config(**{**values, "use_distributed_optimizer": False})
 
 
-def refusals(model: Any, optimizer: Any) -> dict[str, str]:
-    """By what is attached: what is said, by key, before anything is built."""
+def refusals(model: Any, optimizer: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return (key, code) of each violation, by case; they are raised before anything is built."""
     adam = torch.optim.AdamW(model.parameters())
     calls: dict[str, Callable[[], object]] = {
         "without DDP": lambda: hybrid_engine.attach(model.module, adam, example.CONFIG),
@@ -129,12 +128,12 @@ def refusals(model: Any, optimizer: Any) -> dict[str, str]:
             model, optimizer, {**example.CONFIG, "actor_config": WRONG, "generate_config": {"infer_tensor_size": 1}}
         ),
     }
-    said = {}
+    violations = {}
     for name, call in calls.items():
         with pytest.raises(ConfigError) as caught:
             call()
-        said[name] = str(caught.value)
-    return said
+        violations[name] = violations_of(caught.value)
+    return violations
 
 
 @contextmanager

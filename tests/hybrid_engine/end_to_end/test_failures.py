@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.switch import rendezvous
+from hybrid_engine.switch import setup
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.hybrid_engine.ranks.test_agreement import outcome_of, refusal_of
@@ -323,7 +323,7 @@ def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
         raise ConfigError([Violation("actor_config", "it does not fit", "Take another")])
 
     found = {}
-    for owner, name in ((build, "build_actor"), (rendezvous, "plan")):
+    for owner, name in ((build, "build_actor"), (setup, "plan")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, fail)
             failure = refusal_of(lambda: workers.build_worker(model, TP2))

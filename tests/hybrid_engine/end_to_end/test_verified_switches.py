@@ -22,6 +22,7 @@ from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import ComputationError, HybridEngineError
 from hybrid_engine.ranks.digests import box_digest
+from hybrid_engine.tracing import path_of_rank
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
@@ -307,9 +308,12 @@ def _tree(events: list[dict[str, Any]]) -> Slice:
 @pytest.fixture(scope="module")
 def trees(seen: list[dict[str, Seen]], directory: Path) -> list[Slice]:
     """By rank."""
-    events = [event for event in json.loads((directory / "trace.json").read_text()) if event["ph"] == "X"]
-    assert {event["pid"] for event in events} == {0, 1}
-    by_rank = [[event for event in events if event["pid"] == rank] for rank in range(2)]
+    by_rank = []
+    for rank in range(2):
+        path = path_of_rank(directory / "trace.json", rank)
+        events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+        assert {event["pid"] for event in events} == {rank}
+        by_rank.append(events)
     for own in by_rank:
         assert [event["ts"] for event in own] == sorted(event["ts"] for event in own)
     return [_tree(own) for own in by_rank]

@@ -19,6 +19,7 @@ from hybrid_engine.errors import ConfigError, shortened
 from hybrid_engine.files.documents import MOST_YAML_BYTES, read_json, read_yaml
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.engines import ReshardingOptions
+from tests.harness.errors import has_violations
 
 LONGEST_MESSAGE = 4000
 
@@ -138,6 +139,9 @@ def test_yaml_means_what_it_means_elsewhere(tmp_path: Path) -> None:
     assert read_yaml(path, "key") == yaml.safe_load(text)
     path.write_text('{"a": 1}', encoding="utf-8-sig")
     assert read_yaml(path, "key") == read_json(path, "key", "") == {"a": 1}
+    path.write_text('a: {"": 1, "": 2}')
+    with pytest.raises(ConfigError, check=has_violations(("key", "not-yaml"))):
+        read_yaml(path, "key")
     path.write_text('{"a": 1, "a": 1}')  # twice the same leaves nothing open
     assert read_json(path, "key", "") == {"a": 1}
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hybrid_engine.cli import app
 from hybrid_engine.errors import ReshardError
-from hybrid_engine.verification.reference import Reference
+from hybrid_engine.tools.cli import app
+from hybrid_engine.tools.verify.reference import Reference
 from tests.harness.processes import is_running, wait_until
-from tests.hybrid_engine.cli.test_plan_command import job
+from tests.hybrid_engine.tools.cli.test_plan_command import job
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 
@@ -30,7 +30,7 @@ with unwinding_on_sigterm(), scratch_directory("held-") as path:
 """
 REFERENCE = """
 import os, signal
-from hybrid_engine.verification.reference import Reference
+from hybrid_engine.tools.verify.reference import Reference
 reference = Reference()
 reference._start()
 print(reference._process.pid, flush=True)

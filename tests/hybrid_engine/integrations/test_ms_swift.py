@@ -1,4 +1,10 @@
-"""ms-swift's own trainers, with our engine in the places of its vLLM. Where it is not installed, what says so."""
+"""ms-swift's own trainers, with our engine in the places of its vLLM. Where it is not installed, what says so.
+
+Packages: `pip install --no-deps ms-swift==4.6.0`, trl 0.29, datasets 4.8.4, modelscope, modelscope-hub, addict,
+attrdict, binpacking, dacite, dill, json-repair, multiprocess, nltk, oss2 with crcmod and aliyun-python-sdk-core and
+-kms, pandas, pyarrow, rouge, sentencepiece, simplejson, sortedcontainers, tiktoken, xxhash, and peft 0.21.2, which is
+newer than ms-swift allows.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,7 @@ import pytest
 from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import ms_swift as ours
 from hybrid_engine.integrations import require_tested
+from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.integrations.installed import pretend
 from tests.hybrid_engine.integrations.test_trl import CLOSE, NUM_STEPS, accelerator, shard_by_fsdp2, write_model
@@ -174,7 +181,7 @@ def test_ms_swift_has_the_names_that_are_replaced() -> None:
     assert takes(RolloutTrainerMixin._fast_infer) == ["self", "samples"]
     assert takes(RolloutTrainerMixin._move_model_to_vllm) == ["self", "skip_async_check"]
     answered = inspect.getsource(VllmEngine.infer) + inspect.getsource(VllmEngine._add_request)
-    used = {part for name in vars(ours._Requests) if not name.startswith("_") for part in [f"self.engine.{name}("]}
+    used = {part for name in vars(ours._RequestQueue) if not name.startswith("_") for part in [f"self.engine.{name}("]}
     in_mixin = inspect.getsource(RolloutTrainerMixin._prepare_vllm).replace("self.engine.engine", "self.engine")
     assert all(call in answered + in_mixin for call in used)
     assert "self.engine.add_request(request_id, llm_inputs, generation_config, **kwargs)" in answered
@@ -183,10 +190,18 @@ def test_ms_swift_has_the_names_that_are_replaced() -> None:
 # -- without ms-swift --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("found", "said"), [(None, "not installed: pip"), ("4.60.0", r"ms-swift 4\.60\.0 is inst")])
-def test_what_is_missing_is_said(found: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, found)
-    with pytest.raises(DependencyError, match=said):
+@pytest.mark.parametrize(
+    ("installed", "refused"),
+    [
+        (None, has_code("needs-package", "pip install 'ms-swift==4.6.*'")),
+        ("4.60.0", has_code("untested-version", "ms-swift 4.60.0", "4.6 was tested")),
+    ],
+)
+def test_what_is_missing_is_said(
+    installed: str | None, refused: Callable[[BaseException], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, installed)
+    with pytest.raises(DependencyError, check=refused):
         ours.install()
 
 
@@ -239,7 +254,7 @@ def mixin(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mixin]]:
 def test_its_settings_are_taken_and_what_a_switch_moves_is_left_to_it(mixin: type[Mixin]) -> None:
     undo = ours.install(max_num_seqs=4, vllm={"block_size": 16})
     try:
-        with pytest.raises(StateError, match="was called before"):
+        with pytest.raises(StateError, check=has_code("installed-already")):
             ours.install()
         trainer = mixin()
         trainer._prepare_vllm()
@@ -249,7 +264,7 @@ def test_its_settings_are_taken_and_what_a_switch_moves_is_left_to_it(mixin: typ
         assert config["vllm"] == {"trust_remote_code": True, "enable_prefix_caching": True, "block_size": 16}
         assert {getattr(trainer.args, name) for name in ("sleep_level", "offload_model", "offload_optimizer")} == {0}
         assert trainer.vllm_tensor_parallel_size == 1, "it gathers no prompts"
-        with pytest.raises(StateError, match=r"outside trainer\.train"):
+        with pytest.raises(StateError, check=has_code("not-training", "trainer.train()")):
             trainer._fast_infer([])
         plain = mixin(use_vllm=False)
         plain._prepare_vllm()
@@ -258,41 +273,37 @@ def test_its_settings_are_taken_and_what_a_switch_moves_is_left_to_it(mixin: typ
         undo()
 
 
-REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "several at once": (
-        {"vllm_mode": "server", "vllm_enable_lora": True, "vllm_engine_kwargs": {"seed": 1, "block_size": 16}},
-        ["vllm_mode: server: swift rollout takes", "vllm_enable_lora: true", "vllm_engine_kwargs: block_size, seed"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_an_engine_cannot_honour(name: str, mixin: type[Mixin]) -> None:
-    changes, messages = REFUSED[name]
+def test_settings_that_an_engine_cannot_honour(mixin: type[Mixin]) -> None:
+    changes = {"vllm_mode": "server", "vllm_enable_lora": True, "vllm_engine_kwargs": {"seed": 1, "block_size": 16}}
+    refused = has_violations(
+        ("vllm_mode", "unsupported-value"),
+        ("vllm_enable_lora", "unsupported-value"),
+        ("vllm_engine_kwargs", "not-supported"),
+    )
     undo = ours.install()
     try:
-        with pytest.raises(ConfigError) as raised:
+        with pytest.raises(ConfigError, check=refused) as caught:
             mixin(**changes)._prepare_vllm()
     finally:
         undo()
-    assert all(message in str(raised.value) for message in messages), str(raised.value)
+    assert "block_size, seed" in str(caught.value)
 
 
 def test_megatron_and_its_ray_workers_are_refused(mixin: type[Mixin], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swift.megatron", SimpleNamespace())
-    with pytest.raises(ConfigError, match="megatron rlhf and its Ray workers are not served"):
+    with pytest.raises(ConfigError, check=has_violation("--external_plugins", "not-supported")):
         ours.install()
 
 
 def test_requests_of_a_rollout_are_alike_and_all_ranks_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def answers(engine: Any, prompts: Any, params: Any, findings: Any) -> list[Any]:
-        asked.append((prompts, params, [each.key for each in findings]))
+    def request_outputs(engine: Any, prompts: Any, params: Any, violations: Any) -> list[Any]:
+        asked.append((prompts, params, [(violation.key, violation.code) for violation in violations]))
         return [SimpleNamespace() for _ in prompts]
 
-    monkeypatch.setattr(ours, "answers", answers)
-    requests = ours._Requests(lambda: None)  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(ours, "request_outputs", request_outputs)
+    requests = ours._RequestQueue(lambda: None)  # type: ignore[arg-type,return-value]
     of_eight = SimpleNamespace(max_tokens=8)
     for each in ("0", "1"):
         requests.add_request(each, {"prompt_token_ids": [int(each)]}, of_eight)
@@ -305,6 +316,6 @@ def test_requests_of_a_rollout_are_alike_and_all_ranks_answer(monkeypatch: pytes
     for number in (3, 8):
         requests.add_request(str(number), {"prompt_token_ids": [1]}, SimpleNamespace(max_tokens=number))
     requests.step()
-    assert asked[2][2] == ["vllm_max_model_len"]
-    ours._Requests(lambda: None).step()  # type: ignore[arg-type,return-value]
-    assert asked[3][2] == ["prompts"], "said before the ranks meet, so by all of them"
+    assert asked[2][2] == [("vllm_max_model_len", "different-requests")]
+    ours._RequestQueue(lambda: None).step()  # type: ignore[arg-type,return-value]
+    assert asked[3][2] == [("prompts", "no-prompts")], "reported before the ranks meet, so by all of them"

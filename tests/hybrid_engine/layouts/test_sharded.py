@@ -68,5 +68,5 @@ def _strides(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def test_rows_that_are_split_in_two_dims_are_refused() -> None:
     """As heads are by some conversions; a region of them need not be one of the parameter."""
-    with pytest.raises(ValueError, match=r"dim 0 of parameter shape \(6,\) holds several of its dims"):
+    with pytest.raises(ValueError, match=r"dim 0 of parameter shape \(6,\) holds several dims of the tensor"):
         list(held_boxes(StridedView(0, (2, 3), (3, 1)), (6,), LocalBox((0,), (6,), 0, (1,))))

@@ -28,7 +28,8 @@ from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.megatron_script import rl_settings
 from hybrid_engine.megatron_script.rl_engine import RolloutEngine
-from hybrid_engine.ranks.launching import Ended, run_ranks
+from hybrid_engine.tools.launching import Ended, run_ranks
+from tests.harness.errors import has_violation
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.megatron_script.test_runs import CHECKOUT, DENSE, EXPERTS, ON_CPU, PYTHON_PATHS, Scripts
@@ -591,5 +592,5 @@ def test_megatrons_end_token_alone_ends_a_completion() -> None:
     engine.complete([5, 6], end_token=9, max_tokens=3, temperature=0.5, top_p=0.9, top_k=4)
     ends = {"stop_token_ids": (9,), "ignore_eos": True}
     assert asks == [([5, 6], Sampling(temperature=0.5, top_p=0.9, top_k=4, max_tokens=3, **ends))]
-    with pytest.raises(ArgumentError, match="prompt: 2 tokens, which leaves none to draw"):
+    with pytest.raises(ArgumentError, check=has_violation("prompt", "prompt-too-long", "2 tokens")):
         engine.complete([5, 6], end_token=9, max_tokens=0, temperature=1.0, top_p=1.0, top_k=0)

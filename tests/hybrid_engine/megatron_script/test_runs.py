@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.ranks.launching import Ended, run_ranks
+from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 
@@ -163,9 +163,7 @@ class Scripts:
         self.directory = directory
         self.plain = self._clone("plain")
         self.patched = self._clone("patched")
-        subprocess.run(
-            [REPO_ROOT / "megatron_patches" / "patches" / "apply.sh", self.patched], check=True, capture_output=True
-        )
+        subprocess.run([REPO_ROOT / "patches" / "apply.sh", self.patched], check=True, capture_output=True)
         settings = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 120}
         for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
             model = directory / name

@@ -89,7 +89,7 @@ def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tm
     reports = [report("train->infer"), report("infer->train")]
     for is_writer in (True, False):
         notes = Journal(script, tmp_path / str(is_writer), is_writer)
-        notes.note(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
+        notes.record(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
         notes.log_times(8)
     written = tmp_path / "True"
     first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
@@ -125,19 +125,19 @@ def test_a_full_disk_drops_lines_and_not_the_run(tmp_path: Path, caplog: pytest.
     path.write_text('{"iteration": 1}\n{"iterat')
     one = {"iteration": 2, "token_ids": [1], "log_probs": [], "prompt_token_ids": [], "finish_reason": "stop"}
     with file_size_limit(100):
-        notes.note(2, [report("train->infer")], [one, one])
+        notes.record(2, [report("train->infer")], [one, one])
     assert notes.num_dropped == {"samples.jsonl": 2, "switches.jsonl": 1}
     assert f"appending to {path}: file too large" in caplog.text
     assert "2 lines dropped so far, training goes on" in caplog.text
     assert path.read_text() == '{"iteration": 1}\n'
-    notes.note(3, [report("train->infer")], [one])
+    notes.record(3, [report("train->infer")], [one])
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, one]
 
 
 def test_without_prompts_there_are_no_samples_to_show() -> None:
     wandb = StandInForWandb()
     script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
-    Journal(script, None, True).note(2, [report("train->infer")], [])
+    Journal(script, None, True).record(2, [report("train->infer")], [])
     assert "resharding/samples" not in wandb.logged[2]
     assert "resharding/completion tokens" not in wandb.logged[2]
 

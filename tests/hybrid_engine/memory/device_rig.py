@@ -1,4 +1,4 @@
-"""Elastic buffers over the driver of tests/harness/libcuda.py."""
+"""Elastic buffers over the driver of tests/software_gpu, without torch's CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hybrid_engine.memory import device_pages, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.elastic import ElasticBuffer
-from tests.harness.libcuda import GRANULE, LibCuda
+from tests.software_gpu.device import GRANULE, VirtualMemory, load_driver, virtual_memory
 
 CHUNK = 2 * GRANULE
 
@@ -40,8 +40,8 @@ class Rig:
     """The device's memory in the place of a GPU's; tensors over it are on the CPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.cuda = LibCuda()
-        self.driver = RecordingDriver(self.cuda.api, torch.device("cpu"))
+        self.api = load_driver()
+        self.driver = RecordingDriver(self.api, torch.device("cpu"))
         patch.setattr(elastic, "driver_of", lambda ordinal: self.driver)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(device_pages, "CHUNK_NBYTES", CHUNK)
@@ -51,4 +51,4 @@ class Rig:
 
     def assert_nothing_is_left(self) -> None:
         gc.collect()
-        assert self.cuda.leaks() == {"handles": 0, "mappings": 0, "ranges": 0}
+        assert virtual_memory() == VirtualMemory()

@@ -17,6 +17,7 @@ from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.memory import descriptors
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, export_tensor, exported_buffer_of, reading
 from hybrid_engine.memory.host_pages import map_pages
+from tests.harness.errors import has_code
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -77,9 +78,9 @@ def test_an_impossible_range():
     buffer = ElasticBuffer(10, torch.uint8)
     for action in (buffer.release, buffer.restore):
         for start, stop in [(-1, 5), (3, 2), (0, 11)]:
-            with pytest.raises(ValueError, match="of a buffer of 10 bytes"):
+            with pytest.raises(ValueError, match=" 10 bytes"):
                 action(start, stop)
-    with pytest.raises(ValueError, match="numel must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"numel.* 0"):
         ElasticBuffer(0, torch.uint8)
 
 
@@ -90,7 +91,7 @@ def test_close_is_idempotent_and_a_tensor_outlives_it():
     buffer.close()
     methods = (ElasticBuffer.release, ElasticBuffer.restore, ElasticBuffer.export, ElasticBuffer.resident_nbytes)
     for action in (*methods, lambda b: b.tensor):
-        with pytest.raises(StateError, match="closed"):
+        with pytest.raises(StateError, check=has_code("buffer-is-closed")):
             action(buffer)
     del buffer
     gc.collect()
@@ -144,7 +145,7 @@ def test_peer_maps_a_slice_with_its_own_dtype():
     part.copy_(torch.arange(50))
     assert torch.equal(map_pages(export_tensor(part)), torch.arange(50, dtype=torch.int32))
     assert export_tensor(torch.zeros(3)) is None
-    with pytest.raises(ValueError, match="only contiguous tensors"):
+    with pytest.raises(ValueError, match=r"\(3, 2\)"):
         export_tensor(buffer.tensor[:6].view(2, 3).t())
 
 
@@ -192,8 +193,8 @@ def test_a_closed_buffer_is_not_found_also_after_an_earlier_mapping(monkeypatch:
     map_pages(handle)
     buffer.close()
     map_pages(others)
-    with pytest.raises(TransportError, match="exchange them again"):
+    with pytest.raises(TransportError, check=has_code("owner-is-gone", "released")):
         map_pages(handle)
     other.close()
-    with pytest.raises(TransportError, match="its process ended, or closed all its buffers"):
+    with pytest.raises(TransportError, check=has_code("owner-is-gone", others.address)):
         map_pages(others)

@@ -18,6 +18,7 @@ from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import HostMemory
 from hybrid_engine.memory.offload_items import Items, OffloadItem, Part, Spans, Storage
 from hybrid_engine.memory.offloader import MegatronOffloader
+from tests.harness.errors import has_code
 from tests.hybrid_engine.memory.failing import fail
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -263,7 +264,7 @@ def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: ty
     expected = [flat.clone() for flat in flats]
     offloader = offloader_of(*flats)
     fail(monkeypatch, owner, method, after)
-    with pytest.raises(OffloadError, match=r"offload of parts of param failed: out of memory\. Nothing is lost"):
+    with pytest.raises(OffloadError, check=has_code("offload-failed", "param", "out of memory")):
         offloader.offload_parts("param", map(whole, flats))
     if then == "parts":
         offloader.offload_parts("param", map(whole, flats))
@@ -277,12 +278,12 @@ def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: ty
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Part(torch.zeros(4), 1, 5), r"part \[1, 5\) of a tensor of 4 elements"),
-        (lambda: Part(torch.zeros(4), 3, 2), r"part \[3, 2\) of a tensor of 4 elements"),
+        (lambda: Part(torch.zeros(4), 1, 5), r"\[1, 5\).* 4 "),
+        (lambda: Part(torch.zeros(4), 3, 2), r"\[3, 2\).* 4 "),
         (lambda: Part(torch.zeros(2, 2), 0, 1), r"shape \(2, 2\)"),
         (lambda: OffloadItem("x", "weights", torch.zeros(1)), "x: kind 'weights', action 'copy'"),
-        (lambda: OffloadItem("cache", "param", torch.zeros(1), "rebuild"), "rebuild needs forget"),
-        (lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list), "rebuild needs forget"),
+        (lambda: OffloadItem("cache", "param", torch.zeros(1), "rebuild"), "cache: action 'rebuild'"),
+        (lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list), "weight: action 'copy'"),
     ],
 )
 def test_impossible_records(make, message: str):
@@ -307,7 +308,7 @@ def test_an_exception_while_pages_go_loses_no_contents(
         raise MemoryError("no memory")
 
     monkeypatch.setattr(HostMemory, "release", failing)
-    with pytest.raises(OffloadError, match="no memory"):
+    with pytest.raises(OffloadError, check=has_code("offload-failed", "no memory")):
         offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) if as_parts else offloader.offload()
     monkeypatch.undo()
     offloader.onload()

@@ -43,7 +43,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.probes import Attention, ProbeAnswer, attention_differences
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
-from hybrid_engine.switch.computation import LENGTH, Gap
+from hybrid_engine.switch.logprob_check import LENGTH, Gap
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.config_changes import Change, changes_of, wide_config
@@ -128,7 +128,6 @@ def sweep(root: str, family: str) -> list[Verdict]:
         for number, trial in enumerate(trials):
             with trial.noting("trainer"):
                 _train(trial, family, Path(root, str(number)))
-        # vLLM last: it changes transformers' classes where it serves a model through them
         for trial in trials:
             if trial.refusal is None:
                 with trial.noting("vLLM"):
@@ -163,23 +162,22 @@ def _job_config(directory: Path, *, random_weights: bool) -> HybridConfig:
 
 def _train(trial: Trial, family: str, directory: Path) -> None:
     """Have transformers compute, by the model that trainer/fsdp/actor.py builds, not sharded."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from hybrid_engine.backends.fsdp.attention import settings_left_out
     from hybrid_engine.backends.fsdp.internals import revert_weight_conversion
     from hybrid_engine.backends.fsdp.live_attention import live_attention as of_transformers
     from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
-    from hybrid_engine.backends.fsdp.names import packed_model
+    from hybrid_engine.backends.fsdp.names import model_of_config, packed_model
 
     write_config(directory, wide_config(family) | trial.change)
     trial.config = _job_config(directory, random_weights=True)
     table = table_for(trial.config.hf_config())
-    hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    with torch.device("meta"):  # first, for a model of another type may have the sizes of its class
-        bare = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    # first without memory, for a model of another type may have the sizes of its class
+    bare = model_of_config(directory, dtype=torch.float32)
     packed_model(bare, bare.state_dict(keep_vars=True), table)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
-    if settings_left_out(bare, hf_config._attn_implementation):
+    model = AutoModelForCausalLM.from_config(bare.config, dtype=torch.float32).eval()
+    if settings_left_out(bare, bare.config._attn_implementation):
         model.set_attn_implementation("eager")
     set_epsilon_of_norms(model)
     randomise(model, family)
@@ -214,7 +212,7 @@ def _serve(trial: Trial, job: Job) -> None:
         reads.stop()
         layers = config.compilation_config.static_forward_context
         layout = trace_without_memory(model, table.shapes, dict.fromkeys(table.shapes, torch.float32), 0)
-        # as the planner and switch/computation.py
+        # as the planner and switch/logprob_check.py
         if unread := trial.weights.keys() - {shard.region.tensor for shard in layout.shards}:
             raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])
         sides = (trial.attention, live_attention(model, layers))

@@ -23,6 +23,7 @@ from hybrid_engine.planning.summary import summarize
 from hybrid_engine.records.holdings import Holdings, placed_holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import subtract_all, union
+from tests.harness.errors import has_code
 from tests.hybrid_engine.layouts.cases import DENSE, JOBS, LayoutCase, layout_cases
 
 
@@ -139,5 +140,5 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DependencyError, match="pip install scipy, or choose sequential"):
+    with pytest.raises(DependencyError, check=has_code("scipy-is-missing")):
         rank_order("auto", holdings, holdings, "ab", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_engine.ranks.process import Ends
+from hybrid_engine.ranks.signals_and_forks import Ends
 
 
 def fail() -> None:

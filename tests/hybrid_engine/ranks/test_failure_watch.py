@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.ranks.failure_watch import FailureWatch
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.ranks.failure_watch import Failure, FailureWatch
 from hybrid_engine.ranks.world import World
+from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks import watch_ranks
 
@@ -63,7 +63,7 @@ def test_no_question_starts_a_thread(watch: FailureWatch, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(threading.Thread, "start", start)
     assert [watch.num_at("mark", arriving=True) for _ in range(3)] == [1, 2, 3]
-    watch.tell("switch", "MemoryError: no memory for 3 GB", 1.0)
+    watch.report("switch", "MemoryError: no memory for 3 GB", 1.0)
     assert watch.failures_of_others() == []
 
 
@@ -71,10 +71,10 @@ def test_want_of_memory_costs_one_answer_and_a_lost_store_all(watch: FailureWatc
     def fail(error: Exception) -> str:
         raise error
 
-    assert watch._ask(lambda: fail(MemoryError()), "otherwise") == "otherwise"
-    assert watch._ask(lambda: "answer", "otherwise") == "answer"
-    assert watch._ask(lambda: fail(dist.DistNetworkError("reset")), "otherwise") == "otherwise"
-    assert watch._ask(lambda: "answer", "otherwise") == "otherwise"
+    assert watch._query(lambda: fail(MemoryError()), "otherwise") == "otherwise"
+    assert watch._query(lambda: "answer", "otherwise") == "answer"
+    assert watch._query(lambda: fail(dist.DistNetworkError("reset")), "otherwise") == "otherwise"
+    assert watch._query(lambda: "answer", "otherwise") == "otherwise"
 
 
 def test_nothing_is_asked_of_a_store_whose_file_was_removed(job: None, tmp_path: Path) -> None:
@@ -83,10 +83,25 @@ def test_nothing_is_asked_of_a_store_whose_file_was_removed(job: None, tmp_path:
     watch = FailureWatch(World(dist.FileStore(str(path), -1), 0, 2), 60.0)
     path.unlink()
     asked: list[int] = []
-    assert watch._ask(lambda: asked.append(0), "otherwise") == "otherwise"
+    assert watch._query(lambda: asked.append(0), "otherwise") == "otherwise"
     watch.close()
     assert asked == []
     assert not path.exists()
+
+
+def test_a_rank_that_counts_again_while_it_is_looked_at_leaves_the_watch_intact(
+    watch: FailureWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second look would find no cause, and its error would end the watching thread."""
+    failure = Failure(1, "", "did not respond for 60 s", -60.0, 1, beat="7")
+    looks = iter([False, True])
+    ended = []
+    monkeypatch.setattr(watch, "_is_forgiven", lambda failure: next(looks))
+    monkeypatch.setattr(watch, "_end", lambda cause, *arguments: ended.append(cause))
+    with watch.inside("generate"):
+        watch._react([failure])
+    assert ended == [failure]
+    assert list(looks) == [True]
 
 
 @pytest.fixture(scope="module")

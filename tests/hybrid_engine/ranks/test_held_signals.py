@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from hybrid_engine.ranks.process import signals_held
+from hybrid_engine.ranks.signals_and_forks import signals_held
 
 Handler = Callable[[int, FrameType | None], None]
 

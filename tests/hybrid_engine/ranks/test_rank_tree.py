@@ -27,7 +27,7 @@ def test_each_rank_hears_all_others_once(hosts: list[str], data: st.DataObject) 
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks))
     assert sorted(shape.order) == list(range(num_ranks))
     known, received = [{rank} for rank in range(num_ranks)], [0] * num_ranks
-    for meeting in shape.meetings:  # up
+    for meeting in shape.groups:  # up
         assert len(meeting.ranks) <= MOST_TOGETHER
         first = meeting.ranks[0]
         for rank, span in zip(meeting.ranks, meeting.spans, strict=True):
@@ -38,7 +38,7 @@ def test_each_rank_hears_all_others_once(hosts: list[str], data: st.DataObject) 
                 known[first] |= known[rank]
     assert len(known[shape.order[0]]) == num_ranks
     told = {shape.order[0]}
-    for meeting in reversed(shape.meetings):  # and down
+    for meeting in reversed(shape.groups):  # and down
         assert meeting.ranks[0] in told
         for rank in meeting.ranks[1:]:
             assert rank not in told
@@ -59,7 +59,7 @@ def test_connections_hardly_grow_with_ranks(num_ranks: int, most: int, usual: in
 
 
 def test_few_ranks_are_one_group_wherever_they_are() -> None:
-    assert [each.ranks for each in TreeShape("abababab").meetings] == [tuple(range(8))]
+    assert [each.ranks for each in TreeShape("abababab").groups] == [tuple(range(8))]
 
 
 @given(st.integers(1, 30).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, n - 1)] * 2)).map(lambda p: (n, p))))

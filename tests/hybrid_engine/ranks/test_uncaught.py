@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError
 from hybrid_engine.ranks import uncaught
-from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.tools.launching import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -168,8 +168,8 @@ def paused(rank: int, agreement: Agreement, *, is_elsewhere: bool = False) -> No
             watch._space, watch._pids = None, {}
         if rank == 0:  # its neighbour
             watch.set_silence(SILENCE)
-        _await(lambda: [each for each in watch._heard.failures if each.rank == 1])
-        (failure,) = watch._heard.failures
+        _await(lambda: [each for each in watch._known.failures if each.rank == 1])
+        (failure,) = watch._known.failures
         watch.num_at("heard", arriving=True)
         _await(lambda: watch.num_at("heard") == 2)
         os.kill(pid, signal.SIGCONT)
@@ -202,7 +202,7 @@ def _await(is_so: Callable[[], object]) -> None:
 
 
 def _count(watch: failure_watch.FailureWatch, rank: int) -> str:
-    return watch._ask(lambda: failure_watch._beat_of(watch._store, rank), "")
+    return watch._query(lambda: failure_watch._beat_of(watch._store, rank), "")
 
 
 def building(rank: int, agreement: Agreement) -> None:

@@ -17,8 +17,9 @@ from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.loading import ALIASES, paths_of
 from hybrid_engine.errors import ArgumentError, ConfigError, HybridEngineError
 from hybrid_engine.rl import Conversation, GrpoConfig, Loop, PpoConfig, converse, train
-from hybrid_engine.rl.loop import _Tally, combined
+from hybrid_engine.rl.step_metrics import StepMeter, combine_ranks
 from hybrid_engine.switch.states import SwitchHooks
+from tests.harness.errors import has_violation, has_violations, violations_of
 from tests.harness.launch import REPO_ROOT, Ranks
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.zoo import workers
@@ -93,7 +94,7 @@ def runs(model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settin
         ):
             with pytest.raises(HybridEngineError) as caught:
                 run(place, failing, **changed)
-            found[name] = str(caught.value)
+            found[name] = violations_of(caught.value), str(caught.value)
         found["resumed"] = run("resumed", reward)
         found["again"] = run("resumed", reward)
         found["hooks"] = worker.sharding._end_hooks == hooks
@@ -151,10 +152,16 @@ def check_faults(worker: ActorHybridWorker, chats: list[Any]) -> None:
     of_one_rank = Sampling(max_tokens=None) if worker.rank else sampling
     with worker.rollout_context():
         before = converse(worker, chats, sampling, asks_twice)
-        with pytest.raises(HybridEngineError, match="which bounds a conversation"):
+        with pytest.raises(HybridEngineError, match="max_tokens") as unbounded:
             converse(worker, chats, of_one_rank, asks_twice)
-        with pytest.raises(HybridEngineError, match=r"ZeroDivisionError for prompt \d, completion \d: "):
+        with pytest.raises(HybridEngineError, match=r"ZeroDivisionError for prompt \d, completion \d") as failed:
             converse(worker, chats, sampling, failing)
+        # The other rank raises RemoteError, which has the text of this one's error.
+        codes = [violations_of(error.value) for error in (unbounded, failed)]
+        if worker.rank:
+            assert codes == [[("sampling", "unbounded-sampling")], []]
+        else:
+            assert codes == [[], [("environment", "callback-failed")]]
         assert converse(worker, chats, sampling, asks_twice) == before
 
 
@@ -237,12 +244,14 @@ def test_a_resumed_run_has_the_rows_of_one_without_interruption(
     assert ["last_token" in row for row in whole] == [False, True, True]
     assert all(row["turns"] > 1.5 for row in whole if "max_tokens_per_turn" in settings)
     assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "the evaluation has weights of its own step"
-    assert f"{algorithm.__name__}.seed: the run in" in first["refused"]
-    assert "not a multiple of" in first["rows"]
-    for each in (first, second):
-        assert "model: the run in" in each["same worker"], "it has the weights of step 2, not of step 0"
-    assert "reward: is nan for prompt 5, completion 0" in first["failed"]
-    assert "reward: is nan for prompt 5, completion 0" in second["failed"]
+    assert first["refused"][0] == [(f"{algorithm.__name__}.seed", "differs-from-run")]
+    assert (f"{algorithm.__name__}.minibatches", "not-divisible") in first["rows"][0]
+    for of_rank in (first, second):
+        listed = of_rank["same worker"][0]
+        assert listed == [("model", "different-reference")], "it has the weights of step 2, not of step 0"
+    assert set(first["failed"][0]) == {("reward", "invalid-reward")}
+    for of_rank in (first, second):
+        assert "nan for prompt 5, completion 0" in of_rank["failed"][1], "rank 1 has the text of rank 0's error"
     assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
     assert (tmp_path / "resumed" / "model" / "config.json").exists()
 
@@ -268,15 +277,15 @@ def test_the_learning_rate_rises_and_falls(schedule: str, rates: list[float]) ->
 
 
 def test_a_configuration_names_everything_that_is_wrong() -> None:
-    with pytest.raises(ConfigError) as caught:
+    refused = has_violations(
+        ("GrpoConfig.samples_per_prompt", "wrong-value"),
+        *((f"GrpoConfig.{name}", "unknown-key") for name in ("clipratio", "beta", "max_new_tokens")),
+    )
+    with pytest.raises(ConfigError, check=refused) as caught:
         GrpoConfig(samples_per_prompt=1, clipratio=0.1, beta=0.1, max_new_tokens=8)
-    remedies = {found.key.removeprefix("GrpoConfig."): found.remedy for found in caught.value.findings}
-    assert remedies == {
-        "samples_per_prompt": "Correct the value",
-        "clipratio": "Did you mean clip_ratio?",
-        "beta": "Use kl_coefficient",
-        "max_new_tokens": "Use max_tokens",
-    }
+    remedies = {violation.key.removeprefix("GrpoConfig."): violation.remedy for violation in caught.value.findings}
+    for name, suggestion in (("clipratio", "clip_ratio"), ("beta", "kl_coefficient"), ("max_new_tokens", "max_tokens")):
+        assert suggestion in remedies[name]
 
 
 def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
@@ -285,13 +294,14 @@ def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
 
 
 def test_what_a_run_does_not_take_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"enviroment: is no argument of this call\. Did you mean environment\?"):
-        Loop(mock.MagicMock(), "ab", mock.Mock(), GrpoConfig(), enviroment=mock.Mock())  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, check=has_violation("enviroment", "unknown-argument", "environment?")):
+        Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(), enviroment=mock.Mock())  # type: ignore[call-arg]
 
 
 def test_a_bound_of_turns_is_for_conversations() -> None:
     worker, config = stand_in(), GrpoConfig(max_tokens_per_turn=5)
-    with pytest.raises(ConfigError, match=r"GrpoConfig\.max_tokens_per_turn: is of conversations, and there is no"):
+    needed = has_violation("GrpoConfig.max_tokens_per_turn", "needs-environment", "5", "`environment`")
+    with pytest.raises(ConfigError, check=needed):
         Loop(worker, "ab", mock.Mock(), config)
     loop = Loop(worker, "ab", mock.Mock(), config, environment=mock.Mock())
     with mock.patch("hybrid_engine.rl.loop.converse") as converse:
@@ -321,43 +331,102 @@ def test_each_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
 def test_a_function_gives_the_prompts_of_a_step_and_no_more() -> None:
     loop = without_engines(lambda step: [step] * min(step, 2), prompts_per_step=2)
     assert loop._prompts_of(7) == (range(2), [7, 7])
-    with pytest.raises(ArgumentError, match="prompts: 1 for step 1"):
+    with pytest.raises(ArgumentError, check=has_violation("prompts", "wrong-length", "1 for step 1", "Return 2")):
         loop._prompts_of(1)
 
 
 def test_prompts_without_room_are_refused_before_anything_is_drawn() -> None:
     """In a row of seq_length 300 are 301 tokens, whose first no token is before."""
     without_engines(["a" * 45], max_tokens=256)
-    said = r"prompts: 2 of 3 are too long, the longest prompts\[2\]: 47 tokens and 256 of max_tokens, but seq_length"
-    with pytest.raises(ConfigError, match=said):
+    numbers = ("2 of 3", "prompts[2]: 47 tokens", "256 of max_tokens", "301")
+    with pytest.raises(ConfigError, check=has_violation("prompts", "prompts-too-long", *numbers)):
         without_engines(["a", "a" * 46, "a" * 47], max_tokens=256)
     loop = without_engines(lambda step: ["a" * 45 * step], prompts_per_step=1, max_tokens=256)
-    with pytest.raises(ConfigError, match="prompts: 1 of 1 are too long"):
+    with pytest.raises(ConfigError, check=has_violation("prompts", "prompts-too-long", "1 of 1")):
         loop.learn(2)
     assert not loop.worker.rollout_context.called
+
+
+def test_advantages_and_loss_may_be_functions_of_the_caller() -> None:
+    rewards, groups = torch.tensor([[0.0, 3.0]]), [[mock.Mock(), mock.Mock()]]
+    config = GrpoConfig(samples_per_prompt=2)
+
+    def loop_with(advantages: Any) -> Loop:
+        return Loop(stand_in(), "ab", mock.Mock(), config, loss=mock.sentinel.loss, advantages=advantages)
+
+    received: list[Any] = []
+
+    def ranks(*arguments: Any) -> list[list[float]]:
+        received.extend(arguments)
+        return [[-1.0, 1.0]]
+
+    loop = loop_with(ranks)
+    assert loop._loss is mock.sentinel.loss
+    assert loop._advantages_of(config, rewards, groups).tolist() == [[-1.0, 1.0]]
+    assert received == [rewards, groups]
+    for wrong, words in ((torch.zeros(2), "(2,)"), (torch.tensor([[0.0, torch.nan]]), "finite")):
+        refused = has_violation("advantages", "wrong-advantages", words)
+        with pytest.raises(ArgumentError, check=refused):
+            loop_with(lambda *_, wrong=wrong: wrong)._advantages_of(config, rewards, groups)
+    worker = stand_in()
+    worker.config.critic_config.micro_batch_size = 1
+    with pytest.raises(ConfigError, check=has_violation("advantages", "conflicting-keys")):
+        Loop(worker, "ab", mock.Mock(), PpoConfig(), advantages=ranks)
+
+
+def test_settings_of_a_loss_reach_it() -> None:
+    config = GrpoConfig(
+        clip_ratio=0.1,
+        clip_ratio_high=0.3,
+        ratio="sequence",
+        clipping="cispo",
+        dual_clip=3.0,
+        kl_coefficient=0.5,
+        kl_estimator="k2",
+        importance_cap=2.0,
+    )
+    with mock.patch("hybrid_engine.rl.config.policy_loss") as policy_loss:
+        config.policy_loss()
+    assert policy_loss.call_args == mock.call(
+        0.1,
+        0.5,
+        clip_ratio_high=0.3,
+        importance_cap=2.0,
+        ratio_of="sequence",
+        clipping="cispo",
+        dual_clip=3.0,
+        kl_estimator="k2",
+    )
+
+
+@pytest.mark.parametrize(("value", "word", "recorded"), [(True, "group", True), (False, "none", False)])
+def test_a_flag_of_older_runs_names_a_scale(value: bool, word: str, recorded: bool) -> None:
+    config = GrpoConfig(scale_rewards=value)  # type: ignore[arg-type]
+    assert config.scale_rewards == word
+    assert config.shared()["GrpoConfig"]["scale_rewards"] is recorded
+    assert GrpoConfig(scale_rewards="batch").shared()["GrpoConfig"]["scale_rewards"] == "batch"
 
 
 def test_functions_that_nobody_would_wait_for_are_refused() -> None:
     async def late(*_: Any) -> Any: ...
 
-    given: Any = {"evaluate": late, "on_step": late, "should_stop": late}
-    with pytest.raises(ConfigError) as caught:
+    given: Any = dict.fromkeys(("evaluate", "on_step", "should_stop", "loss", "advantages"), late)
+    refused = has_violations(*((name, "coroutine-function") for name in ("prompts", *given)))
+    with pytest.raises(ConfigError, check=refused):
         train("no such configuration", late, late, GrpoConfig(), **given)  # type: ignore[arg-type]
-    for name in ("prompts", *given):
-        assert f"{name}: is a coroutine function" in str(caught.value)
 
 
 def test_figures_of_an_evaluation_take_no_column() -> None:
     loop = without_engines()
-    loop._tally.take = lambda _: {"seconds": 2.0, "rss_bytes": 1.0}  # type: ignore[method-assign]
+    loop._meter.take = lambda _: {"seconds": 2.0, "rss_bytes": 1.0}  # type: ignore[method-assign]
     row = loop.finish({"reward": 0.5}, lambda _: {"reward": 0.25, "seconds": 7, "accuracy": torch.tensor(0.75)})
     figures = {"held_out_reward": 0.25, "held_out_seconds": 7, "accuracy": 0.75}
     assert row == {"reward": 0.5, "seconds": 2.0, "rss_bytes": 1.0, **figures}
-    for figures, said in (
-        (None, "evaluate: returned None. Return a mapping of names to numbers"),
-        ({"accuracy": "high"}, "evaluate: accuracy is 'high'. Return a mapping of names to numbers"),
+    for figures, refused in (
+        (None, has_violation("evaluate", "not-a-mapping", "None")),
+        ({"accuracy": "high"}, has_violation("evaluate", "not-a-number", "accuracy is 'high'")),
     ):
-        with pytest.raises(ArgumentError, match=said):
+        with pytest.raises(ArgumentError, check=refused):
             loop.finish({}, lambda _, figures=figures: figures)  # type: ignore[misc]
 
 
@@ -369,7 +438,7 @@ def test_a_closed_loop_hears_of_no_more_switches() -> None:
     for _ in range(2):
         first.close()
     worker.sharding._call_end_hooks("a report")
-    assert (hooks, first._tally.switches, second._tally.switches) == (["a report"], [], ["a report"])
+    assert (hooks, first._meter.switches, second._meter.switches) == (["a report"], [], ["a report"])
     del worker.sharding
     second.close()
 
@@ -377,26 +446,26 @@ def test_a_closed_loop_hears_of_no_more_switches() -> None:
 def test_figures_of_ranks_and_of_parts_of_a_step_are_combined() -> None:
     loop, started = without_engines(), []
     worker = loop.worker
-    worker.config.generate_config.servers = None
+    worker.reports_cover_all_ranks = False
     other = {"bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1, "reshard_seconds": 1.0}
     worker.job.agreement.gather = lambda own, *_: [own, {**dict.fromkeys(own, 0), **other}]
-    loop._tally = tally = _Tally(lambda phase, step: started.append((phase, step)))
+    loop._meter = meter = StepMeter(lambda phase, step: started.append((phase, step)))
     values: dict[str, Any] = {**dict.fromkeys(ReshardReport.__dataclass_fields__, 0), "direction": "train->infer"}
-    tally.begin(3)
+    meter.begin(3)
     for seconds, received, peak in ((0.5, 100, 7), (0.25, 20, 9)):
         numbers = {"seconds": seconds, "bytes_received": received, "bytes_least": received, "peak_bytes": peak}
-        tally.switches.append(ReshardReport(**{**values, "seconds_by_phase": {}, **numbers}))
-        with tally.phase("update"):
+        meter.switches.append(ReshardReport(**{**values, "seconds_by_phase": {}, **numbers}))
+        with meter.phase("update"):
             pass
     assert started == [("update", 3)] * 2
-    row = tally.take(worker)
+    row = meter.take(worker)
     assert (row["bytes_received"], row["bytes_least"], row["peak_bytes"]) == (125, 124, 9)
     assert (row["reshard_seconds"], row["update_seconds"] > 0) == (1.0, True)
     assert row["rss_bytes"] > 10_000_000
     more = loop.finish({"step": 3, **row}, lambda worker: {"accuracy": 1})
     assert (more["accuracy"], more["evaluate_seconds"] > 0, more["seconds"] > row["seconds"]) == (1.0, True, True)
     assert (more["bytes_received"], more["peak_bytes"], more["update_seconds"]) == (130, 9, row["update_seconds"])
-    assert combined([row, row], are_totals=True)["bytes_received"] == 125
+    assert combine_ranks([row, row], are_totals=True)["bytes_received"] == 125
 
 
 def test_the_page_has_every_option() -> None:

@@ -58,7 +58,7 @@ def enter(publisher: WeightPublisher, target: State) -> int:
 
 
 MOMENTS: dict[str, Callable[[Trainers, WeightPublisher], None]] = {
-    "asking": lambda trainers, publisher: interrupt(publisher, "_ask_servers", before=False),
+    "asking": lambda trainers, publisher: interrupt(publisher, "_start_update", before=False),
     "switch": lambda trainers, publisher: trainers.script.arm("offload optimizer", KeyboardInterrupt()),
     "fill": lambda trainers, publisher: trainers.script.arm("offload part", KeyboardInterrupt()),
     "ending": lambda trainers, publisher: interrupt(publisher, "_end_update", before=True),

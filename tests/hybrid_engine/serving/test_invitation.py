@@ -23,60 +23,60 @@ import torch
 from msgspec.structs import replace
 
 from hybrid_engine.errors import ConfigError, MessageError, ServerError, StateError
-from hybrid_engine.serving import addresses
 from hybrid_engine.serving import invitation as invitation_module
 from hybrid_engine.serving.clients import HttpServer
-from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, MeetingPlace, Update, require_address
+from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, Rendezvous, Update, require_address
 from hybrid_engine.serving.receiver import WeightReceiver
+from tests.harness.errors import has_code, has_violations
 from tests.hybrid_engine.serving.test_sides import NoWeights
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MeetingPlace]:
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rendezvous]:
     monkeypatch.delenv(TOKEN, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = MeetingPlace(None)
+    made = Rendezvous(None)
     yield made
     made.close()
 
 
-def invitation_to(meeting: MeetingPlace, **values: Any) -> Invitation:
+def invitation_to(meeting: Rendezvous, **values: Any) -> Invitation:
     given = {"place": meeting.place, "name": meeting.name, "first_rank": 2, "num_workers": 1, "size": 3, "settings": {}}
     return Invitation(**{**given, **values})
 
 
-def test_both_sides_meet_in_a_file(place: MeetingPlace) -> None:
+def test_both_sides_meet_in_a_file(place: Rendezvous) -> None:
     one, other = (invitation_to(place).signed().store() for _ in range(2))
     one.set("key", "value")
     assert other.get("key") == b"value"
 
 
 @pytest.mark.parametrize("name", ["hybrid_engine/x", "x\nssh-ed25519 AAAA somebody\n", "hybrid_engine/" + "0" * 33])
-def test_a_name_that_nobody_draws_is_refused(place: MeetingPlace, name: str) -> None:
-    with pytest.raises(MessageError, match="no name of a job"):
+def test_a_name_that_nobody_draws_is_refused(place: Rendezvous, name: str) -> None:
+    with pytest.raises(MessageError, check=has_code("invalid-job-name")):
         invitation_to(place, name=name).store()
 
 
-def test_a_file_of_something_else_is_never_written_to(place: MeetingPlace, tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_never_written_to(place: Rendezvous, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     own, like = tmp_path / "authorized_keys", tmp_path / "hybrid-engine-x" / "store"
     own.write_text("mine")
     like.parent.mkdir(mode=0o700)
-    with pytest.raises(MessageError, match="no place where trainers and servers meet"):
+    with pytest.raises(MessageError, check=has_code("not-a-rendezvous-file")):
         invitation_to(place, place=f"file:{own}").store()
-    with pytest.raises(MessageError, match="No such file"):  # nothing is made
+    with pytest.raises(MessageError, check=has_code("unreadable-rendezvous-file")):  # nothing is made
         invitation_to(place, place=f"file:{like}").store()
     like.symlink_to(own)
-    with pytest.raises(MessageError, match="no place where trainers and servers meet"):
+    with pytest.raises(MessageError, check=has_code("not-a-rendezvous-file")):
         invitation_to(place, place=f"file:{like}").store()
     assert own.read_text() == "mine"
 
 
 @pytest.mark.parametrize("above", [0, 1])
-def test_a_directory_that_others_can_open_is_refused(place: MeetingPlace, above: int) -> None:
+def test_a_directory_that_others_can_open_is_refused(place: Rendezvous, above: int) -> None:
     directory = Path(place.place.removeprefix("file:")).parents[above]
     directory.chmod(0o755)
-    with pytest.raises(MessageError, match="not a directory that only this user can open"):
+    with pytest.raises(MessageError, check=has_code("directory-not-private")):
         invitation_to(place).store()
 
 
@@ -102,7 +102,7 @@ def test_whoever_takes_the_name_of_the_directory_keeps_nobody_from_meeting(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     usual = tmp_path / f"hybrid-engine-{os.getuid()}"
     TAKEN[kind](usual)
-    meeting = MeetingPlace(None)
+    meeting = Rendezvous(None)
     invitation_to(meeting).store().set("key", "value")
     meeting.close()
     assert f"{usual} is not a directory that only this user can open" in caplog.text
@@ -110,7 +110,7 @@ def test_whoever_takes_the_name_of_the_directory_keeps_nobody_from_meeting(
     assert kind in ("file", "link") or list(usual.iterdir()) == []
 
 
-def test_nobody_else_can_make_a_place_that_is_gone(place: MeetingPlace) -> None:
+def test_nobody_else_can_make_a_place_that_is_gone(place: Rendezvous) -> None:
     """A server's watch opens the store's file by its name for a minute after the trainers have removed it."""
     above = Path(place.place.removeprefix("file:")).parents[1]
     place.close()
@@ -118,26 +118,26 @@ def test_nobody_else_can_make_a_place_that_is_gone(place: MeetingPlace) -> None:
     assert (above.stat().st_uid, above.stat().st_mode & 0o777) == (os.getuid(), 0o700)
 
 
-def test_a_proof_is_of_the_whole_invitation(place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_is_of_the_whole_invitation(place: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     unsigned = invitation_to(place).signed()
     monkeypatch.setenv(TOKEN, "secret")
     signed = invitation_to(place).signed()
     signed.store()
     for other in (unsigned, replace(signed, first_rank=1), replace(signed, settings={"bucket_mb": 1})):
-        with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
+        with pytest.raises(MessageError, check=has_code("wrong-token", TOKEN)):
             other.store()
     for proof in ("é", "\u2028", signed.proof.upper()):
-        with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
+        with pytest.raises(MessageError, check=has_code("wrong-token", TOKEN)):
             replace(signed, proof=proof).store()
     monkeypatch.setenv(TOKEN, "another")
-    with pytest.raises(MessageError, match="does not have this server's HYBRID_ENGINE_TOKEN"):
+    with pytest.raises(MessageError, check=has_code("wrong-token", TOKEN)):
         signed.store()
 
 
 def make_place(address: str | None, orphans: Any, told: Any) -> None:
     """Make a meeting place, and have a child that outlives this process."""
     os.environ[TOKEN] = "secret"
-    place = MeetingPlace(address)
+    place = Rendezvous(address)
     if os.fork() == 0:
         orphans.recv()
         os._exit(0)
@@ -166,7 +166,7 @@ def test_trainers_live_until_their_process_ends_or_closes_the_place(
         ends.send("end")
 
 
-def test_a_place_that_was_closed_is_no_longer_lived_in(place: MeetingPlace) -> None:
+def test_a_place_that_was_closed_is_no_longer_lived_in(place: Rendezvous) -> None:
     invitation = invitation_to(place)
     place.close()
     assert invitation.has_ended()
@@ -186,34 +186,34 @@ def test_others_may_ask_at_the_same_time_whether_trainers_live(tmp_path: Path) -
         assert other.returncode == 0
 
 
-def test_a_server_takes_the_invitation_of_others_once_its_trainers_have_ended(place: MeetingPlace) -> None:
+def test_a_server_takes_the_invitation_of_others_once_its_trainers_have_ended(place: Rendezvous) -> None:
     """Before, only where these take it over; its own trainers may invite it whenever they like."""
     receiver = WeightReceiver(NoWeights(), NoWeights(), 0, torch.device("cpu"))
-    with closing(MeetingPlace(None)) as other, closing(MeetingPlace(None)) as third:
+    with closing(Rendezvous(None)) as other, closing(Rendezvous(None)) as third:
         settings = {"timeout_seconds": 60, "release_weights": False}
         own, others, taking = (
             invitation_to(each, first_rank=0, size=1, settings=settings, job=job, takes_over=takes_over)
             for each, job, takes_over in ((place, "a", False), (other, "b", False), (third, "c", True))
         )
         receiver.join(replace(own, job="host/1/a"))
-        with pytest.raises(StateError, match=r"live, in the same process, and job .*: close its earlier worker"):
+        with pytest.raises(StateError, check=has_code("server-is-taken", "host/1/a", "same process")):
             receiver.join(replace(others, job="host/1/b"))
-        with pytest.raises(StateError, match="live, and job host/2/b invites it: end these trainers"):
+        with pytest.raises(StateError, check=has_code("server-is-taken", "host/2/b")):
             receiver.join(replace(others, job="host/2/b"))
         receiver.leave()
         receiver._owner = None
         receiver.join(own)
         receiver.switch(Update(name=own.name, to="infer", version=3))
-        with pytest.raises(StateError, match="belongs to job a, whose trainers live, and job b invites it"):
+        with pytest.raises(StateError, check=has_code("server-is-taken", "job a", "job b")):
             receiver.join(others)
         receiver.switch(Update(name=own.name, to="infer", version=4))
         receiver.leave()
-        with pytest.raises(StateError, match="belongs to job a"):  # though it is in no job
+        with pytest.raises(StateError, check=has_code("server-is-taken", "job a")):  # though it is in no job
             receiver.join(others)
         receiver.join(taking)
         assert (receiver.job, receiver.version, receiver.obstacle()) == ("a", 4, "")
         place.close()
-        with pytest.raises(StateError, match="belongs to job c"):
+        with pytest.raises(StateError, check=has_code("server-is-taken", "job c")):
             receiver.join(others)
         third.close()
         receiver.join(others)
@@ -227,26 +227,26 @@ def test_a_server_takes_the_invitation_of_others_once_its_trainers_have_ended(pl
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"])
 def test_across_hosts_both_sides_have_the_token(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ConfigError, match=TOKEN):
-        MeetingPlace(address)
+    with pytest.raises(ConfigError, check=has_violations((TOKEN, "missing-token"))):
+        Rendezvous(address)
     monkeypatch.setenv(TOKEN, "secret")
-    place = MeetingPlace(address)
+    place = Rendezvous(address)
     signed = invitation_to(place).signed()
     signed.store().set("key", "value")
     monkeypatch.delenv(TOKEN)
-    with pytest.raises(ConfigError, match=TOKEN):
+    with pytest.raises(ConfigError, check=has_violations((TOKEN, "missing-token"))):
         signed.store()
 
 
 def test_across_hosts_each_rank_listens_where_it_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the address of its host's name, which is the loopback's on many hosts."""
     monkeypatch.setenv(TOKEN, "secret")
-    place = MeetingPlace("127.0.0.5")
+    place = Rendezvous("127.0.0.5")
     assert invitation_to(place).signed().world(0).address == "127.0.0.1"  # whence Linux speaks to its own loopback
     monkeypatch.delenv(TOKEN)
 
 
-def test_on_one_host_the_invitation_says_where_ranks_listen(place: MeetingPlace) -> None:
+def test_on_one_host_the_invitation_says_where_ranks_listen(place: Rendezvous) -> None:
     assert invitation_to(place, address=LOOPBACK).world(0).address == LOOPBACK
 
 
@@ -262,10 +262,10 @@ def test_on_one_host_the_invitation_says_where_ranks_listen(place: MeetingPlace)
         ({"settings": {"transport": "\ud800"}}, "surrogates"),
     ],
 )
-def test_what_is_told_is_typed(place: MeetingPlace, values: dict[str, Any], problem: str) -> None:
+def test_what_is_told_is_typed(place: Rendezvous, values: dict[str, Any], problem: str) -> None:
     told = {"place": place.place, "name": place.name, "first_rank": 2, "num_workers": 1, "size": 3, "settings": {}}
     assert Invitation.read(told).size == 3
-    with pytest.raises(MessageError, match=problem):
+    with pytest.raises(MessageError, check=has_code("malformed-message", problem)):
         Invitation.read({**told, **values})
 
 
@@ -273,39 +273,40 @@ def test_what_is_told_is_typed(place: MeetingPlace, values: dict[str, Any], prob
     "url", ["http://8.8.8.8:8000", "http://[2001:4860:4860::8888]:8000", "http://[::ffff:8.8.8.8]:1"]
 )
 def test_an_address_that_anybody_reaches_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="authenticate nobody"):
+    with pytest.raises(ConfigError, check=has_violations(("servers", "public-address"))):
         HttpServer(url, 1)
     HttpServer(url, 1, allow_public=True)
     HttpServer("http://10.0.0.1:8000", 1)
 
 
 @pytest.mark.parametrize(
-    ("address", "problem"),
+    ("address", "code"),
     [
-        *(("0.0.0.0", "no address for others"), ("::", "no address for others"), ("no.such.host.invalid", "not known")),
-        *(("8.8.8.8", "authenticates nobody"), ("::ffff:8.8.8.8", "authenticates nobody")),
+        ("0.0.0.0", "unspecified-address"),
+        ("::", "unspecified-address"),
+        ("no.such.host.invalid", "unresolved-address"),
+        ("8.8.8.8", "public-address"),
+        ("::ffff:8.8.8.8", "public-address"),
     ],
 )
-def test_trainers_listen_where_strangers_do_not_come(
-    monkeypatch: pytest.MonkeyPatch, address: str, problem: str
-) -> None:
-    with pytest.raises(ConfigError, match="must know each other"):
+def test_trainers_listen_where_strangers_do_not_come(monkeypatch: pytest.MonkeyPatch, address: str, code: str) -> None:
+    with pytest.raises(ConfigError, check=has_violations((TOKEN, "missing-token"))):
         require_address("127.0.0.1", allow_public=False)
     monkeypatch.setenv(TOKEN, "secret")
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, check=has_violations(("server_address", code))):
         require_address(address, allow_public=False)
     for private in ("127.0.0.1", "::1", "100.64.0.1"):
         require_address(private, allow_public=False)
     require_address("8.8.8.8", allow_public=True)
 
 
-def test_ports_are_those_that_the_kernel_chooses_from(place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    lowest, highest = addresses._PORTS_OF_THE_KERNEL.read_text().split()
+def test_ports_are_those_that_the_kernel_chooses_from(place: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest, highest = invitation_module._EPHEMERAL_PORTS.read_text().split()
     for ports in (None, f"{lowest}-{highest}", f"1-{highest}", f"{lowest}-65535"):
-        addresses.require_ports(ports)
-    message = f"server_ports: 1-{lowest}, but the kernel of .* chooses ports of {lowest}-{highest}. sysctl -w"
+        invitation_module.require_ports(ports)
+    refused = has_violations(("generate_config.server_ports", "port-range-of-kernel"))
     worker = WeightReceiver(None, None, 0, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, check=refused):
         worker.join(invitation_to(place, settings={"server_ports": f"1-{lowest}"}))
 
 
@@ -324,7 +325,7 @@ LISTENS = """
 from pathlib import Path
 import torch.distributed as dist
 from hybrid_engine.ranks.world import store_at
-from hybrid_engine.serving.addresses import require_ports
+from hybrid_engine.serving.invitation import require_ports
 require_ports("29600-29700")
 store = store_at("127.0.0.1")
 devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1") for _ in range(2)]
@@ -404,14 +405,14 @@ def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[HttpServer]:
 
 
 def test_a_redirect_takes_nothing_elsewhere() -> None:
-    with answering(Elsewhere) as server, pytest.raises(ServerError, match="307"):
+    with answering(Elsewhere) as server, pytest.raises(ServerError, check=has_code("request-failed", "307")):
         server.start_weight_update()
 
 
 def test_a_version_is_not_said_to_a_server_that_has_no_route_for_it() -> None:
     with answering(Older) as server:
         server.update_weight_version("none")
-        with pytest.raises(ServerError, match="no such route"):
+        with pytest.raises(ServerError, check=has_code("no-route")):
             server.start_weight_update()
 
 

@@ -134,7 +134,7 @@ class Caller(Server):
     def num_workers(self) -> int:
         return int(self._call("num_workers"))
 
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+    def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
         with self._lock:
             self._connection.send_bytes(json.dumps([name, fields]).encode())
             answer = json.loads(self._connection.recv_bytes())
@@ -425,7 +425,7 @@ def publish_to_one_that_rounds(trainers: Trainers, dtype: str) -> tuple[str, str
 def test_weights_are_rounded_where_that_was_asked_for_alone(ranks: Ranks, tmp_path: Path) -> None:
     arguments = str(tmp_path / "server"), publish_to_one_that_rounds, "bfloat16"
     for said, *others in ranks.launch(with_a_server, NUM_TRAINERS + 1, *arguments)[:NUM_TRAINERS]:
-        assert "are float32 in training and bfloat16 in the servers: start these with --dtype float32" in said
+        assert "are float32 in training and bfloat16 in the servers: start the servers with --dtype float32" in said
         assert others == ["", ""]
 
 

@@ -35,6 +35,7 @@ from hybrid_engine.serving.clients import HttpServer, PauseMode
 from hybrid_engine.serving.invitation import NO_VERSION, TOKEN
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.states import State
+from tests.harness.errors import has_code
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
 from tests.hybrid_engine.backends.vllm.support import random_weights, write_checkpoint
@@ -297,7 +298,7 @@ def train_meanwhile(model: str, url: str, publishes: int, out: str) -> Run:
                     worker.save_hf_checkpoint(f"{out}/v{version}")
                     train_step(worker, version)
                     assert worker.train.version == version + 1
-                    with pytest.raises(StateError, match="server_max_lag is 1"):
+                    with pytest.raises(StateError, check=has_code("server-lag-exceeded", "server_max_lag is 1")):
                         train_step(worker, version + 1)
                     assert worker.train.version == version + 1
                     clients.wait_for_tokens(num_drawn(url) - drawn_before + TELLING)
@@ -316,25 +317,36 @@ def meet_others(worker: ActorHybridWorker, url: str) -> None:
     others = functools.partial(
         WeightPublisher, worker.train, [url], config=worker.config.generate_config, job=worker.job
     )
-    with closing(others()) as publisher, pytest.raises(ServerError, match=r"belongs to job .* whose trainers live"):
+    with (
+        closing(others()) as publisher,
+        pytest.raises(ServerError, match=r"job .* whose trainers are alive"),
+    ):
         publisher.publish()
     assert worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
     mark = worker.sharding.drawn_with.arguments()
     body = {"prompt": [5, 6], "max_tokens": LENGTH - 16, "ignore_eos": True, "vllm_xargs": mark}
     server, drawn_before = HttpServer(url, 60), num_drawn(url)
     with closing(others(take_over=True)) as publisher, ThreadPoolExecutor(1) as pool:
-        in_flight = pool.submit(server.post, "v1/completions", body)
+
+        def until_refused() -> dict[str, Any]:
+            """Request one completion after the other: on a slow machine one may end before the publish."""
+            while True:
+                (choice,) = server.post("v1/completions", body)["choices"]
+                if choice["finish_reason"] != "length":
+                    return dict(choice)
+
+        in_flight = pool.submit(until_refused)
         while num_drawn(url) == drawn_before:
             time.sleep(0.01)
         publisher.publish()
-        (ended,) = in_flight.result()["choices"]
+        ended = in_flight.result()
         assert ended["finish_reason"] == "abort"
         assert "the server belongs to job" in ended["stop_reason"]
         with pytest.raises(ServerError, match="the server belongs to job"):
             worker.generate_sequences([[5, 6]], Sampling(max_tokens=2))
-        with pytest.raises(ServerError, match="was lost in a switch"):
+        with pytest.raises(ServerError, check=has_code("server-lost")):
             worker.sharding.enter(State.INFER)
-        with pytest.raises(ServerError, match=r"belongs to job .* whose trainers live"):
+        with pytest.raises(ServerError, match=r"job .* whose trainers are alive"):
             worker.sharding.enter(State.INFER)
         publisher.withdraw()
     with worker.rollout_context():
@@ -475,7 +487,7 @@ def check_strangers(served: Server) -> None:
         for method in REFUSED:
             with pytest.raises(ServerError, match="is refused"):
                 HttpServer(served.url, 60).post("collective_rpc", {"method": method})
-        with pytest.raises(ServerError, match="not what a server is told"):
+        with pytest.raises(ServerError, match="invalid Invitation"):
             HttpServer(served.url, 60).init_weight_transfer_engine({"place": "nowhere"})
     lines = served.log.read_text().splitlines()[before:]
     refused = [line for line in lines if "refused" in line]

@@ -21,12 +21,13 @@ from hybrid_engine.ranks.world import World
 from hybrid_engine.serving import publisher as publisher_module
 from hybrid_engine.serving.clients import Server
 from hybrid_engine.serving.comparison import Description
-from hybrid_engine.serving.invitation import TOKEN, Invitation, MeetingPlace, Update
+from hybrid_engine.serving.invitation import TOKEN, Invitation, Rendezvous, Update
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
 from hybrid_engine.serving.roles import NoInference, NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
+from tests.harness.errors import has_violations
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ class NoWorkers(Server):
         description = Description(refusal=refusal, max_length=1, vocab_size=1, settings={})
         return msgspec.json.encode(description).decode()
 
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+    def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
         self.calls.append(name)
         if name == self.fails_in:
             assert self.may_fail.wait(60)
@@ -78,7 +79,7 @@ def publisher_of(job: Job, *servers: object) -> WeightPublisher:
 def test_an_invitation_that_is_refused_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     receiver = WeightReceiver(NoWeights(), NoWeights(), 0, CPU)
-    with closing(MeetingPlace(None)) as place:
+    with closing(Rendezvous(None)) as place:
         invitation = Invitation(
             place=place.place, name=place.name, first_rank=0, num_workers=1, size=1, settings={"timeout_seconds": 60}
         ).signed()
@@ -129,9 +130,13 @@ def test_a_switch_follows_one_that_was_interrupted(job: Job, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("servers", "problem"),
-    [((), "servers: none"), (("http://127.0.0.1:1", "http://127.0.0.1:1/"), "one twice: "), ((7,), "servers: got 7")],
+    ("servers", "code"),
+    [
+        ((), "no-server"),
+        (("http://127.0.0.1:1", "http://127.0.0.1:1/"), "duplicate-server"),
+        ((7,), "invalid-server"),
+    ],
 )
-def test_servers_that_cannot_be_are_refused(job: Job, servers: tuple[object, ...], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+def test_servers_that_cannot_be_are_refused(job: Job, servers: tuple[object, ...], code: str) -> None:
+    with pytest.raises(ConfigError, check=has_violations(("servers", code))):
         publisher_of(job, *servers)

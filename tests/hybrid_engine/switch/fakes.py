@@ -1,4 +1,7 @@
-"""Both engines as the sharding manager knows them, faked, and a rank made of them."""
+"""Both engines as the sharding manager knows them, faked, and a rank made of them.
+
+Their tensors are on the GPU of this rank, without one on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import KINDS, Guards, Offloadable, OffloadItem, OffloadReport
 from hybrid_engine.memory.offloader import MegatronOffloader
-from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.job import Job, own_device
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.sharding_manager import ShardingManager
@@ -63,19 +66,21 @@ class FakeTraining:
 
     unserved: Sequence[str] = ()
     frozen: Sequence[str] = ()
+    process_groups: Sequence[dist.ProcessGroup] = ()
 
     def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
         self.script, self.rank, self.num_ranks = script, rank, num_ranks
         self.version = 0
         self.guard = Guards()
         self.tensors = dict(SHAPES)
-        numel = NUMEL // num_ranks
+        numel, device = NUMEL // num_ranks, own_device()
         self.param, self.grad = (
-            allocate_elastic(numel, torch.float32, "cpu", kind) if elastic else torch.zeros(numel)
+            allocate_elastic(numel, torch.float32, device, kind) if elastic else torch.zeros(numel, device=device)
             for kind in ("param", "grad")
         )
+        self.grad.zero_()  # memory of a GPU comes with what was in it
         self.param.copy_(torch.cat([canonical(name, 0).chunk(num_ranks)[rank].flatten() for name in SHAPES]))
-        self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25)
+        self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25, device=device)
         self.moment[:2] = torch.tensor([float("nan"), -0.0])  # bits must survive, not only values
         self._remember()
 
@@ -162,7 +167,7 @@ class FakeInference:
         self, script: Script, rank: int, tensors: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES)
     ) -> None:
         self.script, self.rank = script, rank
-        self.dtype = "float32"
+        self.dtype, self.device = "float32", own_device()
         self.tensors = dict(tensors)
         self.live: dict[str, torch.Tensor] = {}
         self.in_force: set[str] = set()
@@ -180,7 +185,8 @@ class FakeInference:
         for group in groups:
             self.script.reach(f"allocate {group}")
             self.in_force.discard(group)
-            self.live[group] = torch.zeros(math.prod(self.tensors[group]), dtype=getattr(torch, self.dtype))
+            numel, dtype = math.prod(self.tensors[group]), getattr(torch, self.dtype)
+            self.live[group] = torch.zeros(numel, dtype=dtype, device=self.device)
         return {f"{group}.weight": self.live[group] for group in groups}
 
     def commit(self, groups: Sequence[str]) -> None:
@@ -254,14 +260,22 @@ class ScriptedOffloader(MegatronOffloader):
 class Rig:
     """A rank: fakes of both engines and the manager between them.
 
-    `host`, `device`: as in `Job.join`; the fakes themselves are on the CPU.
+    `host`, `device`: as in `Job.join`; of the job, not of the fakes.
     """
 
     def __init__(
-        self, *, elastic: bool = False, build: bool = True, host: str = "here", device: str = "cpu", **settings: object
+        self,
+        *,
+        elastic: bool = False,
+        build: bool = True,
+        host: str = "here",
+        device: str | None = None,
+        **settings: object,
     ) -> None:
         self.config = GenerateConfig(**{"bucket_mb": 1, "timeout_seconds": 60, **settings})
-        self.job = Job.join(self.config.timeout_seconds, host=host, device=torch.device(device))
+        where = None if device is None else torch.device(device)
+        self.job = Job.join(self.config.timeout_seconds, host=host, device=where)
+        self.comes_in_chunks = elastic and own_device().type == "cuda"  # larger than what is in them
         self.script = Script()
         self.training = FakeTraining(self.script, self.job.rank, self.job.world_size, elastic=elastic)
         self.inference = FakeInference(self.script, self.job.rank)

@@ -103,8 +103,8 @@ class Member:
             dist.destroy_process_group()
 
 
-def train_and_serve(hosts: str, devices: str, verify: str) -> dict[str, object]:
-    member = Member(hosts, devices, verify=verify)
+def train_and_serve(hosts: str, devices: str, settings: dict[str, object]) -> dict[str, object]:
+    member = Member(hosts, devices, **settings)
     assert dist.is_initialized() is not member.is_server
     found: dict[str, object] = {"well": []}
     for _ in range(3):
@@ -130,11 +130,13 @@ def train_and_serve(hosts: str, devices: str, verify: str) -> dict[str, object]:
     ],
     ids=["one host", "one device", "two hosts"],
 )
-@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize(
+    "settings", [{"verify": "off"}, {"verify": "full", "suspend_communicators": True}], ids=["plain", "verified"]
+)
 def test_two_trainers_fill_a_server(
-    ranks: Ranks, hosts: str, devices: str, transport: str, received: int, verify: str
+    ranks: Ranks, hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]
 ) -> None:
-    by_rank = ranks.launch(train_and_serve, 3, hosts, devices, verify, timeout=200)
+    by_rank = ranks.launch(train_and_serve, 3, hosts, devices, settings, timeout=200)
     for rank, found in enumerate(by_rank):
         assert found["received"] == received
         assert found["well"] == [""] * 3

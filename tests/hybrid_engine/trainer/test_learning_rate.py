@@ -13,12 +13,13 @@ import torch
 from hybrid_engine.config import OptimizerConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.trainer.learning_rate import ParamSchedule, set_learning_rate
+from tests.harness.errors import has_violations
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]])
 def test_what_is_none_is_refused_before_anything_changes(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
-    with pytest.raises(ConfigError, match=r"learning_rate: .* is not possible\. Use a number from 0 to 1e\+30"):
+    with pytest.raises(ConfigError, check=has_violations(("learning_rate", "out-of-range"))):
         set_learning_rate(groups, None, rate)
     assert groups == [{"lr": 0.5}, {"lr": 0.25}]
 

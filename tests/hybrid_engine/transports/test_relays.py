@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.switch import rendezvous
+from hybrid_engine.switch import setup
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
 from hybrid_engine.transports.deltas import Deltas
@@ -83,7 +83,7 @@ def switch_with_manager() -> dict[str, object]:
     for case in ("relayed", "host a cannot", "collective"):
         transport = "collective" if case == "collective" else "auto"
         can_relay = case != "host a cannot" or host != "a"
-        with mock.patch.object(rendezvous, "is_elastic", return_value=can_relay):
+        with mock.patch.object(setup, "is_elastic", return_value=can_relay):
             rig = Rig(elastic=True, host=host, transport=transport)
         for _ in range(2):
             rig.training.step()

@@ -1,7 +1,7 @@
 // The lock, the bytes that each process has of each device, counts of calls, calls that a test lets fail, reports.
 #include "driver.h"
 
-#include <atomic>
+#include <bitset>
 #include <chrono>
 #include <csignal>
 #include <cstdarg>
@@ -10,7 +10,11 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <filesystem>
+#include <sched.h>
+#include <set>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace software_gpu {
@@ -28,7 +32,20 @@ Held::~Held() {
     lock_of_thread = nullptr;
 }
 
-void Held::wait() { something_happened.wait_for(*lock_of_thread, std::chrono::milliseconds(20)); }
+// Without Python's lock, which a kernel that another thread computes may need. Who has it may be waiting for ours.
+void Held::wait() {
+    using HasLock = int (*)();
+    using GiveUp = void* (*)();
+    using TakeAgain = void (*)(void*);
+    static auto has_lock = reinterpret_cast<HasLock>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static auto give_up = reinterpret_cast<GiveUp>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    static auto take_again = reinterpret_cast<TakeAgain>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    void* python = has_lock && has_lock() ? give_up() : nullptr;
+    something_happened.wait_for(*lock_of_thread, std::chrono::milliseconds(20));
+    if (python) {
+        run_released([python] { take_again(python); });
+    }
+}
 
 void Held::notify() { something_happened.notify_all(); }
 
@@ -43,22 +60,39 @@ void Held::run_released(const std::function<void()>& function) {
 
 constexpr int kMostProcesses = 256;
 constexpr int kMostDevices = 16;
+constexpr size_t kMostMemories = 1 << 16;
+
+using Processes = std::bitset<kMostProcesses>;
 
 struct ProcessAccount {
-    std::atomic<int> pid;
-    std::atomic<int64_t> taken[kMostDevices];
+    int pid;  // 0: free
+    int64_t taken[kMostDevices];
 };
 
-static ProcessAccount* accounts;
-static ProcessAccount* own_account;
-static int own_pid;  // a forked child has an account of its own
+// Physical memory that processes hold.
+struct PhysicalMemory {
+    uint64_t file;
+    int64_t nbytes;
+    int device;
+    Processes holders;
+    bool may_be_open;  // a descriptor of it was given out, which keeps it without holders, too
+};
 
-static bool is_alive(int pid) { return pid == own_pid || kill(pid, 0) == 0 || errno != ESRCH; }
+struct Accounts {
+    std::atomic<int> owner;
+    ProcessAccount processes[kMostProcesses];
+    size_t num_memories;  // entries behind it are free, and so are those that nobody holds
+    PhysicalMemory memories[kMostMemories];
+};
 
-// Memory of all processes of one machine, which the launcher names; filled with zeros at first.
+// Memory of all processes of one machine, which the launcher names; filled with zeros at first. Without a name the
+// machine is this process's own.
 void* map_shared_memory(const char* name, size_t nbytes) {
     const char* id = getenv("SOFTWARE_GPU_ID");
-    std::string path = std::string("/software_gpu.") + (id ? id : "0") + "." + name;
+    if (!id) {
+        return mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    }
+    std::string path = std::string("/software_gpu.") + id + "." + name;
     int descriptor = shm_open(path.c_str(), O_CREAT | O_RDWR, 0600);
     if (descriptor < 0 || ftruncate(descriptor, nbytes) != 0) {
         perror("software GPU: shared memory");
@@ -69,58 +103,217 @@ void* map_shared_memory(const char* name, size_t nbytes) {
     return mapping;
 }
 
-static void close_account() {
-    if (own_account && own_pid == getpid()) {
-        own_account->pid = 0;
+SharedHeld::SharedHeld(std::atomic<int>& owner) : owner_(owner) {
+    int nobody = 0;
+    while (!owner_.compare_exchange_weak(nobody, getpid())) {
+        bool has_died = nobody && kill(nobody, 0) != 0 && errno == ESRCH;
+        if (has_died) {
+            owner_.compare_exchange_strong(nobody, 0);
+        }
+        nobody = 0;
+        sched_yield();
     }
 }
 
-static ProcessAccount& account() {
-    if (own_account && own_pid == getpid()) {
-        return *own_account;
-    }
-    if (!accounts) {
-        size_t nbytes = kMostProcesses * sizeof(ProcessAccount);
-        accounts = static_cast<ProcessAccount*>(map_shared_memory("accounts", nbytes));
-        atexit(close_account);
-    }
-    own_pid = getpid();
+SharedHeld::~SharedHeld() { owner_ = 0; }
+
+static Accounts& accounts() {
+    static auto* shared = static_cast<Accounts*>(map_shared_memory("accounts", sizeof(Accounts)));
+    return *shared;
+}
+
+// The functions below are called while the accounts are held, up to those that hold them.
+
+static Processes living_processes() {
+    Processes living;
     for (int i = 0; i < kMostProcesses; i++) {
-        int pid = accounts[i].pid;
-        bool is_free = pid == 0 || !is_alive(pid);
-        if (is_free && accounts[i].pid.compare_exchange_strong(pid, own_pid)) {
-            own_account = &accounts[i];
-            for (auto& nbytes : own_account->taken) {
-                nbytes = 0;
-            }
-            return *own_account;
+        int pid = accounts().processes[i].pid;
+        living[i] = pid && (pid == getpid() || kill(pid, 0) == 0 || errno != ESRCH);
+    }
+    return living;
+}
+
+static int own_number;  // of this process's account
+
+static void close_account() {
+    ProcessAccount& own = accounts().processes[own_number];
+    if (own.pid == getpid()) {  // and not of a forked child's parent
+        own.pid = 0;
+    }
+}
+
+static int new_number() {
+    Processes living = living_processes();
+    for (int i = 0; i < kMostProcesses; i++) {
+        if (living[i]) {
+            continue;
         }
+        accounts().processes[i] = {getpid(), {}};
+        for (size_t k = 0; k < accounts().num_memories; k++) {
+            accounts().memories[k].holders.reset(i);  // who had the number before has died
+        }
+        atexit(close_account);
+        return i;
     }
     fprintf(stderr, "software GPU: more than %d processes\n", kMostProcesses);
     abort();
 }
 
-int64_t taken(int device) {
-    account();
+static ProcessAccount& own_account() {
+    static const int number = own_number = new_number();
+    return accounts().processes[number];
+}
+
+static bool is_held(const PhysicalMemory& memory, const Processes& living) {
+    return (memory.holders & living).any() || memory.may_be_open;
+}
+
+// Memory files of devices that any process has open. One that is on its way through a socket is not seen, nor those of
+// processes whose files this one may not look at.
+static std::set<uint64_t> open_memory_files() {
+    std::set<uint64_t> files;
+    const std::string prefix = std::string("/memfd:") + kMemoryFileName;
+    std::error_code error;  // processes and files go meanwhile
+    for (const auto& process : std::filesystem::directory_iterator("/proc", error)) {
+        if (!isdigit(process.path().filename().string()[0])) {
+            continue;
+        }
+        std::filesystem::directory_iterator descriptors(process.path() / "fd", error);
+        for (; !error && descriptors != std::filesystem::directory_iterator(); descriptors.increment(error)) {
+            std::string name = std::filesystem::read_symlink(descriptors->path(), error).string();
+            struct stat status;
+            if (!error && name.starts_with(prefix) && stat(descriptors->path().c_str(), &status) == 0) {
+                files.insert(status.st_ino);
+            }
+            error.clear();
+        }
+    }
+    return files;
+}
+
+// Free what was given out and nobody has any more.
+static void forget_closed(const Processes& living) {
+    std::vector<PhysicalMemory*> unheld;
+    for (size_t i = 0; i < accounts().num_memories; i++) {
+        PhysicalMemory& memory = accounts().memories[i];
+        if (memory.may_be_open && (memory.holders & living).none()) {
+            unheld.push_back(&memory);
+        }
+    }
+    if (unheld.empty()) {
+        return;
+    }
+    std::set<uint64_t> open = open_memory_files();
+    for (PhysicalMemory* memory : unheld) {
+        memory->may_be_open = open.count(memory->file) > 0;
+    }
+}
+
+static int64_t sum_of(int device) {
+    Processes living = living_processes();
+    forget_closed(living);
     int64_t sum = 0;
     for (int i = 0; i < kMostProcesses; i++) {
-        int pid = accounts[i].pid;
-        if (pid && is_alive(pid)) {
-            sum += accounts[i].taken[machine_device(device)];
-        }
+        sum += living[i] ? accounts().processes[i].taken[machine_device(device)] : 0;
+    }
+    for (size_t i = 0; i < accounts().num_memories; i++) {
+        const PhysicalMemory& memory = accounts().memories[i];
+        bool is_taken = memory.device == machine_device(device) && is_held(memory, living);
+        sum += is_taken ? memory.nbytes : 0;
     }
     return sum;
 }
 
+static bool has_room(int device, int64_t nbytes) { return sum_of(device) + nbytes <= int64_t(device_nbytes()); }
+
+static PhysicalMemory* memory_of(uint64_t file, const Processes& living) {
+    for (size_t i = 0; i < accounts().num_memories; i++) {
+        PhysicalMemory& memory = accounts().memories[i];
+        if (memory.file == file && is_held(memory, living)) {
+            return &memory;
+        }
+    }
+    return nullptr;
+}
+
+static PhysicalMemory& free_entry(const Processes& living) {
+    for (size_t i = 0; i < accounts().num_memories; i++) {
+        PhysicalMemory& memory = accounts().memories[i];
+        if (!is_held(memory, living)) {
+            return memory;
+        }
+    }
+    if (accounts().num_memories == kMostMemories) {
+        fprintf(stderr, "software GPU: more than %zu pieces of memory\n", kMostMemories);
+        abort();
+    }
+    return accounts().memories[accounts().num_memories++];
+}
+
+int64_t taken(int device) {
+    SharedHeld held(accounts().owner);
+    return sum_of(device);
+}
+
+bool has_free(int device, int64_t nbytes) {
+    SharedHeld held(accounts().owner);
+    return has_room(device, nbytes);
+}
+
 bool take(int device, int64_t nbytes) {
-    if (taken(device) + nbytes > int64_t(device_nbytes())) {
+    SharedHeld held(accounts().owner);
+    if (!has_room(device, nbytes)) {
         return false;
     }
-    account().taken[machine_device(device)] += nbytes;
+    own_account().taken[machine_device(device)] += nbytes;
     return true;
 }
 
-void give(int device, int64_t nbytes) { account().taken[machine_device(device)] -= nbytes; }
+void give(int device, int64_t nbytes) {
+    SharedHeld held(accounts().owner);
+    own_account().taken[machine_device(device)] -= nbytes;
+}
+
+// How often this process holds each memory.
+static std::map<uint64_t, int>& num_holds = *new std::map<uint64_t, int>;
+
+bool hold(int device, uint64_t file, int64_t nbytes) {
+    SharedHeld held(accounts().owner);
+    own_account();
+    Processes living = living_processes();
+    PhysicalMemory* memory = memory_of(file, living);
+    if (!memory && !has_room(device, nbytes)) {
+        return false;
+    }
+    if (!memory) {
+        memory = &free_entry(living);
+        *memory = {file, nbytes, machine_device(device), {}, false};
+    }
+    memory->holders.set(own_number);
+    num_holds[file]++;
+    return true;
+}
+
+void drop(uint64_t file) {
+    if (--num_holds[file] > 0) {
+        return;
+    }
+    num_holds.erase(file);
+    SharedHeld held(accounts().owner);
+    memory_of(file, living_processes())->holders.reset(own_number);
+    auto is_last_free = [] {
+        const PhysicalMemory& last = accounts().memories[accounts().num_memories - 1];
+        return last.holders.none() && !last.may_be_open;
+    };
+    while (accounts().num_memories && is_last_free()) {
+        accounts().num_memories--;
+    }
+}
+
+void keep_while_open(uint64_t file) {
+    SharedHeld held(accounts().owner);
+    memory_of(file, living_processes())->may_be_open = true;
+}
 
 // -- counts and failures -----------------------------------------------------------------------------------------
 
@@ -136,9 +329,8 @@ static std::mutex& counts_mutex = *new std::mutex;
 static std::map<std::string, uint64_t>& counts = *new std::map<std::string, uint64_t>;
 static std::map<std::string, Failure>& failures = *new std::map<std::string, Failure>;
 
-CUresult count(const char* name) {
-    std::lock_guard guard(counts_mutex);
-    counts[name]++;
+// The caller holds the counts' lock.
+static CUresult asked_failure(const char* name) {
     auto failure = failures.find(name);
     if (failure == failures.end() || failure->second.num_left == 0) {
         return CUDA_SUCCESS;
@@ -149,6 +341,13 @@ CUresult count(const char* name) {
     }
     failure->second.num_left--;
     return CUresult(failure->second.error);
+}
+
+CUresult count(const char* name) {
+    timeline_call(name);
+    std::lock_guard guard(counts_mutex);
+    counts[name]++;
+    return asked_failure(name);
 }
 
 // -- reports -----------------------------------------------------------------------------------------------------
@@ -195,6 +394,11 @@ extern "C" {
 
 int software_gpu_count(const char* name) { return count(name); }
 
+int software_gpu_asked_failure(const char* name) {
+    std::lock_guard guard(counts_mutex);
+    return asked_failure(name);
+}
+
 void software_gpu_fail(const char* name, uint64_t first, uint64_t num, int error) {
     std::lock_guard guard(counts_mutex);
     failures[name] = {first - 1, num, error};
@@ -220,6 +424,15 @@ int software_gpu_take(int device, int64_t nbytes) {
 void software_gpu_give(int device, int64_t nbytes) {
     Held held;
     give(device, nbytes);
+}
+
+// Leave so much of a device free: the rest is taken, instead of what was taken so before. Less than 0: all of it.
+void software_gpu_leave(int device, int64_t free_nbytes) {
+    static int64_t withheld[kMostDevices];
+    Held held;
+    give(device, withheld[device]);
+    withheld[device] = free_nbytes < 0 ? 0 : int64_t(device_nbytes()) - taken(device) - free_nbytes;
+    take(device, withheld[device]);
 }
 
 void software_gpu_report(const char* kind, const char* text) { write_report(kind, text); }

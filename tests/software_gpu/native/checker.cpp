@@ -121,6 +121,11 @@ static bool report_conflict(
     return true;
 }
 
+static void add_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
+    Accesses& accesses = writes ? stream.writes : stream.reads;
+    accesses.add(start, start + nbytes, stream.num_put, what);
+}
+
 void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
     if (!nbytes) {
         return;
@@ -137,8 +142,17 @@ void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, co
         }
         stream.has_shared_accesses = true;
     }
-    Accesses& accesses = writes ? stream.writes : stream.reads;
-    accesses.add(start, start + nbytes, stream.num_put, what);
+    add_access(stream, start, nbytes, writes, what);
+}
+
+void check_access_in_graph(Graph& graph, uint64_t start, size_t nbytes, bool writes, const char* what) {
+    Stream& branch = *graph.running;
+    for (const auto& [stream, other] : graph.branches) {
+        if (other.get() != &branch && report_conflict(branch, start, nbytes, writes, what, *other)) {
+            break;
+        }
+    }
+    add_access(branch, start, nbytes, writes, what);
 }
 
 static void report_release(Stream& stream, const Accesses& accesses, uint64_t start, size_t nbytes, const char* what) {
@@ -180,16 +194,18 @@ static void host_learns(Stream& stream, uint64_t number) {
 
 void host_waited_for(Stream& stream, uint64_t number, const Clock& known) {
     host_learns(stream, number);
+    timeline_host_waits(stream, number);
     for (const auto& [other, other_number] : known) {
         host_learns(*const_cast<Stream*>(other), other_number);
     }
 }
 
-// Up to what is done: another thread may have put more there meanwhile.
+// Up to what is over: another thread may have put more there meanwhile.
 void host_waited_for_all(int device) {
     for (Stream* stream : all_streams()) {
         if (device < 0 || stream->device == device) {
-            host_learns(*stream, stream->num_done);
+            host_learns(*stream, stream->num_over());
+            timeline_host_waits(*stream, stream->num_over());
         }
     }
 }

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <unistd.h>
 
 namespace software_gpu {
 
@@ -13,6 +14,8 @@ constexpr int64_t kContextNbytes = int64_t(500) << 20;  // about what a context 
 constexpr int kDriverVersion = 13000;
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
+
+// -- devices -----------------------------------------------------------------------------------------------------
 
 static int number_in_environment(const char* name, int otherwise) {
     const char* text = getenv(name);
@@ -62,6 +65,10 @@ bool can_access_peer(int device, int other) {
     return device != other && are_peers;
 }
 
+static pid_t initialized_process;
+
+CUresult driver_state() { return initialized_process == getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED; }
+
 // -- contexts ----------------------------------------------------------------------------------------------------
 
 constexpr int kMostDevices = 16;
@@ -82,6 +89,8 @@ static int device_of(CUcontext context) {
 
 int current_device() { return std::max(device_of_thread, 0); }
 
+int device_of_context() { return device_of_thread == kNoDevice ? kAnyDevice : device_of_thread; }
+
 CUcontext primary_context(int device) {
     if (!has_context[device]) {
         has_context[device] = true;
@@ -92,8 +101,8 @@ CUcontext primary_context(int device) {
 
 // -- attributes --------------------------------------------------------------------------------------------------
 
-static const std::map<int, int>& attributes() {
-    static const std::map<int, int> of_an_h100 = {
+static std::map<int, int>& attributes() {
+    static std::map<int, int> of_an_h100 = {
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
         // An H100 has 132. vLLM starts so many programs of a kernel, and here they run one after another.
@@ -133,14 +142,12 @@ static const std::map<int, int>& attributes() {
     return of_an_h100;
 }
 
-static CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+int attribute(int device, CUdevice_attribute attribute) {
     if (attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
-        *value = 16 + machine_device(device);
-        return CUDA_SUCCESS;
+        return 16 + machine_device(device);
     }
     auto entry = attributes().find(attribute);
-    *value = entry == attributes().end() ? 0 : entry->second;
-    return CUDA_SUCCESS;
+    return entry == attributes().end() ? 0 : entry->second;
 }
 
 static const char* description_of(CUresult error) {
@@ -151,10 +158,26 @@ static const char* description_of(CUresult error) {
             return "out of memory";
         case CUDA_ERROR_INVALID_VALUE:
             return "invalid argument";
+        case CUDA_ERROR_NOT_INITIALIZED:
+            return "initialization error";
+        case CUDA_ERROR_INVALID_HANDLE:
+            return "invalid resource handle";
         case CUDA_ERROR_NOT_SUPPORTED:
             return "operation not supported";
         case CUDA_ERROR_ILLEGAL_ADDRESS:
             return "an illegal memory access was encountered";
+        case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
+            return "operation not permitted when stream is capturing";
+        case CUDA_ERROR_STREAM_CAPTURE_INVALIDATED:
+            return "operation failed due to a previous error during capture";
+        case CUDA_ERROR_STREAM_CAPTURE_UNJOINED:
+            return "capturing stream has unjoined work";
+        case CUDA_ERROR_STREAM_CAPTURE_ISOLATION:
+            return "dependency created on uncaptured work in another stream";
+        case CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return "operation would make the legacy stream depend on a capturing blocking stream";
+        case CUDA_ERROR_CAPTURED_EVENT:
+            return "operation not permitted on an event last recorded in a capturing stream";
         case CUDA_ERROR_NO_BINARY_FOR_GPU:
             return "no kernel image is available for execution on the device";
         default:
@@ -196,7 +219,16 @@ using namespace software_gpu;
 
 extern "C" {
 
-CUresult cuInit(unsigned) { return num_devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
+// What all devices answer from now on, for a test of another GPU than an H100.
+void software_gpu_set_attribute(int attribute, int value) { attributes()[attribute] = value; }
+
+CUresult cuInit(unsigned) {
+    if (!initialized_process) {
+        initialized_process = getpid();
+    }
+    CUresult error = driver_state();
+    return error || num_devices() ? error : CUDA_ERROR_NO_DEVICE;
+}
 
 CUresult cuDriverGetVersion(int* version) {
     *version = kDriverVersion;
@@ -205,7 +237,7 @@ CUresult cuDriverGetVersion(int* version) {
 
 CUresult cuDeviceGetCount(int* num) {
     *num = num_devices();
-    return CUDA_SUCCESS;
+    return driver_state();
 }
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
@@ -213,7 +245,7 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
     *device = ordinal;
-    return CUDA_SUCCESS;
+    return driver_state();
 }
 
 CUresult cuDeviceGetName(char* name, int room, CUdevice) {
@@ -233,8 +265,9 @@ CUresult cuDeviceTotalMem(size_t* nbytes, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
-    return device_attribute(value, attribute, device);
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice device) {
+    *value = attribute(device, name);
+    return driver_state();
 }
 
 CUresult cuDeviceGetPCIBusId(char* text, int room, CUdevice device) {
@@ -253,9 +286,10 @@ CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CU
 }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-    Held held;
-    *context = primary_context(device);
-    return CUDA_SUCCESS;
+    return driver_call("cuDevicePrimaryCtxRetain", [&] {
+        *context = primary_context(device);
+        return CUDA_SUCCESS;
+    });
 }
 
 CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
@@ -271,12 +305,12 @@ CUresult cuDevicePrimaryCtxSetFlags(CUdevice, unsigned) { return CUDA_SUCCESS; }
 
 CUresult cuCtxGetCurrent(CUcontext* context) {
     *context = context_token(device_of_thread);
-    return CUDA_SUCCESS;
+    return driver_state();
 }
 
 CUresult cuCtxSetCurrent(CUcontext context) {
     device_of_thread = device_of(context);
-    return CUDA_SUCCESS;
+    return driver_state();
 }
 
 CUresult cuCtxPushCurrent(CUcontext context) {
@@ -321,7 +355,10 @@ CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 static CUresult synchronize(int device) {
-    return driver_call("cuCtxSynchronize", [&] {
+    return unsafe_call("cuCtxSynchronize", [&] {
+        if (CUresult error = refuse_wait_for_device(device)) {
+            return error;
+        }
         run_all(device);
         host_waited_for_all(device);
         return lasting_error();

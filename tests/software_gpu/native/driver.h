@@ -4,6 +4,8 @@
 #pragma once
 #include "interface.h"
 
+#include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -12,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -37,17 +40,19 @@ public:
 // -- devices -----------------------------------------------------------------------------------------------------
 
 constexpr int kHost = -1;
-constexpr size_t kPageNbytes = size_t(2) << 20;  // of device memory: the driver's granularity
 
 // Devices that this process sees are numbered from 0; CUDA_VISIBLE_DEVICES says which of the machine's they are.
 int num_devices();
 int machine_device(int device);
+constexpr int kAnyDevice = -1;
 int current_device();
+int device_of_context();  // of this thread, or kAnyDevice
 void set_current_device(int device);
 bool can_access_peer(int device, int other);
 size_t device_nbytes();
 // The context of a device; the first call for it takes the memory that a context has.
 CUcontext primary_context(int device);
+int attribute(int device, CUdevice_attribute attribute);
 
 // -- accounts ----------------------------------------------------------------------------------------------------
 
@@ -56,6 +61,24 @@ void* map_shared_memory(const char* name, size_t nbytes);
 bool take(int device, int64_t nbytes);
 void give(int device, int64_t nbytes);
 int64_t taken(int device);
+bool has_free(int device, int64_t nbytes);
+// Physical memory, by the number of its file, which several processes may hold: it is taken until none of them does.
+// A process says so once for each of its handles of the memory; false if the device has not so many bytes.
+bool hold(int device, uint64_t file, int64_t nbytes);
+void drop(uint64_t file);
+// From now on the memory is also taken while a descriptor of it is open, in any process.
+void keep_while_open(uint64_t file);
+
+// Held by a process that uses a table of shared memory, which names it; from one that has died it is taken.
+class SharedHeld {
+public:
+    explicit SharedHeld(std::atomic<int>& owner);
+    ~SharedHeld();
+    SharedHeld(const SharedHeld&) = delete;
+
+private:
+    std::atomic<int>& owner_;
+};
 
 CUresult count(const char* name);
 void report(const char* kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
@@ -73,10 +96,9 @@ struct Region {
     RegionKind kind;
     int device;
     int descriptor = -1;          // the memory file of what cuMemAlloc gave
-    bool is_readable = true;
-    bool is_writable = true;
     bool is_registered = false;   // host memory of the program's own
     Allocation* allocation = nullptr;
+    std::map<int, CUmemAccess_flags> rights = {};  // of mapped memory: what each device may do; none: nothing
     uint64_t shared_file = 0;     // what the system calls the memory file, once another process may have it
     uint64_t id = 0;
 
@@ -103,11 +125,16 @@ Reservation* reservation_at(uint64_t address);
 Region& add_region(Region region);
 uint64_t new_id();
 
-// Whether all of it may be touched; memory that the driver does not know is the host's own.
-bool is_accessible(uint64_t address, size_t nbytes);
-// Whether it is ordinary memory of the host, which the device cannot read by itself.
+// Whether a device may touch all of it.
+bool is_accessible(uint64_t address, size_t nbytes, int device = kAnyDevice);
+bool may_touch(const Region& region, int device);
+// Whether some of it is mapped for other devices only.
+bool is_withheld(uint64_t address, size_t nbytes, int device);
+// Whether it is ordinary memory of the host, which copies may touch and kernels may not.
 bool is_pageable(uint64_t address);
 
+// What the name of each memory file begins with; the number of its device follows.
+constexpr char kMemoryFileName[] = "software_gpu.device";
 // A memory file of a device, filled with a pattern so that nobody takes new memory for zeros; -1 without memory.
 int new_memory_file(int device, size_t nbytes);
 int device_of_memory_file(int descriptor);
@@ -117,6 +144,7 @@ uint64_t file_number(int descriptor);
 // -- order -------------------------------------------------------------------------------------------------------
 
 struct Stream;
+struct Graph;
 
 // What is known of other streams: all that they had up to a number is over before what comes next.
 using Clock = std::unordered_map<const Stream*, uint64_t>;
@@ -148,6 +176,8 @@ private:
 
 // Say what the last operation of a stream touches, and report who else does without an order between them.
 void check_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what);
+// The same among the branches of a graph, for the one whose node runs.
+void check_access_in_graph(Graph& graph, uint64_t start, size_t nbytes, bool writes, const char* what);
 // Report operations on memory that goes away although nobody waited for them; they are run first.
 void check_release(uint64_t start, size_t nbytes, const char* what);
 // Bytes of a memory file that several processes may have mapped.
@@ -178,19 +208,24 @@ struct Operation {
     bool is_released = false;
 };
 
-// What was put on streams while they were captured, in that order, which keeps the order between them.
-struct Graph {
-    struct Touched {
-        uint64_t start;
-        size_t nbytes;
-        bool writes;
-        const char* what;
-    };
+struct Touched {
+    uint64_t start;
+    size_t nbytes;
+    bool writes;
+    const char* what;
+};
 
-    uint64_t id = new_id();
-    bool is_open = true;                           // until its capture ends
-    std::vector<Operation> operations;
-    std::vector<Touched> accesses;
+// When the last operation of a stream begins at the earliest, and what timeline.cpp knew before it.
+struct TimedOperation {
+    double begin = 0;
+    std::array<double, 4> nbytes = {};
+    std::array<double, 4> engines_free_at = {};
+    std::array<double, 4> seconds_busy = {};
+};
+
+struct StreamTimes {
+    std::vector<double> ends = {};  // of operations, by number
+    TimedOperation operation = {};
 };
 
 struct Stream {
@@ -200,14 +235,41 @@ struct Stream {
     uint64_t num_put = 0;
     uint64_t num_done = 0;
     std::deque<Operation> queue;
-    bool is_running = false;                       // a thread runs an operation of it without the lock
+    std::thread::id launcher;                      // who computes an operation of it now, without the lock
+    int depth = 0;                                 // of the launches of that thread, one within another
+    uint64_t open_number = 0;                      // of the operation that is computed
     Clock known;
     Accesses reads;
     Accesses writes;
+    StreamTimes times;
     bool has_shared_accesses = false;              // in the table of peers.cpp
     std::shared_ptr<Graph> graph;                  // while it is captured
+    Graph* launched = nullptr;                     // while it runs one for the first time
 
     bool is_blocking() const { return !(flags & CU_STREAM_NON_BLOCKING); }
+    bool is_open_elsewhere() const { return depth && launcher != std::this_thread::get_id(); }
+    // Up to which number all is over. What a thread waits for while it computes is part of what it computes.
+    uint64_t num_over() const { return is_open_elsewhere() ? open_number - 1 : num_done; }
+};
+
+// What was put on streams while they were captured, in that order, which keeps the order between them.
+struct Graph {
+    struct Node {
+        Operation operation;
+        Stream* branch;
+        Clock known;                               // by its branch, of the others
+        std::vector<Touched> accesses = {};
+    };
+
+    uint64_t id = new_id();
+    CUstreamCaptureMode mode;
+    std::thread::id thread = std::this_thread::get_id();  // that captures
+    Stream* origin;                                // where the capture began
+    bool is_open = true;                           // until its capture ends
+    bool is_valid = true;                          // until something is done that a capture forbids
+    std::vector<Node> nodes = {};
+    std::map<Stream*, std::unique_ptr<Stream>> branches = {};  // of captured streams; gone after the first launch
+    Stream* running = nullptr;                     // branch whose node runs
 };
 
 Stream& stream_of(CUstream handle);
@@ -217,20 +279,49 @@ Operation& put(Stream& stream, std::function<void()> run);
 // Run what a stream has up to a number. Without `is_waiting` it stops at what another thread has to finish.
 bool run_up_to(Stream& stream, uint64_t number, bool is_waiting = true);
 void run_all(int device);
+// The error of a call that waits, or does what no graph can repeat, while a capture forbids this thread such calls. The
+// capture is invalid from then on.
+CUresult refuse_unsafe_call();
+// The same for a call that waits for all of a device.
+CUresult refuse_wait_for_device(int device);
 // An error that stays until the process ends, as after an illegal address.
 CUresult lasting_error();
 void set_lasting_error(CUresult error);
 
+// -- the timeline ------------------------------------------------------------------------------------------------
+
+// The host made a call; an operation was put on a stream, and touches bytes; a stream, or the host, waits for another.
+void timeline_call(const char* name);
+void timeline_put(Stream& stream);
+void timeline_use(Stream& stream, uint64_t address, size_t nbytes, bool writes);
+void timeline_wait(Stream& stream, const Stream& other, uint64_t number);
+void timeline_host_waits(const Stream& stream, uint64_t number);
+
 // -- public functions --------------------------------------------------------------------------------------------
+
+// CUDA_SUCCESS after cuInit in this process. A child that is forked afterwards has no driver, and cannot get one.
+CUresult driver_state();
 
 // Count a call, fail it if a test asked for that, and run it under the lock.
 template <class Body>
 CUresult driver_call(const char* name, Body body) {
+    if (CUresult error = driver_state()) {
+        return error;
+    }
     Held held;
     if (CUresult error = count(name)) {
         return error;
     }
     return body();
+}
+
+// The same for a call that a capture may forbid.
+template <class Body>
+CUresult unsafe_call(const char* name, Body body) {
+    return driver_call(name, [&] {
+        CUresult error = refuse_unsafe_call();
+        return error ? error : body();
+    });
 }
 
 }  // namespace software_gpu

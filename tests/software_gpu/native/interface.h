@@ -2,7 +2,7 @@
 //
 //   libcuda.so.1     memory.cpp, virtual_memory.cpp, streams.cpp, checker.cpp, devices.cpp, accounts.cpp
 //   libcudart.so.13  runtime.cpp, on libcuda
-//   libnccl.so.2     collectives.cpp, on libcuda
+//   libnccl.so.2     nccl.cpp and nccl_*.cpp, on libcuda
 //   libnvidia-ml.so.1 nvml.cpp, alone
 //   operators.so     operators.cpp, on torch, libcudart and libcuda
 //
@@ -19,13 +19,24 @@ extern "C" {
 // -- kernels: code of the CPU that runs at once, in the thread that launches it ------------------------------------
 
 // Put a kernel on `stream`, and run everything that was put there before it. Accesses of the kernel are declared next.
-void software_gpu_begin_kernel(CUstream stream, const char* name);
+// Until its end, whoever waits for the stream in another thread waits; a kernel within it is a part of it. Returns an
+// error of the driver where a capture of another stream forbids the kernel; it has not begun then.
+int software_gpu_begin_kernel(CUstream stream, const char* name);
+void software_gpu_end_kernel(CUstream stream);
+
+// Go on with a kernel that ended meanwhile, so that its thread could ask for memory. No thread waits for another
+// one's memory within a kernel: who has the allocator's lock may be waiting for the kernel's end.
+void software_gpu_continue_kernel(CUstream stream);
+
+// What has gaps is said row by row, and of more rows than these all from the first to the last.
+enum { SOFTWARE_GPU_MOST_ROWS = 1024 };
 
 // Say that the last operation on `stream` reads or writes these bytes. Reports a conflict with an operation of
 // another stream that nothing orders before it, and an address that is not mapped. `what` must live for ever.
 void software_gpu_access(CUstream stream, uint64_t address, size_t nbytes, int writes, const char* what);
 
-// Whether all bytes may be touched now: false for a reserved address range without memory.
+// Whether the device of this thread's context may touch all bytes now, or without a context any device: false for a
+// reserved address range without memory, or without access for this device.
 int software_gpu_is_accessible(uint64_t address, size_t nbytes);
 
 // -- messages: operations of a stream that another thread carries out ----------------------------------------------
@@ -46,13 +57,17 @@ void software_gpu_end_message(SoftwareGpuMessage* message);
 // Whether what is put on `stream` becomes part of a graph instead of running.
 int software_gpu_is_capturing(CUstream stream);
 
-// Add a function to the graph that `stream` is captured into; `release(argument)` is called when the graph goes.
-void software_gpu_capture(CUstream stream, void (*run)(void*), void* argument, void (*release)(void*));
+// Add a function to the graph that `stream` is captured into; `release(argument)` is called when the graph goes. Returns
+// an error of the driver if the capture is invalid. What the function touches is declared next.
+int software_gpu_capture(CUstream stream, void (*run)(void*), void* argument, void (*release)(void*));
 
 // -- accounts ------------------------------------------------------------------------------------------------------
 
 // Count a call of `name`, and return the error that a test asked for at this call (0: none).
 int software_gpu_count(const char* name);
+
+// The same for what is no call of the program's, and is not counted: "ncclSend on its way".
+int software_gpu_asked_failure(const char* name);
 
 // Let calls of `name` fail with `error`: so many of them, from the one with this number from now on (1: the next one).
 // Without any the order is taken back.

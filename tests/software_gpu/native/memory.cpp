@@ -2,6 +2,7 @@
 // processes. Memory of the device is a memory file, so that other processes can map it too.
 #include "driver.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
@@ -14,7 +15,6 @@ namespace software_gpu {
 constexpr size_t kAllocationNbytes = 512;              // cuMemAlloc rounds up to it
 constexpr size_t kMostPatternNbytes = size_t(64) << 20;  // larger memory keeps its zeros: filling it would take long
 constexpr unsigned char kPattern = 0xA5;
-constexpr char kFileName[] = "software_gpu.device";
 
 std::map<uint64_t, Region>& regions() {
     static auto* all = new std::map<uint64_t, Region>;  // outlives what runs at exit
@@ -50,14 +50,31 @@ Region& add_region(Region region) {
     return regions()[region.start] = region;
 }
 
-bool is_accessible(uint64_t address, size_t nbytes) {
-    if (!reservation_at(address)) {
+static bool has_right(const Region& region, int device) {
+    auto entry = region.rights.find(device);
+    return entry != region.rights.end() && entry->second != CU_MEM_ACCESS_FLAGS_PROT_NONE;
+}
+
+bool may_touch(const Region& region, int device) {
+    if (region.kind == RegionKind::host) {
         return true;
     }
+    if (region.kind == RegionKind::mapped && device == kAnyDevice) {
+        return std::any_of(region.rights.begin(), region.rights.end(), [&](const auto& right) {
+            return has_right(region, right.first);
+        });
+    }
+    if (region.kind == RegionKind::mapped) {
+        return has_right(region, device);
+    }
+    return device == kAnyDevice || device == region.device || can_access_peer(device, region.device);
+}
+
+bool is_accessible(uint64_t address, size_t nbytes, int device) {
     uint64_t end = address + nbytes;
     while (address < end) {
         Region* region = region_at(address);
-        if (!region || !region->is_readable) {
+        if (!region || !may_touch(*region, device)) {
             return false;
         }
         address = region->end();
@@ -65,10 +82,26 @@ bool is_accessible(uint64_t address, size_t nbytes) {
     return true;
 }
 
+bool is_withheld(uint64_t address, size_t nbytes, int device) {
+    uint64_t end = address + nbytes;
+    auto next = regions().upper_bound(address);
+    for (next = next == regions().begin() ? next : std::prev(next); next != regions().end(); next++) {
+        const Region& region = next->second;
+        if (region.start >= end) {
+            return false;
+        }
+        bool overlaps = address < region.end() && region.kind == RegionKind::mapped;
+        if (overlaps && may_touch(region, kAnyDevice) && !may_touch(region, device)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 bool is_pageable(uint64_t address) { return !region_at(address) && !reservation_at(address); }
 
 int new_memory_file(int device, size_t nbytes) {
-    std::string name = kFileName + std::to_string(machine_device(device));
+    std::string name = kMemoryFileName + std::to_string(machine_device(device));
     int descriptor = memfd_create(name.c_str(), MFD_CLOEXEC);
     if (descriptor < 0 || ftruncate(descriptor, nbytes) != 0) {
         return -1;
@@ -291,23 +324,34 @@ extern "C" {
 
 int software_gpu_is_accessible(uint64_t address, size_t nbytes) {
     Held held;
-    return is_accessible(address, nbytes);
+    return is_accessible(address, nbytes, device_of_context());
 }
 
+// The device is that of the thread's context, so there has to be one. The calls of virtual_memory.cpp name the device
+// themselves: cuda.h has no CUDA_ERROR_INVALID_CONTEXT among their errors, and an initialized driver is enough for them.
 CUresult cuMemAlloc(CUdeviceptr* address, size_t nbytes) {
-    return driver_call("cuMemAlloc", [&] { return allocate(address, nbytes); });
+    return unsafe_call("cuMemAlloc", [&] {
+        return device_of_context() == kAnyDevice ? CUDA_ERROR_INVALID_CONTEXT : allocate(address, nbytes);
+    });
 }
 
 CUresult cuMemFree(CUdeviceptr address) {
-    return driver_call("cuMemFree", [&] { return free_memory(address); });
+    return unsafe_call("cuMemFree", [&] { return free_memory(address); });
 }
 
-CUresult cuMemAllocAsync(CUdeviceptr* address, size_t nbytes, CUstream) { return cuMemAlloc(address, nbytes); }
+CUresult cuMemAllocAsync(CUdeviceptr* address, size_t nbytes, CUstream) {
+    return driver_call("cuMemAllocAsync", [&] { return allocate(address, nbytes); });
+}
 
-CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return cuMemFree(address); }
+CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) {
+    return driver_call("cuMemFreeAsync", [&] { return free_memory(address); });
+}
 
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
     return driver_call("cuMemGetInfo", [&] {
+        if (device_of_context() == kAnyDevice) {
+            return CUDA_ERROR_INVALID_CONTEXT;
+        }
         int64_t used = taken(current_device());
         *total = device_nbytes();
         *free = used > int64_t(*total) ? 0 : *total - used;
@@ -316,26 +360,32 @@ CUresult cuMemGetInfo(size_t* free, size_t* total) {
 }
 
 CUresult cuMemHostAlloc(void** address, size_t nbytes, unsigned) {
-    return driver_call("cuMemHostAlloc", [&] { return allocate_host(address, nbytes); });
+    return unsafe_call("cuMemHostAlloc", [&] { return allocate_host(address, nbytes); });
 }
 
 CUresult cuMemAllocHost(void** address, size_t nbytes) { return cuMemHostAlloc(address, nbytes, 0); }
 
 CUresult cuMemFreeHost(void* address) {
-    return driver_call("cuMemFreeHost", [&] { return free_host(address); });
+    return unsafe_call("cuMemFreeHost", [&] { return free_host(address); });
 }
 
 CUresult cuMemHostRegister(void* address, size_t nbytes, unsigned) {
-    return driver_call("cuMemHostRegister", [&] { return register_host(address, nbytes); });
+    return unsafe_call("cuMemHostRegister", [&] { return register_host(address, nbytes); });
 }
 
 CUresult cuMemHostUnregister(void* address) {
-    return driver_call("cuMemHostUnregister", [&] { return unregister_host(address); });
+    return unsafe_call("cuMemHostUnregister", [&] { return unregister_host(address); });
 }
 
 CUresult cuMemHostGetDevicePointer(CUdeviceptr* on_device, void* address, unsigned) {
-    *on_device = uint64_t(address);
-    return CUDA_SUCCESS;
+    return driver_call("cuMemHostGetDevicePointer", [&] {
+        Region* region = region_at(uint64_t(address));
+        if (!region || region->kind != RegionKind::host) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        *on_device = uint64_t(address);
+        return CUDA_SUCCESS;
+    });
 }
 
 CUresult cuMemHostGetFlags(unsigned* flags, void*) {

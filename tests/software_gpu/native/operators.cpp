@@ -102,15 +102,12 @@ void each_row(const Rows& rows, size_t depth, uint64_t address, const std::funct
     }
 }
 
-// Beyond this many rows a tensor with gaps is declared as a whole, which costs less and may say too much.
-constexpr int64_t kMostRows = 64;
-
 void declare_access(cudaStream_t stream, const Tensor& tensor, bool writes, const char* operator_name) {
     if (tensor.numel() == 0) {
         return;
     }
     Rows rows = rows_of(tensor);
-    if (rows.num_rows > kMostRows) {
+    if (rows.num_rows > SOFTWARE_GPU_MOST_ROWS) {
         software_gpu_access(stream, address_of(tensor), extent_nbytes(tensor), writes, operator_name);
         return;
     }
@@ -378,15 +375,11 @@ Tensor workspace_of(const Call& call) {
     return workspace;
 }
 
-// Returns what a graph keeps of the workspace: its bytes.
-std::optional<Tensor> use_workspace(const Call& call) {
-    Tensor workspace = workspace_of(call);
-    if (!workspace.defined()) {
-        return std::nullopt;
+void declare_workspace(const Tensor& workspace, const Call& call) {
+    if (workspace.defined()) {
+        check_accessible(workspace, call.name);
+        declare_access(call.stream, workspace, true, call.name);
     }
-    check_accessible(workspace, call.name);
-    declare_access(call.stream, workspace, true, call.name);
-    return over_same_bytes(workspace);
 }
 
 // -- running now ---------------------------------------------------------------------------------------------------
@@ -430,6 +423,21 @@ void declare_arguments(const Call& call) {
     }
 }
 
+// A kernel of the driver for the time of the block.
+class Launch {
+public:
+    explicit Launch(const Call& call) : stream_(call.stream) {
+        C10_CUDA_CHECK(cudaError_t(software_gpu_begin_kernel(stream_, call.name)));
+    }
+    // The rest of a kernel that asked for memory.
+    explicit Launch(cudaStream_t stream) : stream_(stream) { software_gpu_continue_kernel(stream_); }
+    ~Launch() { software_gpu_end_kernel(stream_); }
+    Launch(const Launch&) = delete;
+
+private:
+    cudaStream_t stream_;
+};
+
 // New memory of the device for a result that the CPU's kernel made, or gave a shape.
 Tensor allocate_like(const Tensor& result, const Call& call) {
     bool keeps_strides = result.is_non_overlapping_and_dense();
@@ -446,6 +454,7 @@ Tensor move_to_device(const Tensor& result, const Call& call) {
         return result;
     }
     Tensor moved = allocate_like(result, call);
+    Launch rest(call.stream);
     declare_access(call.stream, moved, true, call.name);
     over_same_bytes(moved).copy_(result);
     return moved;
@@ -459,6 +468,7 @@ void move_resized(const std::vector<Written>& written, const Call& call) {
             continue;
         }
         at::native::resize_output(each.on_device, each.view.sizes());
+        Launch rest(call.stream);
         declare_access(call.stream, each.on_device, true, call.name);
         over_same_bytes(each.on_device).copy_(each.view);
     }
@@ -486,20 +496,60 @@ bool host_waits_for(const Call& call) {
     return call.op.hasTag(at::Tag::dynamic_output_shape) || call.op.hasTag(at::Tag::data_dependent_output);
 }
 
-void run_now(const Call& call, Stack& stack) {
-    software_gpu_begin_kernel(call.stream, call.name);
-    declare_arguments(call);
-    use_workspace(call);
-    std::vector<Written> written;
-    for (size_t index = 0; index < call.arguments.size(); ++index) {
-        stack.push_back(argument_for_cpu(call, index, written));
+// Whether one of CUDA's kernels takes several tensors of a list: all of them dense, and on all lists alike.
+bool are_taken_together(const std::vector<c10::List<Tensor>>& lists) {
+    for (const c10::List<Tensor>& list : lists) {
+        for (size_t index = 0; index < list.size(); ++index) {
+            Tensor tensor = list.get(index);
+            Tensor first = lists.front().get(index);
+            if (!tensor.is_non_overlapping_and_dense() || tensor.sizes() != first.sizes() ||
+                tensor.strides() != first.strides()) {
+                return false;
+            }
+        }
     }
+    return true;
+}
+
+// Kernels that CUDA launches for the operator.
+size_t num_kernels(const Call& call) {
+    constexpr size_t kTensorsOfAKernel = 64;
+    if (strncmp(call.name, "aten::_foreach_", strlen("aten::_foreach_"))) {
+        return 1;
+    }
+    std::vector<c10::List<Tensor>> lists;
+    for (const IValue& argument : call.arguments) {
+        if (argument.isTensorList()) {
+            lists.push_back(argument.toTensorList());
+        }
+    }
+    size_t num_tensors = lists.empty() ? 1 : lists.front().size();
+    return are_taken_together(lists) ? (num_tensors + kTensorsOfAKernel - 1) / kTensorsOfAKernel : num_tensors;
+}
+
+// Leaves results of the CPU on the stack, and returns the tensors that were written.
+std::vector<Written> compute(const Call& call, Stack& stack) {
     std::optional<at::PhiloxCudaState> random_state;
     if (is_random(call)) {
         random_state = take_random_state(call);
     }
+    Tensor workspace = workspace_of(call);
+    Launch launch(call);
+    for (size_t more = num_kernels(call); more > 1; --more) {
+        software_gpu_count("kernel");
+    }
+    declare_arguments(call);
+    declare_workspace(workspace, call);
+    std::vector<Written> written;
+    for (size_t index = 0; index < call.arguments.size(); ++index) {
+        stack.push_back(argument_for_cpu(call, index, written));
+    }
     call_with_seed(call.op, stack, random_state ? &*random_state : nullptr);
-    move_resized(written, call);
+    return written;
+}
+
+void run_now(const Call& call, Stack& stack) {
+    move_resized(compute(call, stack), call);
     size_t num_results = call.op.schema().returns().size();
     for (size_t index = 0; index < num_results; ++index) {
         IValue& result = stack[stack.size() - num_results + index];
@@ -509,6 +559,7 @@ void run_now(const Call& call, Stack& stack) {
             result = with_tensors(result, [&](const Tensor& tensor) { return move_to_device(tensor, call); });
         }
     }
+    C10_CUDA_KERNEL_LAUNCH_CHECK();  // as torch does: it finds what an earlier call of the thread has left
     if (host_waits_for(call)) {
         C10_CUDA_CHECK(cudaStreamSynchronize(call.stream));
     }
@@ -525,13 +576,20 @@ struct Recorded {
     std::optional<Tensor> workspace;
 };
 
+// Whether `over_same_bytes` made it; an ordinary tensor of the CPU has a storage of its own.
+bool is_over_device_memory(const Tensor& tensor) {
+    return tensor.numel() != 0 && !tensor.storage().resizable();
+}
+
 void check_recorded_memory(const Recorded& recorded) {
     if (recorded.workspace) {
         check_accessible(*recorded.workspace, recorded.op.schema().name().c_str());
     }
     for (const IValue& argument : recorded.arguments) {
         each_tensor(argument, [&](const Tensor& tensor) {
-            check_accessible(tensor, recorded.op.schema().name().c_str());
+            if (is_over_device_memory(tensor)) {
+                check_accessible(tensor, recorded.op.schema().name().c_str());
+            }
         });
     }
 }
@@ -621,22 +679,15 @@ Stack results_of_capture(const Call& call) {
     }
 }
 
-void check_may_be_captured(const Call& call) {
-    TORCH_CHECK(
-        !host_waits_for(call), "CUDA error: operation not permitted when stream is capturing (", call.name,
-        " waits for the device to know the size of its result)"
-    );
-}
-
-// Whether `over_same_bytes` made it; an ordinary tensor of the CPU has a storage of its own.
-bool is_over_device_memory(const Tensor& tensor) {
-    return tensor.numel() != 0 && !tensor.storage().resizable();
-}
-
 void record(const Call& call, Stack& stack) {
-    check_may_be_captured(call);
-    declare_arguments(call);
-    auto recorded = std::make_unique<Recorded>(Recorded{call.op, {}, {}, {}, use_workspace(call)});
+    if (host_waits_for(call)) {
+        C10_CUDA_CHECK(cudaStreamSynchronize(call.stream));  // an error in a capture
+    }
+    Tensor workspace = workspace_of(call);
+    auto recorded = std::make_unique<Recorded>(Recorded{call.op, {}, {}, {}, {}});
+    if (workspace.defined()) {
+        recorded->workspace = over_same_bytes(workspace);
+    }
     std::vector<Written> written;
     for (size_t index = 0; index < call.arguments.size(); ++index) {
         IValue argument = argument_for_cpu(call, index, written);
@@ -656,12 +707,19 @@ void record(const Call& call, Stack& stack) {
         }
         stack.push_back(with_tensors(results[index], [&](const Tensor& shape) {
             Tensor allocated = allocate_like(shape, call);
-            declare_access(call.stream, allocated, true, call.name);
             recorded->results.push_back(over_same_bytes(allocated));
             return allocated;
         }));
     }
-    software_gpu_capture(call.stream, run_recorded, recorded.release(), release_recorded);
+    std::vector<Tensor> new_results = recorded->results;
+    C10_CUDA_CHECK(
+        cudaError_t(software_gpu_capture(call.stream, run_recorded, recorded.release(), release_recorded))
+    );
+    declare_arguments(call);
+    declare_workspace(workspace, call);
+    for (const Tensor& result : new_results) {
+        declare_access(call.stream, result, true, call.name);
+    }
 }
 
 // The kernel of CUDA.

@@ -5,10 +5,8 @@
 // processes share, by memory file; whoever touches the same bytes, where one of the two writes, is reported.
 #include "driver.h"
 
-#include <atomic>
 #include <csignal>
 #include <cstring>
-#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -38,22 +36,6 @@ static Table& table() {
     static Table* shared = static_cast<Table*>(map_shared_memory("accesses", sizeof(Table)));
     return *shared;
 }
-
-class TableHeld {
-public:
-    TableHeld() {
-        int nobody = 0;
-        while (!table().owner.compare_exchange_weak(nobody, getpid())) {
-            bool has_died = nobody && kill(nobody, 0) != 0 && errno == ESRCH;
-            if (has_died) {
-                table().owner.compare_exchange_strong(nobody, 0);
-            }
-            nobody = 0;
-            sched_yield();
-        }
-    }
-    ~TableHeld() { table().owner = 0; }
-};
 
 static bool is_other_living(int pid) { return pid && pid != getpid() && (kill(pid, 0) == 0 || errno != ESRCH); }
 
@@ -103,7 +85,7 @@ static Entry* touching_entry(const Stream& stream, const SharedAccess& access, b
 }
 
 void check_shared_access(const Stream& stream, const SharedAccess& access, bool writes, const char* what) {
-    TableHeld held;
+    SharedHeld held(table().owner);
     report_conflict(access, writes, what);
     Entry* entry = touching_entry(stream, access, writes);
     if (entry) {
@@ -121,7 +103,7 @@ void check_shared_access(const Stream& stream, const SharedAccess& access, bool 
 }
 
 void forget_shared_accesses(const Stream& stream, uint64_t number) {
-    TableHeld held;
+    SharedHeld held(table().owner);
     for (size_t i = 0; i < table().num_used; i++) {
         Entry& entry = table().entries[i];
         bool is_over = entry.pid == getpid() && entry.stream == uint64_t(&stream) && entry.number <= number;

@@ -34,10 +34,8 @@ static cudaError_t from_driver(CUresult result) {
 
 // -- devices and contexts ------------------------------------------------------------------------------------------
 
-static CUresult initialize_driver() {
-    static const CUresult result = cuInit(0);
-    return result;
-}
+// Asked each time: a forked child finds that it has no driver.
+static CUresult initialize_driver() { return cuInit(0); }
 
 // The primary context of each device, which the runtime shares with the driver's callers, retained once.
 class PrimaryContexts {
@@ -498,8 +496,11 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t nbytes, cud
     return with_context([&] { return cuMemcpyAsync(address_of(target), address_of(source), nbytes, stream); });
 }
 
+// The addresses say whose memory it is.
 cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t nbytes, cudaStream_t stream) {
-    return cudaMemcpyAsync(target, source, nbytes, cudaMemcpyDefault, stream);
+    return with_context([&] {
+        return cuMemcpyPeerAsync(address_of(target), nullptr, address_of(source), nullptr, nbytes, stream);
+    });
 }
 
 cudaError_t cudaMemcpy2DAsync(

@@ -1,15 +1,16 @@
 // Streams, events, copies and graphs.
 //
 // A copy runs when somebody waits for it, as late as it may: a program that forgets to wait reads old bytes. Kernels
-// run at once, in the thread that launches them, after what their stream has before them.
+// run at once, in the thread that launches them, after what their stream has before them. Other threads see them open
+// until they end.
 #include "driver.h"
 
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 namespace software_gpu {
 
-constexpr size_t kMostRows = 1024;  // of a copy with gaps whose rows are checked one by one
 constexpr int kQueriesPerStep = 3;  // a program that only asks whether something is over must see it end
 
 // -- queues ------------------------------------------------------------------------------------------------------
@@ -40,11 +41,12 @@ Stream& stream_of(CUstream handle) {
 
 std::vector<Stream*> all_streams() { return created_streams(); }
 
-static bool is_over(const Stream& stream, uint64_t number) { return stream.num_done >= number; }
+static bool is_over(const Stream& stream, uint64_t number) { return stream.num_over() >= number; }
 
 static void put_wait(Stream& stream, Stream& other, uint64_t number) {
     learn(stream.known, &other, number);
-    if (is_over(other, number)) {
+    if (is_over(other, number)) {  // here; by the timeline it may go on
+        timeline_wait(stream, other, number);
         return;
     }
     Operation operation;
@@ -52,6 +54,7 @@ static void put_wait(Stream& stream, Stream& other, uint64_t number) {
     operation.run = [] {};
     operation.is_ready = [&other, number](bool is_waiting) { return run_up_to(other, number, is_waiting); };
     stream.queue.push_back(std::move(operation));
+    timeline_wait(stream, other, number);
 }
 
 // The order that the default stream and blocking streams keep between them.
@@ -73,25 +76,45 @@ static void put_implicit_waits(Stream& stream) {
     }
 }
 
+// The record of a captured stream among the branches of its graph.
+static Stream& branch_of(const Stream& stream) { return *stream.graph->branches.at(const_cast<Stream*>(&stream)); }
+
+static Operation& put_into_graph(Stream& stream, std::function<void()> run) {
+    Stream& branch = branch_of(stream);
+    Operation operation{.number = ++branch.num_put, .run = std::move(run), .is_ready = nullptr};
+    stream.graph->nodes.push_back({std::move(operation), &branch, branch.known});
+    return stream.graph->nodes.back().operation;
+}
+
 Operation& put(Stream& stream, std::function<void()> run) {
     if (stream.graph) {
-        auto& operations = stream.graph->operations;
-        operations.push_back({.run = std::move(run), .is_ready = nullptr});
-        return operations.back();
+        return put_into_graph(stream, std::move(run));
     }
     put_implicit_waits(stream);
     stream.queue.push_back({.number = ++stream.num_put, .run = std::move(run), .is_ready = nullptr});
+    timeline_put(stream);
     return stream.queue.back();
 }
 
-static void run_operation(Stream& stream, const Operation& operation) {
-    if (!operation.is_released) {
-        operation.run();
-        return;
+// From here on the calling thread computes what is last done on a stream; the stream is not over for others.
+static void open_launch(Stream& stream) {
+    if (stream.depth++ == 0) {
+        stream.launcher = std::this_thread::get_id();
+        stream.open_number = stream.num_done;
     }
-    stream.is_running = true;
-    Held::run_released(operation.run);
-    stream.is_running = false;
+}
+
+static void close_launch(Stream& stream) {
+    stream.depth--;
+    Held::notify();
+}
+
+static void run_operation(const Operation& operation) {
+    if (operation.is_released) {
+        Held::run_released(operation.run);
+    } else {
+        operation.run();
+    }
 }
 
 // Whether the first operation of the queue may run now. What it waits for may run meanwhile, and change the queue.
@@ -103,7 +126,7 @@ static bool is_first_ready(Stream& stream, bool is_waiting) {
 bool run_up_to(Stream& stream, uint64_t number, bool is_waiting) {
     number = std::min(number, stream.num_put);
     while (!is_over(stream, number)) {
-        uint64_t first = stream.is_running || stream.queue.empty() ? 0 : stream.queue.front().number;
+        uint64_t first = stream.is_open_elsewhere() || stream.queue.empty() ? 0 : stream.queue.front().number;
         bool can_run = first && is_first_ready(stream, is_waiting);
         if (!can_run) {
             if (!is_waiting) {
@@ -112,15 +135,17 @@ bool run_up_to(Stream& stream, uint64_t number, bool is_waiting) {
             Held::wait();
             continue;
         }
-        bool is_unchanged = !stream.is_running && !stream.queue.empty() && stream.queue.front().number == first;
+        bool is_unchanged =
+            !stream.is_open_elsewhere() && !stream.queue.empty() && stream.queue.front().number == first;
         if (!is_unchanged) {
             continue;
         }
         Operation operation = std::move(stream.queue.front());
         stream.queue.pop_front();
-        run_operation(stream, operation);
         stream.num_done = operation.number;
-        Held::notify();
+        open_launch(stream);
+        run_operation(operation);
+        close_launch(stream);
     }
     return true;
 }
@@ -161,29 +186,106 @@ static CUresult ask_for(Stream& stream, uint64_t number, const Clock& known) {
     return CUDA_ERROR_NOT_READY;
 }
 
-// A kernel, or a graph, which the calling thread runs next.
-static void begin_kernel(Stream& stream) {
+// A kernel, or a graph, which the calling thread computes until `close_launch`.
+static void begin_launch(Stream& stream) {
     put_implicit_waits(stream);
-    run_up_to(stream, stream.num_put);
-    stream.num_put++;
-    stream.num_done = stream.num_put;
+    while (!is_over(stream, stream.num_put)) {  // others may put more there meanwhile
+        run_up_to(stream, stream.num_put);
+    }
+    stream.num_done = ++stream.num_put;
+    timeline_put(stream);
+    open_launch(stream);
+}
+
+// -- what captures forbid ----------------------------------------------------------------------------------------
+//
+// As the driver's manual says at cuThreadExchangeStreamCaptureMode and, of the runtime, under "Prohibited and Unhandled
+// Operations" of stream capture.
+
+static thread_local CUstreamCaptureMode mode_of_thread = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+static CUresult invalidate(Graph& graph, CUresult error) {
+    bool was_valid = std::exchange(graph.is_valid, false);
+    return was_valid ? error : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+}
+
+static bool forbids_unsafe_calls(const Graph& graph) {
+    if (mode_of_thread == CU_STREAM_CAPTURE_MODE_RELAXED) {
+        return false;
+    }
+    if (graph.thread == std::this_thread::get_id()) {
+        return graph.mode != CU_STREAM_CAPTURE_MODE_RELAXED;
+    }
+    return mode_of_thread == CU_STREAM_CAPTURE_MODE_GLOBAL && graph.mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
+}
+
+// Invalidate the captures that a condition on a captured stream finds.
+static CUresult refuse_if(CUresult error, const std::function<bool(const Stream&)>& is_forbidden) {
+    CUresult answer = CUDA_SUCCESS;
+    for (Stream* stream : all_streams()) {
+        if (stream->graph && is_forbidden(*stream)) {
+            answer = invalidate(*stream->graph, error);
+        }
+    }
+    return answer;
+}
+
+CUresult refuse_unsafe_call() {
+    auto is_forbidden = [](const Stream& stream) { return forbids_unsafe_calls(*stream.graph); };
+    return refuse_if(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, is_forbidden);
+}
+
+CUresult refuse_wait_for_device(int device) {
+    auto is_there = [device](const Stream& stream) { return stream.device == device; };
+    return refuse_if(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, is_there);
+}
+
+// What is put on the default stream would wait for blocking streams, also for those that are captured.
+static CUresult refuse_work_on(const Stream& stream) {
+    if (stream.graph) {
+        return stream.graph->is_valid ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    }
+    if (!is_default(stream)) {
+        return CUDA_SUCCESS;
+    }
+    auto is_waited_for = [&](const Stream& other) { return other.device == stream.device && other.is_blocking(); };
+    return refuse_if(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, is_waited_for);
+}
+
+static CUresult refuse_wait_for(const Stream& stream) {
+    if (stream.graph) {
+        return invalidate(*stream.graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    }
+    CUresult error = refuse_work_on(stream);
+    return error ? error : refuse_unsafe_call();
 }
 
 // -- accesses ----------------------------------------------------------------------------------------------------
 
 static void check_address(uint64_t start, size_t nbytes, const char* what) {
     if (!is_accessible(start, nbytes)) {
-        report("ILLEGAL ADDRESS", "%s touches [%#lx, +%zu), which is not mapped", what, start, nbytes);
+        const char* why = is_pageable(start) ? "no memory of the device or page-locked memory" : "not mapped";
+        report("ILLEGAL ADDRESS", "%s touches [%#lx, +%zu), which is %s", what, start, nbytes, why);
         set_lasting_error(CUDA_ERROR_ILLEGAL_ADDRESS);
+    }
+}
+
+static void check_address_of_copy(uint64_t start, size_t nbytes, const char* what) {
+    if (!is_pageable(start)) {
+        check_address(start, nbytes, what);
     }
 }
 
 static void declare_access(Stream& stream, uint64_t start, size_t nbytes, bool writes, const char* what) {
     if (stream.graph) {
-        stream.graph->accesses.push_back({start, nbytes, writes, what});
+        stream.graph->nodes.back().accesses.push_back({start, nbytes, writes, what});
         return;
     }
     check_access(stream, start, nbytes, writes, what);
+    timeline_use(stream, start, nbytes, writes);
+    if (stream.launched) {
+        check_access_in_graph(*stream.launched, start, nbytes, writes, what);
+    }
 }
 
 // -- copies and fills --------------------------------------------------------------------------------------------
@@ -201,7 +303,7 @@ struct Rows {
 };
 
 static void declare_rows(Stream& stream, const Rows& rows, bool writes, const char* what) {
-    if (!rows.has_gaps() || rows.num > kMostRows) {
+    if (!rows.has_gaps() || rows.num > SOFTWARE_GPU_MOST_ROWS) {
         declare_access(stream, rows.start, rows.extent(), writes, what);
         return;
     }
@@ -212,10 +314,9 @@ static void declare_rows(Stream& stream, const Rows& rows, bool writes, const ch
 
 static void copy_rows(const Rows& dst, const Rows& src) {
     for (size_t i = 0; i < dst.num; i++) {
-        bool is_mapped = is_accessible(dst.row(i), dst.row_nbytes) && is_accessible(src.row(i), src.row_nbytes);
-        if (!is_mapped) {
-            check_address(dst.row(i), dst.row_nbytes, "a copy to");
-            check_address(src.row(i), src.row_nbytes, "a copy from");
+        check_address_of_copy(dst.row(i), dst.row_nbytes, "a copy to");
+        check_address_of_copy(src.row(i), src.row_nbytes, "a copy from");
+        if (lasting_error()) {
             return;
         }
         memmove(reinterpret_cast<void*>(dst.row(i)), reinterpret_cast<void*>(src.row(i)), dst.row_nbytes);
@@ -231,9 +332,16 @@ static std::shared_ptr<std::vector<char>> staged(const Rows& src) {
     return bytes;
 }
 
-static CUresult copy(const Rows& dst, const Rows& src, Stream& stream, bool is_async) {
-    if (lasting_error()) {
-        return lasting_error();
+// A copy is its stream's device's, which needs a right to both sides' mapped memory. Only a copy from one context to
+// another uses each side's own device; so torch and llama.cpp (its #4620) copy virtual memory between devices by that.
+static CUresult copy(const Rows& dst, const Rows& src, Stream& stream, bool is_async, bool is_between_contexts) {
+    bool is_withheld_from = is_withheld(src.start, src.extent(), stream.device);
+    if (!is_between_contexts && (is_withheld_from || is_withheld(dst.start, dst.extent(), stream.device))) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    CUresult refused = is_async ? refuse_work_on(stream) : refuse_unsafe_call();
+    if (refused || lasting_error()) {
+        return refused ? refused : lasting_error();
     }
     bool is_staged = is_async && is_pageable(src.start) && !stream.graph;
     if (is_staged) {
@@ -251,13 +359,16 @@ static CUresult copy(const Rows& dst, const Rows& src, Stream& stream, bool is_a
 }
 
 static CUresult copy_bytes(
-    const char* name, uint64_t dst, uint64_t src, size_t nbytes, CUstream stream, bool is_async
+    const char* name, uint64_t dst, uint64_t src, size_t nbytes, CUstream stream, bool is_async,
+    bool is_between_contexts = false
 ) {
     return driver_call(name, [&] {
         if (!nbytes) {
             return CUDA_SUCCESS;
         }
-        return copy({dst, nbytes, 1, nbytes}, {src, nbytes, 1, nbytes}, stream_of(stream), is_async);
+        Rows to{dst, nbytes, 1, nbytes};
+        Rows from{src, nbytes, 1, nbytes};
+        return copy(to, from, stream_of(stream), is_async, is_between_contexts);
     });
 }
 
@@ -274,7 +385,7 @@ static CUresult copy_2d(const char* name, const CUDA_MEMCPY2D& task, CUstream st
         dst += task.dstY * task.dstPitch + task.dstXInBytes;
         Rows from{src, task.WidthInBytes, task.Height, task.srcPitch};
         Rows to{dst, task.WidthInBytes, task.Height, task.dstPitch};
-        return copy(to, from, stream_of(stream), is_async);
+        return copy(to, from, stream_of(stream), is_async, false);
     });
 }
 
@@ -300,6 +411,12 @@ static CUresult fill(
         }
         size_t nbytes = num_values * value_nbytes;
         Rows rows{dst, nbytes, 1, nbytes};
+        if (is_pageable(dst)) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        if (CUresult error = refuse_work_on(stream_of(stream))) {
+            return error;
+        }
         put(stream_of(stream), [rows, value, value_nbytes] { fill_rows(rows, value, value_nbytes); });
         declare_rows(stream_of(stream), rows, true, "a fill of");
         return lasting_error();
@@ -324,10 +441,15 @@ static double now_milliseconds() {
     return std::chrono::duration<double, std::milli>(now).count();
 }
 
-static void record(Event& event, Stream& stream) {
+static CUresult record(Event& event, Stream& stream) {
+    if (CUresult error = refuse_work_on(stream)) {
+        return error;
+    }
     event.graph = stream.graph;
     if (stream.graph) {
-        return;
+        event.known = branch_of(stream).known;
+        learn(event.known, &branch_of(stream), branch_of(stream).num_put);
+        return CUDA_SUCCESS;
     }
     auto milliseconds = std::make_shared<double>(0);  // of this record, if an earlier one still waits in a queue
     put(stream, [milliseconds] { *milliseconds = now_milliseconds(); });
@@ -335,18 +457,50 @@ static void record(Event& event, Stream& stream) {
     event.stream = &stream;
     event.number = stream.num_put;
     event.known = stream.known;
+    return lasting_error();
 }
 
-static void wait_for_event(Stream& stream, const Event& event) {
+static CUresult refuse_wait_for(const Event& event) {
+    if (!event.graph) {
+        return refuse_unsafe_call();
+    }
+    return event.graph->is_open ? invalidate(*event.graph, CUDA_ERROR_CAPTURED_EVENT) : CUDA_ERROR_CAPTURED_EVENT;
+}
+
+// The stream joins the capture of the event, if it is not a part of it.
+static CUresult wait_for_captured_event(Stream& stream, const Event& event) {
+    if (!event.graph->is_open) {
+        return CUDA_SUCCESS;
+    }
+    if (!event.graph->is_valid) {
+        return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    }
+    if (is_default(stream)) {
+        return invalidate(*event.graph, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    }
+    if (stream.graph && stream.graph != event.graph) {
+        invalidate(*stream.graph, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+        return invalidate(*event.graph, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+    }
+    stream.graph = event.graph;
+    stream.graph->branches.try_emplace(&stream, std::make_unique<Stream>());
+    learn(branch_of(stream).known, event.known);
+    return CUDA_SUCCESS;
+}
+
+static CUresult wait_for_event(Stream& stream, const Event& event) {
     if (event.graph) {
-        stream.graph = event.graph->is_open ? event.graph : nullptr;  // it joins the capture
-        return;
+        return wait_for_captured_event(stream, event);
     }
     if (!event.stream || event.stream == &stream) {
-        return;
+        return CUDA_SUCCESS;
+    }
+    if (stream.graph) {
+        return invalidate(*stream.graph, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     }
     learn(stream.known, event.known);
     put_wait(stream, *event.stream, event.number);
+    return CUDA_SUCCESS;
 }
 
 static bool has_happened(Event& event) { return !event.stream || is_over(*event.stream, event.number); }
@@ -357,22 +511,65 @@ struct GraphHandle {
     std::shared_ptr<Graph> graph;
 };
 
-static void launch(const Graph& graph, Stream& stream) {
-    begin_kernel(stream);
-    for (const auto& access : graph.accesses) {
-        check_address(access.start, access.nbytes, access.what);
-        check_access(stream, access.start, access.nbytes, access.writes, access.what);
+// Let a branch be as far as it was when the node was captured; others are there already.
+static void go_on_to(Graph& graph, const Graph::Node& node) {
+    graph.running = node.branch;
+    node.branch->num_put = node.operation.number;
+    node.branch->known = node.known;
+}
+
+static void run_node(const Graph::Node& node, Stream& stream) {
+    if (stream.launched) {
+        go_on_to(*stream.launched, node);
     }
-    if (lasting_error()) {
-        return;
+    for (const Touched& access : node.accesses) {
+        if (node.operation.is_released) {  // copies and fills do it themselves
+            check_address(access.start, access.nbytes, access.what);
+        }
+        declare_access(stream, access.start, access.nbytes, access.writes, access.what);
     }
-    for (const Operation& operation : graph.operations) {
-        run_operation(stream, operation);
+    if (!lasting_error()) {
+        run_operation(node.operation);
     }
 }
 
+// The order between branches is always the same, so the first launch checks it. The end of the capture would not do:
+// Triton's kernels say what they touch when they run.
+static void launch(Graph& graph, Stream& stream) {
+    begin_launch(stream);
+    bool is_first = graph.branches.size() > 1 && !graph.running;
+    stream.launched = is_first ? &graph : nullptr;
+    for (const Graph::Node& node : graph.nodes) {
+        run_node(node, stream);
+    }
+    if (is_first) {
+        stream.launched = nullptr;
+        graph.branches.clear();
+    }
+    close_launch(stream);
+}
+
 static CUstreamCaptureStatus capture_status(const Stream& stream) {
-    return stream.graph ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    if (!stream.graph) {
+        return CU_STREAM_CAPTURE_STATUS_NONE;
+    }
+    return stream.graph->is_valid ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+}
+
+// Why a capture cannot become a graph.
+static CUresult fault_of(const Graph& graph) {
+    if (!graph.is_valid) {
+        return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    }
+    const Clock& joined = graph.branches.at(graph.origin)->known;
+    for (const auto& [stream, branch] : graph.branches) {
+        auto known = joined.find(branch.get());
+        uint64_t num_joined = known == joined.end() ? 0 : known->second;
+        if (stream != graph.origin && num_joined < branch->num_put) {
+            return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+        }
+    }
+    return CUDA_SUCCESS;
 }
 
 }  // namespace software_gpu
@@ -389,14 +586,28 @@ extern "C" {
 
 // -- for the other libraries -------------------------------------------------------------------------------------
 
-void software_gpu_begin_kernel(CUstream handle, const char* name) {
+int software_gpu_begin_kernel(CUstream handle, const char* name) {
     count("kernel");
     count(name);
-    Held held;
-    Stream& stream = stream_of(handle);
-    if (!stream.graph) {
-        begin_kernel(stream);
+    if (CUresult error = driver_state()) {
+        return error;
     }
+    Held held;
+    if (CUresult error = refuse_work_on(stream_of(handle))) {
+        return error;
+    }
+    begin_launch(stream_of(handle));
+    return CUDA_SUCCESS;
+}
+
+void software_gpu_continue_kernel(CUstream handle) {
+    Held held;
+    begin_launch(stream_of(handle));
+}
+
+void software_gpu_end_kernel(CUstream handle) {
+    Held held;
+    close_launch(stream_of(handle));
 }
 
 void software_gpu_access(CUstream handle, uint64_t address, size_t nbytes, int writes, const char* what) {
@@ -434,11 +645,15 @@ int software_gpu_is_capturing(CUstream handle) {
     return stream_of(handle).graph != nullptr;
 }
 
-void software_gpu_capture(CUstream handle, void (*run)(void*), void* argument, void (*release)(void*)) {
+int software_gpu_capture(CUstream handle, void (*run)(void*), void* argument, void (*release)(void*)) {
+    std::shared_ptr<void> owned(argument, release);  // released without the lock
     Held held;
-    std::shared_ptr<void> owned(argument, release);
+    if (CUresult error = refuse_work_on(stream_of(handle))) {
+        return error;
+    }
     Operation& operation = put(stream_of(handle), [run, owned] { run(owned.get()); });
     operation.is_released = true;
+    return CUDA_SUCCESS;
 }
 
 // -- copies and fills --------------------------------------------------------------------------------------------
@@ -479,7 +694,7 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUst
 CUresult cuMemcpyPeerAsync(
     CUdeviceptr dst, CUcontext, CUdeviceptr src, CUcontext, size_t nbytes, CUstream stream
 ) {
-    return copy_bytes("cuMemcpyAsync", dst, src, nbytes, stream, true);
+    return copy_bytes("cuMemcpyPeerAsync", dst, src, nbytes, stream, true, true);
 }
 
 CUresult cuMemcpy2D(const CUDA_MEMCPY2D* task) { return copy_2d("cuMemcpy2D", *task, nullptr, false); }
@@ -536,12 +751,18 @@ CUresult cuStreamDestroy(CUstream handle) {
 }
 
 CUresult cuStreamSynchronize(CUstream handle) {
-    return driver_call("cuStreamSynchronize", [&] { return wait_for_stream(stream_of(handle)); });
+    return driver_call("cuStreamSynchronize", [&] {
+        CUresult error = refuse_wait_for(stream_of(handle));
+        return error ? error : wait_for_stream(stream_of(handle));
+    });
 }
 
 CUresult cuStreamQuery(CUstream handle) {
     return driver_call("cuStreamQuery", [&] {
         Stream& stream = stream_of(handle);
+        if (CUresult error = refuse_wait_for(stream)) {
+            return error;
+        }
         return ask_for(stream, stream.num_put, stream.known);
     });
 }
@@ -576,10 +797,14 @@ CUresult cuStreamGetDevice(CUstream handle, CUdevice* device) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
+CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags) {
     return driver_call("cuStreamWaitEvent", [&] {
-        wait_for_event(stream_of(handle), event_of(event));
-        return CUDA_SUCCESS;
+        Stream& stream = stream_of(handle);
+        if (stream.graph && flags & CU_EVENT_WAIT_EXTERNAL) {
+            return CUDA_ERROR_NOT_SUPPORTED;
+        }
+        CUresult error = refuse_work_on(stream);
+        return error ? error : wait_for_event(stream, event_of(event));
     });
 }
 
@@ -587,6 +812,9 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
 CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* argument) {
     return driver_call("cuLaunchHostFunc", [&] {
         Stream& stream = stream_of(handle);
+        if (CUresult error = refuse_work_on(stream)) {
+            return error;
+        }
         Operation& operation = put(stream, [function, argument] { function(argument); });
         operation.is_released = true;
         if (!stream.graph) {
@@ -600,6 +828,10 @@ CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* argument) {
 
 CUresult cuEventCreate(CUevent* handle, unsigned flags) {
     return driver_call("cuEventCreate", [&] {
+        bool is_timed = !(flags & CU_EVENT_DISABLE_TIMING);
+        if (is_timed && flags & CU_EVENT_INTERPROCESS) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
         auto* event = new Event;
         event->flags = flags;
         *handle = reinterpret_cast<CUevent>(event);
@@ -615,17 +847,22 @@ CUresult cuEventDestroy(CUevent handle) {
 }
 
 CUresult cuEventRecord(CUevent handle, CUstream stream) {
-    return driver_call("cuEventRecord", [&] {
-        record(event_of(handle), stream_of(stream));
-        return lasting_error();
-    });
+    return driver_call("cuEventRecord", [&] { return record(event_of(handle), stream_of(stream)); });
 }
 
-CUresult cuEventRecordWithFlags(CUevent handle, CUstream stream, unsigned) { return cuEventRecord(handle, stream); }
+CUresult cuEventRecordWithFlags(CUevent handle, CUstream stream, unsigned flags) {
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    cuStreamIsCapturing(stream, &status);
+    bool is_known = status == CU_STREAM_CAPTURE_STATUS_NONE || !(flags & CU_EVENT_RECORD_EXTERNAL);
+    return is_known ? cuEventRecord(handle, stream) : CUDA_ERROR_NOT_SUPPORTED;
+}
 
 CUresult cuEventQuery(CUevent handle) {
     return driver_call("cuEventQuery", [&] {
         const Event& event = event_of(handle);
+        if (CUresult error = refuse_wait_for(event)) {
+            return error;
+        }
         return event.stream ? ask_for(*event.stream, event.number, event.known) : lasting_error();
     });
 }
@@ -633,6 +870,9 @@ CUresult cuEventQuery(CUevent handle) {
 CUresult cuEventSynchronize(CUevent handle) {
     return driver_call("cuEventSynchronize", [&] {
         const Event& event = event_of(handle);
+        if (CUresult error = refuse_wait_for(event)) {
+            return error;
+        }
         return event.stream ? wait_for(*event.stream, event.number, event.known) : lasting_error();
     });
 }
@@ -641,7 +881,8 @@ CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
     return driver_call("cuEventElapsedTime", [&] {
         Event& first = event_of(start);
         Event& second = event_of(end);
-        if (!first.stream || !second.stream) {
+        bool are_timed = !((first.flags | second.flags) & CU_EVENT_DISABLE_TIMING);
+        if (!are_timed || !first.stream || !second.stream) {
             return CUDA_ERROR_INVALID_HANDLE;
         }
         if (!has_happened(first) || !has_happened(second)) {
@@ -654,23 +895,32 @@ CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
 
 // -- graphs ------------------------------------------------------------------------------------------------------
 
-CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode) {
+CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
     return driver_call("cuStreamBeginCapture", [&] {
         Stream& stream = stream_of(handle);
         if (stream.graph || is_default(stream)) {
             return CUDA_ERROR_ILLEGAL_STATE;
         }
         run_up_to(stream, stream.num_put);
-        stream.graph = std::make_shared<Graph>();
+        stream.graph = std::make_shared<Graph>(Graph{.mode = mode, .origin = &stream});
+        stream.graph->branches[&stream] = std::make_unique<Stream>();
         return CUDA_SUCCESS;
     });
 }
 
 CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
     return driver_call("cuStreamEndCapture", [&] {
+        *graph = nullptr;
         std::shared_ptr<Graph> captured = stream_of(handle).graph;
         if (!captured) {
             return CUDA_ERROR_ILLEGAL_STATE;
+        }
+        if (captured->origin != &stream_of(handle)) {
+            return invalidate(*captured, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+        }
+        bool is_own = captured->thread == std::this_thread::get_id();
+        if (!is_own && captured->mode != CU_STREAM_CAPTURE_MODE_RELAXED) {
+            return invalidate(*captured, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
         }
         for (Stream* stream : all_streams()) {
             if (stream->graph == captured) {
@@ -678,6 +928,12 @@ CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
             }
         }
         captured->is_open = false;
+        if (CUresult error = fault_of(*captured)) {
+            return error;
+        }
+        for (const auto& [stream, branch] : captured->branches) {
+            branch->num_put = 0;  // before the first launch
+        }
         *graph = reinterpret_cast<CUgraph>(new GraphHandle{captured});
         return CUDA_SUCCESS;
     });
@@ -715,14 +971,13 @@ CUresult cuStreamGetCaptureInfo(
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
-    static thread_local CUstreamCaptureMode own = CU_STREAM_CAPTURE_MODE_GLOBAL;
-    std::swap(own, *mode);
+    std::swap(mode_of_thread, *mode);
     return CUDA_SUCCESS;
 }
 
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode*, size_t* num) {
     Held held;
-    *num = reinterpret_cast<GraphHandle*>(graph)->graph->operations.size();
+    *num = reinterpret_cast<GraphHandle*>(graph)->graph->nodes.size();
     return CUDA_SUCCESS;
 }
 
@@ -737,7 +992,14 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream handle) {
     return driver_call("cuGraphLaunch", [&] {
         std::shared_ptr<Graph> graph = reinterpret_cast<GraphHandle*>(executable)->graph;  // it may be destroyed
-        launch(*graph, stream_of(handle));
+        Stream& stream = stream_of(handle);
+        if (stream.graph) {
+            return CUDA_ERROR_NOT_SUPPORTED;
+        }
+        if (CUresult error = refuse_work_on(stream)) {
+            return error;
+        }
+        launch(*graph, stream);
         return lasting_error();
     });
 }

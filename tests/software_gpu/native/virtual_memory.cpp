@@ -4,10 +4,14 @@
 // granularity, memory is mapped whole and at most once at a place, a range that is unmapped cuts no mapping, and physical
 // memory goes when its handles and its mappings are gone. The number of a handle that was released is given away again,
 // the lowest first, and a range may be unmapped in which nothing is mapped: both were seen on an H100 with driver 580.
-// Imported memory is counted by its owner alone.
+// Its bytes are taken as long as any process has a handle or a mapping of it, whoever made it, or an open descriptor
+// ("once all shareable handles are closed and the allocation is released", cuMemExportToShareableHandle in cuda.h).
 #include "driver.h"
 
+#include <cstdlib>
 #include <fcntl.h>
+#include <pthread.h>
+#include <set>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -19,9 +23,9 @@ struct Allocation {
     int descriptor;
     size_t nbytes;
     int device;
-    bool is_own;        // not another process's
     bool is_exportable;
-    uint64_t shared_file = 0;  // what the system calls its memory file, once it is exported or imported
+    uint64_t file;      // what the system calls the memory file
+    bool is_shared;     // it was exported or imported
     int num_handles = 1;
     int num_mappings = 0;
 };
@@ -39,7 +43,16 @@ static Allocation* allocation_of(CUmemGenericAllocationHandle handle) {
     return is_held ? entry->second.get() : nullptr;
 }
 
+// A forked child has no driver. Descriptors that it was given are its own to close; the driver's would keep memory.
+static void close_in_child() {
+    for (const auto& [handle, allocation] : allocations()) {
+        close(allocation->descriptor);
+    }
+}
+
 static CUmemGenericAllocationHandle add_allocation(Allocation allocation) {
+    static const int is_registered = pthread_atfork(nullptr, nullptr, close_in_child);
+    (void)is_registered;
     allocation.handle = kFirstHandle;
     while (allocations().count(allocation.handle)) {
         allocation.handle++;
@@ -52,14 +65,19 @@ static void free_if_unused(Allocation* allocation) {
     if (allocation->num_handles > 0 || allocation->num_mappings > 0) {
         return;
     }
-    if (allocation->is_own) {
-        give(allocation->device, allocation->nbytes);
-    }
+    drop(allocation->file);
     close(allocation->descriptor);
     allocations().erase(allocation->handle);
 }
 
-static bool is_whole_pages(size_t nbytes) { return nbytes > 0 && nbytes % kPageNbytes == 0; }
+// The granularity: 2 MiB on hardware, and what a test asks for that takes many small pieces.
+static size_t page_nbytes() {
+    static const char* text = getenv("SOFTWARE_GPU_PAGE_NBYTES");
+    static const size_t nbytes = text ? strtoull(text, nullptr, 0) : size_t(2) << 20;
+    return nbytes;
+}
+
+static bool is_whole_pages(size_t nbytes) { return nbytes > 0 && nbytes % page_nbytes() == 0; }
 
 // -- address ranges ----------------------------------------------------------------------------------------------
 
@@ -67,13 +85,13 @@ static CUresult reserve(CUdeviceptr* start, size_t nbytes) {
     if (!is_whole_pages(nbytes)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    size_t with_alignment = nbytes + kPageNbytes;
+    size_t with_alignment = nbytes + page_nbytes();
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* mapping = mmap(nullptr, with_alignment, PROT_NONE, flags, -1, 0);
     if (mapping == MAP_FAILED) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    uint64_t aligned = (uint64_t(mapping) + kPageNbytes - 1) / kPageNbytes * kPageNbytes;
+    uint64_t aligned = (uint64_t(mapping) + page_nbytes() - 1) / page_nbytes() * page_nbytes();
     reservations()[aligned] = {aligned, nbytes, mapping, with_alignment, current_device(), new_id()};
     *start = aligned;
     return CUDA_SUCCESS;
@@ -97,25 +115,36 @@ static CUresult free_reservation(CUdeviceptr start, size_t nbytes) {
 
 // -- physical memory ---------------------------------------------------------------------------------------------
 
-static CUresult create(CUmemGenericAllocationHandle* handle, size_t nbytes, const CUmemAllocationProp& properties) {
-    bool is_known = properties.type == CU_MEM_ALLOCATION_TYPE_PINNED;
-    if (!is_whole_pages(nbytes) || !is_known) {
+static CUresult check_properties(const CUmemAllocationProp& properties) {
+    bool is_of_device = properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    if (properties.type != CU_MEM_ALLOCATION_TYPE_PINNED || !is_of_device) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    int device = properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE ? properties.location.id : -1;
+    int device = properties.location.id;
     if (device < 0 || device >= num_devices()) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
-    if (!take(device, nbytes)) {
+    bool can_be_sent = attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    return properties.allocFlags.gpuDirectRDMACapable && !can_be_sent ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+static CUresult create(CUmemGenericAllocationHandle* handle, size_t nbytes, const CUmemAllocationProp& properties) {
+    CUresult error = check_properties(properties);
+    if (error || !is_whole_pages(nbytes)) {
+        return error ? error : CUDA_ERROR_INVALID_VALUE;
+    }
+    int device = properties.location.id;
+    if (!has_free(device, nbytes)) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     int descriptor = new_memory_file(device, nbytes);
-    if (descriptor < 0) {
-        give(device, nbytes);
+    uint64_t file = file_number(descriptor);
+    if (descriptor < 0 || !hold(device, file, nbytes)) {
+        close(descriptor);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     bool is_exportable = properties.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    *handle = add_allocation({0, descriptor, nbytes, device, true, is_exportable});
+    *handle = add_allocation({0, descriptor, nbytes, device, is_exportable, file, false});
     return CUDA_SUCCESS;
 }
 
@@ -126,32 +155,37 @@ static CUresult import(CUmemGenericAllocationHandle* handle, int descriptor) {
     }
     int device = device_of_memory_file(descriptor);
     if (device < 0) {
-        return CUDA_ERROR_INVALID_DEVICE;
+        return CUDA_ERROR_INVALID_VALUE;
     }
     int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
     if (own < 0) {
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
-    *handle = add_allocation({0, own, size_t(status.st_size), device, false, true, status.st_ino});
+    if (!hold(device, status.st_ino, status.st_size)) {
+        close(own);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *handle = add_allocation({0, own, size_t(status.st_size), device, true, status.st_ino, true});
     return CUDA_SUCCESS;
 }
 
 static CUresult export_descriptor(int* descriptor, CUmemGenericAllocationHandle handle) {
     Allocation* allocation = allocation_of(handle);
-    if (!allocation) {
+    if (!allocation || !allocation->is_exportable) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (!allocation->is_exportable) {
-        return CUDA_ERROR_NOT_SUPPORTED;
-    }
-    allocation->shared_file = file_number(allocation->descriptor);
+    allocation->is_shared = true;
     for (const auto& [start, region] : regions()) {
         if (region.allocation == allocation) {
             publish_accesses(region);
         }
     }
     *descriptor = fcntl(allocation->descriptor, F_DUPFD, 0);
-    return *descriptor < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+    if (*descriptor < 0) {
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    keep_while_open(allocation->file);
+    return CUDA_SUCCESS;
 }
 
 // -- mappings ----------------------------------------------------------------------------------------------------
@@ -160,7 +194,7 @@ static CUresult map(CUdeviceptr start, size_t nbytes, size_t offset, CUmemGeneri
     Allocation* allocation = allocation_of(handle);
     Reservation* reservation = reservation_at(start);
     bool is_inside = reservation && start + nbytes <= reservation->end();
-    bool is_whole = allocation && nbytes == allocation->nbytes && offset == 0 && start % kPageNbytes == 0;
+    bool is_whole = allocation && nbytes == allocation->nbytes && offset == 0 && start % page_nbytes() == 0;
     if (!is_inside || !is_whole || has_mappings(start, nbytes)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -169,7 +203,6 @@ static CUresult map(CUdeviceptr start, size_t nbytes, size_t offset, CUmemGeneri
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     Region region{start, nbytes, RegionKind::mapped, allocation->device};
-    region.is_readable = region.is_writable = false;  // until access is set
     region.allocation = allocation;
     add_region(region);
     allocation->num_mappings++;
@@ -193,6 +226,17 @@ static std::vector<Region*> mappings_of(uint64_t start, size_t nbytes) {
     return covering;
 }
 
+// What the process may do: all that any device may. Which device it is, the operations are asked.
+static int protection_of(const Region& region) {
+    int protection = PROT_NONE;
+    for (const auto& [device, right] : region.rights) {
+        protection |= right == CU_MEM_ACCESS_FLAGS_PROT_NONE ? 0 : PROT_READ;
+        protection |= right == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_WRITE : 0;
+    }
+    return protection;
+}
+
+// Devices that are not named keep the rights that they have.
 static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDesc* rights, size_t num_rights) {
     std::vector<Region*> mappings = mappings_of(start, nbytes);
     if (mappings.empty() || num_rights < 1) {
@@ -200,19 +244,21 @@ static CUresult set_access(CUdeviceptr start, size_t nbytes, const CUmemAccessDe
     }
     for (size_t i = 0; i < num_rights; i++) {
         int device = rights[i].location.id;
+        if (rights[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
         for (Region* region : mappings) {
-            if (device != region->device && !can_access_peer(device, region->device)) {
+            bool is_reachable = device == region->device || can_access_peer(device, region->device);
+            if (device < 0 || device >= num_devices() || !is_reachable) {
                 return CUDA_ERROR_INVALID_DEVICE;
             }
         }
     }
-    bool is_readable = rights[0].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    bool is_writable = rights[0].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    int protection = (is_readable ? PROT_READ : 0) | (is_writable ? PROT_WRITE : 0);
     for (Region* region : mappings) {
-        mprotect(reinterpret_cast<void*>(region->start), region->nbytes, protection);
-        region->is_readable = is_readable;
-        region->is_writable = is_writable;
+        for (size_t i = 0; i < num_rights; i++) {
+            region->rights[rights[i].location.id] = rights[i].flags;
+        }
+        mprotect(reinterpret_cast<void*>(region->start), region->nbytes, protection_of(*region));
     }
     return CUDA_SUCCESS;
 }
@@ -257,7 +303,8 @@ bool find_shared(uint64_t start, size_t nbytes, std::vector<SharedAccess>& acces
             break;
         }
         uint64_t last = std::min(end, region->end());
-        uint64_t file = region->allocation ? region->allocation->shared_file : region->shared_file;
+        const Allocation* allocation = region->allocation;
+        uint64_t file = !allocation ? region->shared_file : allocation->is_shared ? allocation->file : 0;
         if (file) {
             accesses.push_back({file, start - region->start, last - region->start});
         }
@@ -272,8 +319,10 @@ using namespace software_gpu;
 
 extern "C" {
 
-// What is there now, for tests that count: handles, mappings and address ranges of this process.
-void software_gpu_virtual_memory(uint64_t* num_allocations, uint64_t* num_mappings, uint64_t* num_reservations) {
+// What this process has now, for tests that count: physical memory and its bytes, mappings, address ranges.
+void software_gpu_virtual_memory(
+    uint64_t* num_allocations, uint64_t* num_mappings, uint64_t* num_reservations, uint64_t* nbytes
+) {
     Held held;
     *num_allocations = allocations().size();
     *num_mappings = 0;
@@ -281,13 +330,38 @@ void software_gpu_virtual_memory(uint64_t* num_allocations, uint64_t* num_mappin
         *num_mappings += region.kind == RegionKind::mapped;
     }
     *num_reservations = reservations().size();
+    *nbytes = 0;
+    std::set<uint64_t> files;
+    for (const auto& [handle, allocation] : allocations()) {
+        *nbytes += files.insert(allocation->file).second ? allocation->nbytes : 0;
+    }
+}
+
+// Where the mappings are that may be touched, in their order: (start, bytes) of as many as there is room for. Returns
+// how many there are.
+size_t software_gpu_mapped(uint64_t (*found)[2], size_t room) {
+    Held held;
+    size_t num = 0;
+    for (const auto& [start, region] : regions()) {
+        if (region.kind != RegionKind::mapped || !may_touch(region, kAnyDevice)) {
+            continue;
+        }
+        if (num < room) {
+            found[num][0] = start;
+            found[num][1] = region.nbytes;
+        }
+        num++;
+    }
+    return num;
 }
 
 CUresult cuMemGetAllocationGranularity(
-    size_t* nbytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags
+    size_t* nbytes, const CUmemAllocationProp* properties, CUmemAllocationGranularity_flags
 ) {
-    *nbytes = kPageNbytes;
-    return CUDA_SUCCESS;
+    return driver_call("cuMemGetAllocationGranularity", [&] {
+        *nbytes = page_nbytes();
+        return check_properties(*properties);
+    });
 }
 
 CUresult cuMemAddressReserve(CUdeviceptr* start, size_t nbytes, size_t, CUdeviceptr, unsigned long long flags) {
@@ -383,13 +457,14 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties,
     });
 }
 
-CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation*, CUdeviceptr address) {
+CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location, CUdeviceptr address) {
     return driver_call("cuMemGetAccess", [&] {
         Region* region = region_at(address);
-        *flags = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-        if (region && region->is_readable) {
-            *flags = region->is_writable ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+        if (!region || region->kind != RegionKind::mapped) {
+            return CUDA_ERROR_INVALID_VALUE;
         }
+        auto right = region->rights.find(location->id);
+        *flags = right == region->rights.end() ? CU_MEM_ACCESS_FLAGS_PROT_NONE : right->second;
         return CUDA_SUCCESS;
     });
 }

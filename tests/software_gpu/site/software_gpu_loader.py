@@ -50,13 +50,13 @@ def _declare(functions):
     functions.software_gpu_adopt_aten.restype = ctypes.c_int64
     functions.software_gpu_adopt.argtypes = [text, text]
     functions.software_gpu_begin_kernel.argtypes = [pointer, text]
-    functions.software_gpu_begin_kernel.restype = None
+    functions.software_gpu_end_kernel.argtypes = [pointer]
+    functions.software_gpu_end_kernel.restype = None
     functions.software_gpu_access.argtypes = [pointer, address, nbytes, flag, text]
     functions.software_gpu_access.restype = None
     functions.software_gpu_is_accessible.argtypes = [address, nbytes]
     functions.software_gpu_is_capturing.argtypes = [pointer]
     functions.software_gpu_capture.argtypes = [pointer, pointer, pointer, pointer]
-    functions.software_gpu_capture.restype = None
     functions.software_gpu_report.argtypes = [text, text]
     functions.software_gpu_report.restype = None
 

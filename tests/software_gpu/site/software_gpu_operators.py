@@ -105,7 +105,23 @@ def _normalized_dims(input, normalized_shape):
     return tuple(range(input.dim() - len(normalized_shape), input.dim()))
 
 
+# -- histogram, which CUDA has for integers, too ---------------------------------------------------------------------
+
+
+def _histc(self, bins=100, min=0, max=0):
+    """Count by equal steps from `min` to `max`; where these are equal, between the least and the largest value."""
+    values = self.flatten().to(torch.float64)
+    if min == max and len(values):
+        min, max = values.min(), values.max()
+    if min == max:
+        min, max = min - 1, max + 1
+    values = values[(values >= min) & (values <= max)]
+    steps = ((values - min) * bins / (max - min)).long().clamp(max=bins - 1)
+    return torch.bincount(steps, minlength=bins).to(self.dtype)
+
+
 _KERNELS = {
+    "histc": _histc,
     "mm.dtype": _mm,
     "mm.dtype_out": _mm_out,
     "bmm.dtype": _bmm,

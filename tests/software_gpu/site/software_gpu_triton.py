@@ -227,6 +227,7 @@ def _note(ptrs, mask, writes):
     ends = addresses[np.roll(is_first, -1)] + nbytes
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if not library().software_gpu_is_accessible(start, end - start):
+            library().software_gpu_access(None, start, end - start, writes, b"a kernel of Triton")  # reports it
             raise RuntimeError(f"CUDA error: an illegal memory access was encountered (Triton, at {start:#x})")
     _current.add(starts, ends, writes)
 
@@ -243,8 +244,8 @@ def _make_call(original):
         if library().software_gpu_is_capturing(stream):
             _capture(stream, name, original, executor, args, kwargs)
         else:
-            library().software_gpu_begin_kernel(stream, name)
-            _run(stream, name, original, executor, args, kwargs)
+            with _launch(stream, name):
+                _run(stream, name, original, executor, args, kwargs)
 
     return call
 
@@ -255,6 +256,20 @@ _names = {}
 def _lasting_name(name):
     """The name as bytes that the checker may point to for ever."""
     return _names.setdefault(name, name.encode())
+
+
+def _check(error, name):
+    if error:
+        raise RuntimeError(f"CUDA error {error}: the launch of {name.decode()}")
+
+
+@contextlib.contextmanager
+def _launch(stream, name):
+    _check(library().software_gpu_begin_kernel(stream, name), name)
+    try:
+        yield
+    finally:
+        library().software_gpu_end_kernel(stream)
 
 
 def _run(stream, name, original, executor, args, kwargs):
@@ -283,7 +298,7 @@ def _capture(stream, name, original, executor, args, kwargs):
     args = tuple(_without_owning(arg) for arg in args)
     kwargs = {key: _without_owning(arg) for key, arg in kwargs.items()}
     _captured[number] = (name, original, executor, args, kwargs)
-    library().software_gpu_capture(stream, _run_captured, number, _release_captured)
+    _check(library().software_gpu_capture(stream, _run_captured, number, _release_captured), name)
 
 
 def _without_owning(arg):

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, isolated from the process that it is in. vLLM imports this module by the class's name."""
+"""vLLM's CPU worker, isolated from its process. vLLM imports this module by the class's name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _CPUWorker: Any = internals.CPU_WORKER.load()
 
 
 class IsolatedCPUWorker(_CPUWorker):
-    """A CPU worker that leaves the process as it found it.
+    """A CPU worker that leaves its process unchanged.
 
-    vLLM names its shared memory after the init method, which is `env://` for every engine on the host, so two jobs
-    (or a killed one and its successor) would meet in /dev/shm; the engine's own token is appended. And it replaces
-    `torch.set_num_threads` for the whole process, which is undone.
+    vLLM names its shared memory after the init method, which is `env://` for every engine on the
+    host, so two jobs (or a killed one and its successor) would share memory in /dev/shm; the
+    engine's token is appended. vLLM also replaces `torch.set_num_threads` for the whole process,
+    which is undone.
 
-    It also mends vLLM 0.32's rotary embedding: given queries as [tokens, heads, elements], as multi-head latent
-    attention does, the CPU kernel rotates the wrong elements; as [tokens, heads x elements] it does not.
+    The worker also corrects vLLM 0.32's rotary embedding: for queries [tokens, heads, elements], as
+    multi-head latent attention passes them, the CPU kernel rotates the wrong elements; for
+    [tokens, heads x elements] it is correct.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        # vLLM shares rotary embeddings among models; each keeps the method that it found when it was made.
+        # vLLM shares rotary embeddings among models, and each keeps the method it was made with.
         internals.ROPES.load().clear()
         with internals.ROTATE.replaced(_on_rows):
             super().load_model(*args, **kwargs)
@@ -41,9 +43,11 @@ class IsolatedCPUWorker(_CPUWorker):
 
 
 def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotary embedding's method that is given queries and keys with one row for each token."""
+    """Return a rotary embedding's method that passes queries and keys as one row per token."""
 
-    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+    def forward(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> Any:
         rows = [None if tensor is None else tensor.flatten(1) for tensor in (query, key)]
         rotated = rotate(self, positions, *rows)
         return tuple(

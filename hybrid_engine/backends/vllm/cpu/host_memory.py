@@ -1,10 +1,12 @@
-"""Memory of weights on a CPU: pages of vLLM's storages go and come, and what passes through loader layout has its own.
+"""Memory of weights on a CPU: pages of vLLM's storages come and go, and loader layout uses a pool.
 
-Live weights keep their storages, and the addresses in them; the system takes their pages. A storage would not need to
-be one that torch can resize: whoever makes an array of a weight, as vLLM's own checksums do, takes that from it.
+Live weights keep their storages and their addresses; the system takes their pages back. The
+storages need not be resizable: anything that makes an array of a weight, as vLLM's checksums do,
+makes its storage non-resizable.
 
-A switch fills modules in loader layout and drops them as soon as vLLM has packed them. New pages for each would cost
-several times as much as the copy; here the pages of one bucket are reused for the next.
+A switch fills modules in loader layout and drops them as soon as vLLM has packed them. New pages
+for each would cost several times as much as the copy; here the pages of one bucket are reused for
+the next.
 
     pool.lend([(numel, dtype), …]) -> tensors --last of them gone--> pages are free --lend--> …
                                           lent before a trim ─┐                └──trim──> system
@@ -29,19 +31,27 @@ _ALIGNMENT = 64  # bytes, of every tensor
 
 
 class CpuWeightMemory(WeightMemory):
-    """On a CPU: pages are given back and touched again, and what passes through goes through the same ones, group after
-    group. The parts of pages at both ends of a storage stay, less than 8 KiB of each, and are not counted."""
+    """Memory of weights on a CPU.
+
+    Pages are returned to the system and touched again; loader layout passes through the same pages,
+    group after group. The partial pages at both ends of a storage, less than 8 KiB in total, stay
+    and are not counted.
+    """
 
     def __init__(self) -> None:
         self._pool = StagingPool()
         self._given_back: set[int] = set()  # addresses of storages
 
-    def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
-        # What nobody foresaw to stay is safe too: the pool lends no page over which a tensor lives.
+    def new(
+        self, storages: Sequence[WeightStorage], stay: Collection[str] = ()
+    ) -> list[torch.Tensor]:
+        # A storage that stays unexpectedly is safe as well: the pool lends no page with a live
+        # tensor.
         passing = [storage for storage in storages if storage.name not in stay]
+        staying = [storage for storage in storages if storage.name in stay]
         lent = iter(self._pool.lend([(storage.numel, storage.dtype) for storage in passing]))
-        own = iter(super().new([storage for storage in storages if storage.name in stay]))
-        return [next(own if storage.name in stay else lent) for storage in storages]
+        allocated = iter(super().new(staying))
+        return [next(allocated if storage.name in stay else lent) for storage in storages]
 
     def trim(self) -> None:
         self._pool.trim()
@@ -53,23 +63,31 @@ class CpuWeightMemory(WeightMemory):
                 raise_errno("the system does not take pages of weights back")
             self._given_back.add(address)
 
-    def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
-        for address, storage in _storages(live[each.name] for each in storages if each.name in live).items():
+    def restore(
+        self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
+    ) -> None:
+        tensors = [live[storage.name] for storage in storages if storage.name in live]
+        for address, storage in _storages(tensors).items():
             if address in self._given_back:
-                # The first write then costs little more than any other; with 4 KiB pages it takes several times as long
+                # With huge pages the first write costs little more than any other; with 4 KiB
+                # pages it takes several times as long.
                 _advise(storage, mmap.MADV_HUGEPAGE, _HUGE_PAGE)
                 self._given_back.discard(address)
 
     def nbytes(self, live: Live) -> int:
-        taken = {name: tensor for name, tensor in live.items() if _address(tensor) not in self._given_back}
+        taken = {
+            name: tensor
+            for name, tensor in live.items()
+            if tensor.untyped_storage().data_ptr() not in self._given_back
+        }
         return super().nbytes(taken) + self._pool.free_nbytes
 
 
 class StagingPool:
-    """One block of pages, lent as a whole and returned when the last tensor over it is gone.
+    """A block of pages, lent as a whole and returned when the last tensor over it is gone.
 
-    Memory: the largest loan so far. A loan while the pages are still lent (a tensor was kept) is new memory; the larger
-    of the two blocks is kept.
+    Memory: the largest loan so far. A loan while the pages are still lent (a tensor was kept) is
+    new memory; the larger of the two blocks is kept.
     """
 
     def __init__(self) -> None:
@@ -81,38 +99,46 @@ class StagingPool:
         return 0 if self._free is None else self._free.nbytes
 
     def lend(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-        """Return flat CPU tensors of these sizes, contents undefined, each with a storage of its own."""
-        starts, end = [], 0
+        """Return flat CPU tensors of these sizes, uninitialised, each with a separate storage."""
+        starts = []
+        end = 0  # bytes
         for numel, dtype in sizes:
             starts.append(end)
             end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if not end:
             return [torch.empty(numel, dtype=dtype) for numel, dtype in sizes]
-        pages, self._free = self._free, None
+        pages = self._free
+        self._free = None
         if pages is None or pages.nbytes < end:
-            del pages  # before the new ones, not beside them
+            del pages  # free the old block before the new one is allocated
             pages = _Pages(end)
         loan = (ctypes.c_ubyte * pages.nbytes).from_buffer(pages.memory)
-        # torch keeps `loan` as long as a storage over it lives
-        weakref.finalize(loan, _take_back, weakref.ref(self), pages, self._num_trims).atexit = False
+        # torch keeps `loan` alive as long as a storage over it lives.
+        finalizer = weakref.finalize(loan, _take_back, weakref.ref(self), pages, self._num_trims)
+        finalizer.atexit = False
         return [
-            torch.frombuffer(loan, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0, dtype=dtype)
+            torch.frombuffer(loan, dtype=dtype, count=numel, offset=start)
+            if numel
+            else torch.empty(0, dtype=dtype)
             for start, (numel, dtype) in zip(starts, sizes, strict=True)
         ]
 
     def take_back(self, pages: _Pages, num_trims: int) -> None:
-        """Keep pages that were lent after `num_trims` trims, unless there was a trim since or larger pages are kept."""
+        """Keep pages that were lent after `num_trims` trims.
+
+        They are dropped if the pool was trimmed since, or holds larger pages.
+        """
         if self._num_trims == num_trims and self.free_nbytes < pages.nbytes:
             self._free = pages
 
     def trim(self) -> None:
-        """Free the pages; those that are lent are freed when the last tensor over them is gone."""
+        """Free the pages; lent pages are freed when the last tensor over them is gone."""
         self._num_trims += 1
         self._free = None
 
 
 class _Pages:
-    """An anonymous mapping, in huge pages where it is large enough; unmapped when it is collected."""
+    """An anonymous mapping, in huge pages if it is large enough; unmapped when it is collected."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -127,7 +153,7 @@ def _take_back(pool: weakref.ref[StagingPool], pages: _Pages, num_trims: int) ->
 
 
 def _trim_heap() -> None:
-    """Return free heap pages to the system, where the C library can (glibc keeps freed blocks of up to 32 MiB).
+    """Return free heap pages to the system, if the C library can (glibc keeps blocks up to 32 MiB).
 
     Takes milliseconds; without it, a released CPU model occupies about as much memory as before.
     """
@@ -136,18 +162,14 @@ def _trim_heap() -> None:
         malloc_trim(0)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Those of these tensors that have any memory, by address."""
+    """Return the non-empty storages of these tensors by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 def _advise(storage: torch.UntypedStorage, advice: int, page: int) -> bool:
-    """Tell the system about the pages of `page` bytes that lie wholly in a storage; whether it takes the advice."""
+    """Call madvise for the pages of `page` bytes inside a storage; return whether it succeeded."""
     start = -(-storage.data_ptr() // page) * page
     stop = (storage.data_ptr() + storage.nbytes()) // page * page
     return start >= stop or libc().madvise(start, stop - start, advice) == 0

@@ -1,17 +1,18 @@
-"""Unlinks vLLM's shared-memory files as soon as every rank has mapped them, and checks that there is room for them.
+"""Shared memory of vLLM's CPU ranks: unlinked once it is mapped, and checked for size.
 
-What has a name in /dev/shm stays there when everybody who knew the name is killed. vLLM 0.32 names
+A file in /dev/shm stays if all processes that know its name are killed. vLLM 0.32 makes
 
-- the buffers through which the CPU ranks of a tensor or pipeline parallel group exchange tensors, 4 MiB a thread. Their
-  names go as soon as the group has mapped them, here. vLLM's kernels for CPUs without AVX-512 make none: there tensors
-  go through gloo;
-- a queue of 24 MiB beside each tensor parallel group, for `broadcast_object`. Nothing calls that while vLLM generates
-  inside the ranks, and without the queue it goes through the process group, so no queue is made, nor its sockets
-  (isolation.py);
-- 128 bytes, for the milliseconds in which ranks find out whether they are on one host. vLLM removes these itself.
+- buffers through which the CPU ranks of a tensor or pipeline parallel group exchange tensors, 4 MiB
+  per thread. They are unlinked here as soon as the group has mapped them. vLLM's kernels for CPUs
+  without AVX-512 make none: there tensors go through gloo;
+- a queue of 24 MiB for each tensor parallel group, for `broadcast_object`. Nothing calls that while
+  vLLM generates inside the ranks, and without the queue it goes through the process group. So
+  isolation.py disables the queue and its sockets;
+- 128 bytes, for the milliseconds in which ranks check whether they are on one host. vLLM removes
+  these itself.
 
-So something stays only if all ranks are killed within those milliseconds, or between the making of a group's buffers
-and their mapping, with Python's resource trackers among them.
+So a file stays only if all ranks are killed within those milliseconds, or between the making of a
+group's buffers and their mapping, together with Python's resource trackers.
 """
 
 from __future__ import annotations
@@ -36,22 +37,29 @@ from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 
 ENGINE_TOKEN = "HYBRID_ENGINE_VLLM_TOKEN"
-"""Environment variable with a name that all ranks of one engine share and no other engine on the host has."""
+"""Environment variable with a name shared by all ranks of one engine, unique on the host."""
 
 _SHM = Path("/dev/shm")
-_BYTES_PER_THREAD = (4 << 20) + 256  # csrc/cpu/shm.cpp: two buffers of 2 MiB, and the state of who has written
+# csrc/cpu/shm.cpp: two buffers of 2 MiB, and the state of their writers
+_BYTES_PER_THREAD = (4 << 20) + 256
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _Need = tuple[tuple[str, int | None], int]
-"""Of a rank: its host, the device of /dev/shm, and bytes."""
+"""Host of a rank and device of /dev/shm there; bytes that the rank needs."""
+_REMEDY = (
+    "Give it more (mount -o remount,size=... /dev/shm; in a container --shm-size=... or "
+    "--ipc=host), or use fewer threads a rank (OMP_NUM_THREADS) or "
+    "generate_config.infer_tensor_parallel_size: 1"
+)
 
 
 @contextlib.contextmanager
 def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
-    """Around the building of vLLM's groups: what they share has names of this engine's own, and no longer than needed.
+    """Give vLLM's shared memory a unique name in this context, and unlink it once it is mapped.
 
-    Collective.
+    Enter it around the building of vLLM's groups. Collective.
     """
-    os.environ[ENGINE_TOKEN] = agreement.gather(secrets.token_hex(8), str, "naming vLLM's shared memory")[0]
+    tokens = agreement.gather(secrets.token_hex(8), str, "naming vLLM's shared memory")
+    os.environ[ENGINE_TOKEN] = tokens[0]
 
     def build(share: Callable[[Any], int]) -> Callable[[Any], int]:
         @functools.wraps(share)
@@ -72,32 +80,32 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
 
 
 def check_room(settings: InferenceSettings, job: Job) -> None:
-    """Raise ConfigError on all ranks where /dev/shm has less room than the ranks of a host need; vLLM would be killed
-    by SIGBUS, or fail on some ranks only. Collective."""
+    """Raise ConfigError on all ranks if /dev/shm is too small for the ranks of a host.
+
+    Collective. Without this check vLLM would be killed by SIGBUS, or fail on some ranks only.
+    """
     place = (job.hosts[job.rank], _SHM.stat().st_dev if _SHM.is_dir() else None)
     needs = job.agreement.gather((place, nbytes_needed(settings)), _Need, "room in /dev/shm")
     with job.agreement.phase("room in /dev/shm"):
+        # Containers on one host may have separate /dev/shm.
         needed = sum(nbytes for other, nbytes in needs if other == place)
-        if needed and _SHM.is_dir() and (free := shutil.disk_usage(_SHM).free) < needed:
-            raise ConfigError([Violation("/dev/shm", _too_small(needed, free), _REMEDY)])
+        if not needed or not _SHM.is_dir():
+            return
+        free = shutil.disk_usage(_SHM).free
+        if free < needed:
+            problem = (
+                f"{free / MIB:.1f} MiB are free, but vLLM's ranks on this host exchange tensors "
+                f"through {needed / MIB:.1f} MiB there, 4 MiB a thread "
+                f"({torch.get_num_threads()} threads a rank)"
+            )
+            violation = Violation("/dev/shm", problem, _REMEDY, code="shared-memory-too-small")
+            raise ConfigError([violation])
 
 
 def nbytes_needed(settings: InferenceSettings) -> int:
-    """In /dev/shm by this rank, while vLLM's groups live."""
+    """Return the bytes in /dev/shm of this rank while vLLM's groups live."""
     if not hasattr(internals.KERNELS.load(), "init_shm_manager"):
         return 0
     num_groups = sum(size > 1 for size in (settings.sizes.tensor, settings.sizes.pipeline))
-    return num_groups * -(-torch.get_num_threads() * _BYTES_PER_THREAD // _PAGE) * _PAGE
-
-
-_REMEDY = (
-    "Give it more (mount -o remount,size=... /dev/shm; in a container --shm-size=... or --ipc=host), or use fewer "
-    "threads a rank (OMP_NUM_THREADS) or generate_config.infer_tensor_parallel_size: 1"
-)
-
-
-def _too_small(needed: int, free: int) -> str:
-    return (
-        f"{free / MIB:.1f} MiB are free, but vLLM's ranks on this host exchange tensors through {needed / MIB:.1f} "
-        f"MiB there, 4 MiB a thread ({torch.get_num_threads()} threads a rank)"
-    )
+    num_pages = -(-torch.get_num_threads() * _BYTES_PER_THREAD // _PAGE)
+    return num_groups * num_pages * _PAGE

@@ -1,18 +1,18 @@
-"""In the processes of a vLLM server: what `vllm.general_plugins` loads.
+"""The parts of a vLLM server whose weights come from trainers; `vllm_plugin.py` loads them.
 
-    vllm serve MODEL --load-format hybrid_engine --weight-transfer-config '{"backend": "hybrid_engine"}'
+    vllm serve MODEL --load-format hybrid_engine --weight-transfer-config '{"backend":
+    "hybrid_engine"}'
 
-    plugin.py        called in each of its processes: registers the two names, closes the gate
     capture.py       load format, in workers: traces the model and reads no file
-    receiver.py      weight transfer engine, in workers: vLLM's calls to a `serving.WeightReceiver`
-    gate.py          in the engine core: no token is drawn while a worker's weights are not whole
-    ownership.py     in the engine core: a request of one job is not answered with another's weights
-    probing.py       in the engine core: what a paused server computes, for the trainers to compare
-    queues.py        in all of them: nothing of vLLM's queues stays in /dev/shm when they are killed
-    routes.py        in the API server: routes for whoever has the token, and what an answer says of its weights
+    receiver.py      weight transfer engine, in workers: vLLM's calls -> a `serving.WeightReceiver`
+    gate.py          in the engine core: no token is drawn while a worker's weights are incomplete
+    ownership.py     in the engine core: no request for a job is answered with another's weights
+    probing.py       in the engine core: log-probabilities of a paused server, for its trainers
+    queues.py        in all processes: unlinks vLLM's queues, so that none outlives a kill
+    routes.py        in the API server: guards routes by a token, labels answers with weights
 
-And on the trainers' side:
+On the trainers' side:
 
-    inference.py     completions over HTTP, in place of an `InferenceEngine`
-    async_server.py  an `AsyncLLM` of the publisher's own process
+    inference.py     completions over HTTP, instead of an `InferenceEngine`
+    async_server.py  an `AsyncLLM` in the publisher's own process
 """

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` as a publisher calls a server: one that this process has, or that an actor of its own makes."""
+"""An `AsyncLLM` behind the publisher's `Server` interface: in this process, or in an actor."""
 
 from __future__ import annotations
 
@@ -9,93 +9,117 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.server.plugin import NAME
 from hybrid_engine.backends.vllm.server.routes import drawn_with
 from hybrid_engine.errors import ServerError, clipped
+from hybrid_engine.serving import NAME
 from hybrid_engine.serving.clients import Server
 
 _REQUESTS = {
     "init_weight_transfer_engine": internals.INIT_REQUEST,
     "update_weights": internals.UPDATE_REQUEST,
 }
-"""Call -> vLLM's class of what is said in it."""
+"""Call -> vLLM's class of its request."""
 
 _OF_THE_ROUTE = ("prompt", "return_token_ids", "return_tokens_as_token_ids", "vllm_xargs")
-"""Keys of a body that sampling parameters do not have."""
+"""Keys of a request body that are not sampling parameters."""
 
 
 class AsyncServer(Server):
-    """An `AsyncLLM` in this process, whose event loop runs in another thread.
+    """An `AsyncLLM` of this process, whose event loop runs in another thread.
 
     Attributes:
-        engine, loop: for requests of one's own, which may stream.
+        engine: the `AsyncLLM`, also for the caller's own requests, which may stream.
+        loop: its event loop.
     """
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
-        self.engine, self.loop, self._timeout = engine, loop, timeout_seconds
+    def __init__(
+        self, engine: Any, loop: asyncio.AbstractEventLoop, timeout_seconds: float
+    ) -> None:
+        self.engine = engine
+        self.loop = loop
+        self._timeout = timeout_seconds
         self._request_ids = map("hybrid-engine-{}".format, itertools.count())
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._wait_for(self._complete(body), "complete", None)
-        return answer
+        response: Mapping[str, Any] = self._wait_for(self._complete(body), "complete", None)
+        return response
 
     async def _complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         from vllm import SamplingParams
 
-        said = {name: value for name, value in body.items() if name not in _OF_THE_ROUTE}
-        said |= {name: list(value) for name, value in said.items() if isinstance(value, tuple)}  # JSON has no tuples
-        kind = internals.OUTPUT_KIND.load().FINAL_ONLY
-        asked = body.get("vllm_xargs")
+        values = {name: value for name, value in body.items() if name not in _OF_THE_ROUTE}
+        for name, value in values.items():
+            if isinstance(value, tuple):  # vLLM expects lists, as JSON has no tuples
+                values[name] = list(value)
+        extra_args = body.get("vllm_xargs")
         sampling = SamplingParams(
-            **said, output_kind=kind, detokenize=bool(said.get("stop")), extra_args=asked and dict(asked)
+            **values,
+            output_kind=internals.OUTPUT_KIND.load().FINAL_ONLY,
+            detokenize=bool(values.get("stop")),
+            extra_args=extra_args and dict(extra_args),
         )
-        answers = await asyncio.gather(*(self._answer(list(prompt), sampling) for prompt in body["prompt"]))
-        return {"choices": [{**choice, "index": at} for at, choice in enumerate(itertools.chain(*answers))]}
+        prompts = [list(prompt) for prompt in body["prompt"]]
+        by_prompt = await asyncio.gather(*(self._answer(prompt, sampling) for prompt in prompts))
+        choices = enumerate(itertools.chain(*by_prompt))
+        return {"choices": [{**choice, "index": index} for index, choice in choices]}
 
     async def _answer(self, prompt: list[int], sampling: Any) -> list[dict[str, Any]]:
-        async for output in self.engine.generate({"prompt_token_ids": prompt}, sampling, next(self._request_ids)):
+        request_id = next(self._request_ids)
+        async for output in self.engine.generate(
+            {"prompt_token_ids": prompt}, sampling, request_id
+        ):
             last = output
-        outputs = sorted(last.outputs, key=lambda each: each.index)
-        return [{**_choice(each), **drawn_with(each, sampling.extra_args)} for each in outputs]
+        # The last output has the whole completions, because of FINAL_ONLY.
+        outputs = sorted(last.outputs, key=lambda choice: choice.index)
+        return [
+            {**_choice(choice), **drawn_with(choice, sampling.extra_args)} for choice in outputs
+        ]
 
     def describe(self) -> str:
-        return str(self._call("collective_rpc", method="hybrid_engine_describe")[0])
+        (description, *_) = self._call("collective_rpc", method="hybrid_engine_describe")
+        return str(description)
 
     def probe(self, tokens: list[list[int]]) -> str:
-        return str(self._call("collective_rpc", method="hybrid_engine_probe", args=(tokens,))[0])
+        (answer, *_) = self._call("collective_rpc", method="hybrid_engine_probe", args=(tokens,))
+        return str(answer)
 
     def num_workers(self) -> int:
         return int(self.engine.vllm_config.parallel_config.world_size_across_dp)
 
-    def _call(self, name: str, ends: bool = True, **fields: Any) -> Any:
+    def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
         if (request := _REQUESTS.get(name)) is not None:
             fields = {"request": request.load()(**fields)}
         method = getattr(self.engine, f"{name}_generation" if name in ("pause", "resume") else name)
-        return self._wait_for(method(**fields), name, self._timeout if ends else None)
+        return self._wait_for(method(**fields), name, self._timeout if has_timeout else None)
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, Any], name: str, seconds: float | None) -> Any:
+    def _wait_for(
+        self, coroutine: Coroutine[Any, Any, Any], name: str, seconds: float | None
+    ) -> Any:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(seconds)
         except Exception as error:
-            raise ServerError(f"AsyncLLM.{name}: {type(error).__name__}: {clipped(str(error), 2000)}") from error
+            cause = f"{type(error).__name__}: {clipped(str(error), 2000)}"
+            raise ServerError(f"AsyncLLM.{name}: {cause}", code="call-failed") from error
 
 
 class VllmActor(AsyncServer):
-    """A server of its own, for a Ray actor or any other process; its engine ends with the process.
+    """A server in a process of this class, such as a Ray actor; its engine ends with the process.
 
         actor = ray.remote(VllmActor).options(name="vllm", max_concurrency=64, max_restarts=-1)
         server = actor.remote(model=..., dtype=...)       trainers: servers: ["ray:vllm"]
 
-    Each completion that is under way takes one of `max_concurrency`, and so does a switch.
+    Each running completion uses one of `max_concurrency`, and so does a switch.
 
     Args:
-        timeout_seconds: longest wait for an answer of the engine, but for completions and switches.
-        arguments: of vLLM's `AsyncEngineArgs`.
+        timeout_seconds: timeout of calls of the engine, except completions and switches.
+        arguments: arguments of vLLM's `AsyncEngineArgs`.
     """
 
     def __init__(self, timeout_seconds: float = 600.0, **arguments: Any) -> None:
         loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="vLLM's event loop", daemon=True).start()
+        # A daemon, because nothing stops the loop when the process ends.
+        thread = threading.Thread(target=loop.run_forever, name="vLLM's event loop", daemon=True)
+        thread.start()
         super().__init__(None, loop, timeout_seconds)
         self.engine = self._wait_for(_engine(arguments), "from_engine_args", None)
 
@@ -105,11 +129,11 @@ class VllmActor(AsyncServer):
 
 
 def _choice(output: Any) -> dict[str, Any]:
-    """The same as the route's."""
+    """Return a choice in the format of the HTTP route."""
     logprobs = None
     if output.logprobs is not None:
-        chosen = zip(output.token_ids, output.logprobs, strict=True)
-        logprobs = {"token_logprobs": [by_token[token].logprob for token, by_token in chosen]}
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        logprobs = {"token_logprobs": [by_token[token].logprob for token, by_token in pairs]}
     return {
         "token_ids": list(output.token_ids),
         "logprobs": logprobs,
@@ -123,4 +147,5 @@ async def _engine(arguments: Mapping[str, Any]) -> Any:
     from vllm import AsyncEngineArgs
 
     transfer = {"load_format": NAME, "weight_transfer_config": {"backend": NAME}}
-    return internals.ASYNC_LLM.load().from_engine_args(AsyncEngineArgs(**transfer, **arguments))
+    engine_args = AsyncEngineArgs(**transfer, **arguments)
+    return internals.ASYNC_LLM.load().from_engine_args(engine_args)

@@ -1,4 +1,4 @@
-"""The load format of a server's workers: a fresh model is traced and processed, and no file is read."""
+"""The load format of a server's workers: a new model is traced and processed; no file is read."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.world import World
 
-_found: WeakKeyDictionary[torch.nn.Module, ProcessedModel] = WeakKeyDictionary()
-"""What was captured, until the model's receiver takes it."""
+_captured: WeakKeyDictionary[torch.nn.Module, ProcessedModel] = WeakKeyDictionary()
+"""Captured models, until their receivers take them."""
 
 _SECONDS_TO_PROCESS = 300.0
-"""For which workers wait for each other where vLLM processes weights in collectives."""
+"""Timeout of workers that wait for each other before a collective processing of weights."""
 
 
-def take_captured(model: torch.nn.Module) -> ProcessedModel | None:
-    """What was captured of a model, once; None for one that was loaded in another format."""
-    return _found.pop(model, None)
+def take_captured(model: torch.nn.Module) -> ProcessedModel:
+    """Return and forget the captured form of a model."""
+    return _captured.pop(model)
 
 
 def register_loader(name: str) -> None:
-    """Register the load format."""
+    """Register the load format with vLLM."""
     from vllm.model_executor.model_loader import register_model_loader
 
-    register_model_loader(name)(loader_class(_trace, _inspect, _found.__setitem__))
+    register = register_model_loader(name)
+    register(loader_class(_trace, _inspect, _captured.__setitem__))
 
 
 def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
@@ -42,31 +43,42 @@ def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
 
     table = table_for(config.hf_config.to_dict())
     dtypes = dict.fromkeys(table.shapes, config.dtype)
-    dtypes |= {name: getattr(torch, dtype) for name, dtype in (table.dtypes or {}).items()}
-    traced = trace_model(model, table.shapes, dtypes, internals.WORLD_GROUP.load()().rank)
+    for name, dtype in (table.dtypes or {}).items():
+        dtypes[name] = getattr(torch, dtype)
+    workers = internals.WORLD_GROUP.load()()
+    # The rank is provisional: each job assigns another one, see `VllmAdaptor.take_place`.
+    traced = trace_model(model, table.shapes, dtypes, workers.rank)
     if traced.staged and get_current_vllm_config().lora_config is not None:
         raise ModelError(
-            f"{', '.join(traced.staged)} can only be written by the model's own loader, which does not know the layers "
-            "that LoRA wraps: start the server without --enable-lora"
+            f"{', '.join(traced.staged)} can only be written by the model's own loader, which does "
+            "not know the layers that LoRA wraps: start the server without --enable-lora",
+            code="staged-with-lora",
         )
     return traced
 
 
-def _inspect(traced: TracedModel, context: Context, dtype: torch.dtype, is_collective: bool) -> ProcessedModel:
+def _inspect(
+    traced: TracedModel, context: Context, dtype: torch.dtype, is_collective: bool
+) -> ProcessedModel:
     from vllm.config import get_current_vllm_config
 
-    keeps_addresses = next(iter(traced.storages.values())).device.type != "cpu"
+    device = next(iter(traced.storages.values())).device
+    keeps_addresses = device.type != "cpu"
     with context():
-        has_graphs = keeps_addresses and not get_current_vllm_config().model_config.enforce_eager
-    return inspect_model(traced, context, dtype, keeps_addresses, _barrier(is_collective), has_graphs)
+        is_eager = get_current_vllm_config().model_config.enforce_eager
+    # vLLM captures no graphs on a CPU.
+    has_graphs = keeps_addresses and not is_eager
+    barrier = _barrier(is_collective)
+    return inspect_model(traced, context, dtype, keeps_addresses, barrier, has_graphs)
 
 
 def _barrier(is_collective: bool) -> ProcessingBarrier:
-    """Of all workers where vLLM's processing is collective in any."""
+    """Return a barrier, with a group of all workers if vLLM's processing is collective in any."""
     workers = internals.WORLD_GROUP.load()()
     if workers.world_size == 1:
         return ProcessingBarrier()
     is_any = torch.tensor([is_collective], dtype=torch.int64)
+    # All workers must use the same barrier, even if only some of them communicated.
     dist.all_reduce(is_any, dist.ReduceOp.MAX, group=workers.cpu_group)
     if not is_any:
         return ProcessingBarrier()

@@ -1,4 +1,4 @@
-"""Servers as an engine's inference side: completions come over HTTP, weights by the switches of a `WeightPublisher`."""
+"""Servers as an engine's inference side: completions over HTTP, weights by a `WeightPublisher`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
-from hybrid_engine.backends.vllm.prompts import ChatArguments, ModelTokenizer, Prompts, check_token_ids, token_ids_of
+from hybrid_engine.backends.vllm.prompts import (
+    ChatArguments,
+    ModelTokenizer,
+    Prompts,
+    check_token_ids,
+    token_ids_of,
+)
 from hybrid_engine.backends.vllm.replica_exchange import check_data, stream_seeds
 from hybrid_engine.backends.vllm.requests import asked_for
 from hybrid_engine.config import HybridConfig
@@ -31,17 +37,17 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import Samplings
 
 _PROMPTS_OF_A_REQUEST = 64
-"""Servers decode requests together; one of many prompts would be parsed while nothing is decoded."""
+"""Prompts per request. A server decodes requests together, and nothing while it parses one."""
 _MOST_REQUESTS = 64
-"""Under way at once, of a rank."""
+"""Maximum number of concurrent requests of a rank."""
 
 
 class ServedInference:
-    """What takes the place of an `InferenceEngine` where `generate_config.servers` names servers.
+    """The inference side if `generate_config.servers` names servers; replaces an `InferenceEngine`.
 
     Attributes:
-        job: of the trainers.
-        adaptor: nothing: weights are in the servers.
+        job: the trainers' job.
+        adaptor: a placeholder: the weights are in the servers.
         tokenizer: the model's.
     """
 
@@ -50,22 +56,29 @@ class ServedInference:
     trained_lora: str | None = None
 
     def __init__(self, config: HybridConfig, job: Job, tokenizer_dir: str | None = None) -> None:
-        """Raises ConfigError for addresses that cannot be."""
+        """Check the servers' addresses. Raises ConfigError for an invalid one."""
         generate = config.generate_config
-        self.job, self.adaptor = job, NoInference()
+        self.job = job
+        self.adaptor = NoInference()
         self.tokenizer = ModelTokenizer(tokenizer_dir or str(config.model))
-        self._generate, self._limits = generate, config.hf_config()
-        self._longest = generate.max_model_len or int(self._limits.get("max_position_embeddings") or 2**31)
+        self._generate = generate
+        settings = config.hf_config()
+        # Without a limit in the configuration the servers check the prompts.
+        self._vocab_size = int(settings.get("vocab_size") or 2**31)
+        positions = int(settings.get("max_position_embeddings") or 2**31)
+        self._longest = generate.max_model_len or positions
         self._turns = itertools.count()
         self._publisher: WeightPublisher | None = None
         with job.agreement.phase("looking at the servers"):
             self._servers = [
-                named_server(each, generate.timeout_seconds, allow_public=generate.server_allow_public)
-                for each in generate.servers
+                named_server(
+                    server, generate.timeout_seconds, allow_public=generate.server_allow_public
+                )
+                for server in generate.servers
             ]
 
     def switch(self, trainer: Trainer, offloader: Offloader) -> WeightPublisher:
-        """What takes the place of a `ShardingManager`. Collective."""
+        """Return the publisher that replaces a `ShardingManager`. Collective."""
         generate = self._generate
         self._publisher = WeightPublisher(
             trainer,
@@ -89,51 +102,72 @@ class ServedInference:
         data: Data = "global",
         chat: ChatArguments | None = None,
     ) -> list[list[Completion]]:
-        """See `InferenceEngine.generate_over_replicas`; `sampling` is a `Sampling`, or a list of them. Collective.
+        """Complete prompts on the servers; see `InferenceEngine.generate_over_replicas`.
 
-        Each rank asks for its share of the prompts, each of another server.
+        Collective. `sampling` is a `Sampling`, or a list of them. Each rank requests its share of
+        the prompts, starting with a different server.
         """
         job = self.job
         with job.agreement.phase("checking prompts"):
             check_data(data)
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
-            wanted = asked_for(sampling, len(token_ids), _over_http)
-            self.check_prompts(token_ids, wanted.max_tokens)
-        seeds = stream_seeds(wanted.seeds, token_ids, data, job)
-        each = [replace(one, seed=seed) for one, seed in zip(wanted.each, seeds, strict=True)]
+            requested = asked_for(sampling, len(token_ids), _over_http)
+            self.check_prompts(token_ids, requested.max_tokens)
+        seeds = stream_seeds(requested.seeds, token_ids, data, job)
+        samplings = [
+            replace(unseeded, seed=seed)
+            for unseeded, seed in zip(requested.each, seeds, strict=True)
+        ]
+        # Global data: rank r completes every world_size-th prompt, from r on.
         step = job.world_size if data == "global" else 1
-        own = slice(job.rank % step, None, step)
+        share = slice(job.rank % step, None, step)
         with job.agreement.phase("generate", kind=GenerationError):
-            completed = self._complete(token_ids[own], each[own])
+            completed = self._complete(token_ids[share], samplings[share])
         if data == "local" or step == 1:
             return completed
-        sent = [[replace(one, prompt_token_ids=(), tokenizer=None) for one in of] for of in completed]
-        by_rank = job.agreement.gather(sent, list[list[Completion]], "exchange of completions", LIMIT)
-        return [
-            [
-                replace(one, prompt_token_ids=tuple(prompt), tokenizer=self.tokenizer)
-                for one in by_rank[index % step][index // step]
-            ]
-            for index, prompt in enumerate(token_ids)
+        # Prompts and tokenizer are not sent, because all ranks have them.
+        sent = [
+            [replace(completion, prompt_token_ids=(), tokenizer=None) for completion in row]
+            for row in completed
         ]
+        kind = list[list[Completion]]
+        by_rank = job.agreement.gather(sent, kind, "exchange of completions", LIMIT)
+        answers = []
+        for index, prompt in enumerate(token_ids):
+            row = by_rank[index % step][index // step]
+            answers.append(
+                [
+                    replace(completion, prompt_token_ids=tuple(prompt), tokenizer=self.tokenizer)
+                    for completion in row
+                ]
+            )
+        return answers
 
-    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> None:
-        """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
-        check_token_ids(prompts, max_tokens, self._longest, int(self._limits.get("vocab_size") or 2**31))
+    def check_prompts(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]
+    ) -> None:
+        """Raise ArgumentError naming prompts that are empty, too long or out of the vocabulary."""
+        check_token_ids(prompts, max_tokens, self._longest, self._vocab_size)
 
     def complete_one(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """Completion of one prompt, asked by this rank alone, of each server in turn; from any thread.
+        """Complete one prompt for this rank alone, on each server in turn; from any thread.
 
-        Raises ConfigError for a prompt that cannot be, GenerationError, ServerError.
+        Raises ArgumentError for an invalid prompt, GenerationError, ServerError.
         """
         self.check_prompts([prompt], sampling.max_tokens or 1)
-        ((completion,),) = self._ask(next(self._turns) % len(self._servers), [prompt], replace(sampling, n=1))
+        server = next(self._turns) % len(self._servers)
+        ((completion,),) = self._ask(server, [prompt], replace(sampling, n=1))
         return completion
 
-    def _complete(self, prompts: Sequence[Sequence[int]], each: Sequence[Sampling]) -> list[list[Completion]]:
-        """By this rank's requests, all under way together. A request has one sampling with one seed, and one length, so
-        prompts with their own are asked apart."""
-        is_alike = len(set(each)) == 1 and each[0].max_tokens is not None
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+    ) -> list[list[Completion]]:
+        """Complete prompts by concurrent requests of this rank.
+
+        A request has one sampling with one seed, and one length, so prompts with different ones are
+        sent in separate requests.
+        """
+        is_alike = len(set(samplings)) == 1 and samplings[0].max_tokens is not None
         size = _PROMPTS_OF_A_REQUEST if is_alike else 1
         waiting = deque(enumerate(range(0, len(prompts), size)))
         completed: dict[int, list[list[Completion]]] = {}
@@ -146,39 +180,61 @@ class ServedInference:
                     return
                 server = (self.job.rank + number) % len(self._servers)
                 try:
-                    completed[number] = self._ask(server, prompts[start : start + size], each[start])
+                    part = prompts[start : start + size]
+                    completed[number] = self._ask(server, part, samplings[start])
                 except BaseException:
-                    waiting.clear()  # the call fails: what nobody has asked for yet is not to be drawn
+                    waiting.clear()  # the whole call fails, so draw nothing more
                     raise
 
-        # An executor would be joined when the wait is interrupted, and a silent server would hold that up without end.
-        asking = [in_background(ask, "completions") for _ in range(min(len(waiting), _MOST_REQUESTS))]
+        # Not an executor: it would be joined when the wait is interrupted, and a server that does
+        # not respond would block that forever.
+        num_threads = min(len(waiting), _MOST_REQUESTS)
+        asking = [in_background(ask, "completions") for _ in range(num_threads)]
         try:
             wait(asking)
         finally:
             waiting.clear()
-        for answer in asking:
-            answer.result()
-        return [of_prompt for _, of_request in sorted(completed.items()) for of_prompt in of_request]
+        for thread in asking:
+            thread.result()
+        return [row for _, rows in sorted(completed.items()) for row in rows]
 
-    def _ask(self, number: int, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        values = {name: value for name, value in asdict(sampling).items() if value is not None}
-        # what is not said, a server takes from the model's generation_config.json
-        values |= {"logprobs": 0 if sampling.logprobs else None, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        values |= {"max_tokens": sampling.max_tokens or self._longest - len(prompts[0])}  # without any, 16 for vLLM
-        body = {**values, "prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
-        body["return_tokens_as_token_ids"] = True  # a server without a tokenizer makes no text
+    def _ask(
+        self, number: int, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """Complete prompts in one request to server `number`."""
         weights = None if self._publisher is None else self._publisher.drawn_with
         if weights is None:
-            raise StateError("the servers have no weights of these trainers: generate in a rollout context")
-        body["vllm_xargs"] = weights.arguments()
-        vocab_size = int(self._limits.get("vocab_size") or 2**31)
-        expected = Expected(len(prompts) * sampling.n, values["max_tokens"], vocab_size, sampling.logprobs, weights)
+            raise StateError(
+                "the servers have no weights of these trainers: generate in a rollout context",
+                code="no-weights",
+            )
+        # Without a value vLLM would generate 16 tokens.
+        max_tokens = sampling.max_tokens or self._longest - len(prompts[0])
+        values = {name: value for name, value in asdict(sampling).items() if value is not None}
+        body = {
+            **values,
+            "logprobs": 0 if sampling.logprobs else None,
+            # A server takes values that are missing from the model's generation_config.json.
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_tokens": max_tokens,
+            "prompt": [list(prompt) for prompt in prompts],
+            "return_token_ids": True,
+            # A server without a tokenizer makes no text.
+            "return_tokens_as_token_ids": True,
+            "vllm_xargs": weights.arguments(),
+        }
+        expected = Expected(
+            len(prompts) * sampling.n, max_tokens, self._vocab_size, sampling.logprobs, weights
+        )
         choices = checked_choices(self._servers[number].complete(body), expected)
-        return [
-            [self._completion(choice, prompt, sampling) for choice in choices[at * sampling.n : (at + 1) * sampling.n]]
-            for at, prompt in enumerate(prompts)
-        ]
+        completions = []
+        for index, prompt in enumerate(prompts):
+            own_choices = choices[index * sampling.n : (index + 1) * sampling.n]
+            completions.append(
+                [self._completion(choice, prompt, sampling) for choice in own_choices]
+            )
+        return completions
 
     def _completion(self, choice: Choice, prompt: Sequence[int], sampling: Sampling) -> Completion:
         return Completion(
@@ -193,11 +249,16 @@ class ServedInference:
         )
 
     def shutdown(self) -> None:
-        """Servers are not ended."""
+        """Do nothing: the servers stay up."""
 
 
 def _over_http(sampling: object) -> Sampling:
     if sampling is None or isinstance(sampling, Sampling):
         return sampling or Sampling()
-    remedy = "Pass hybrid_engine.Sampling, or ask the server yourself for what it does not say"
-    raise ArgumentError([Violation("sampling", "vLLM's own parameters do not go over HTTP", remedy)])
+    violation = Violation(
+        "sampling",
+        "vLLM's own parameters cannot be sent over HTTP",
+        "Pass hybrid_engine.Sampling, or send other requests to the server yourself",
+        code="not-over-http",
+    )
+    raise ArgumentError([violation])

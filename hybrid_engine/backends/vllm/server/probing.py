@@ -1,6 +1,7 @@
-"""Log-probabilities of a server that is paused, for its trainers to compare with theirs: in the engine core.
+"""Log-probabilities of a paused server, computed in its engine core for its trainers.
 
-Requests of others stay in a queue of their own meanwhile. They had been told to begin anew when weights came.
+Requests of other clients wait in their queues meanwhile. They restart anyway, because weights have
+changed since they began.
 """
 
 from __future__ import annotations
@@ -19,35 +20,46 @@ from hybrid_engine.errors import StateError
 from hybrid_engine.serving.comparison import token_ids
 
 _QUEUES = ("waiting", "skipped_waiting")
-"""Of vLLM's scheduler, with requests that do not run; the second up to vLLM 0.29."""
+"""Queues of vLLM's scheduler with requests that do not run; the second exists up to vLLM 0.29."""
 
 
 def describe(core: Any) -> str:
-    """What the server can compute: JSON of a `serving.comparison.Description`."""
+    """Return the server's capabilities: JSON of a `serving.comparison.Description`."""
     limits = probe_limits(core.vllm_config)
     settings = core.vllm_config.model_config.hf_config.to_dict()
-    values = {"refusal": limits.refusal, "max_length": limits.max_length, "vocab_size": limits.vocab_size}
-    return json.dumps({**values, "settings": settings}, default=str)
+    description = {
+        "refusal": limits.refusal,
+        "max_length": limits.max_length,
+        "vocab_size": limits.vocab_size,
+        "settings": settings,
+    }
+    return json.dumps(description, default=str)
 
 
 def probe(core: Any, tokens: object) -> str:
-    """Log-probabilities of every token but the first: JSON of a `serving.comparison.ServerAnswer`.
+    """Return log-probabilities of every token but the first: JSON of a `ServerAnswer`.
 
-    The server is paused, and nothing runs. Raises MessageError for what are no token ids that it can take.
+    The server must be paused, with no request running. `ServerAnswer`: see serving/comparison.py.
+
+    Raises MessageError for tokens that are not valid token ids of the model.
     """
     rows = token_ids(tokens, probe_limits(core.vllm_config))
     with _alone(core):
-        found = _run(core, rows)
+        log_probs = _run(core, rows)
     core._reset_caches()
-    return json.dumps({"log_probs": found, "dtype": str(core.vllm_config.model_config.dtype)})
+    dtype = str(core.vllm_config.model_config.dtype)
+    return json.dumps({"log_probs": log_probs, "dtype": dtype})
 
 
 @contextmanager
 def _alone(core: Any) -> Iterator[None]:
-    """The scheduler runs what is added inside, and none of what waits."""
+    """Run only requests that are added in this context, and none of those that wait."""
     scheduler = core.scheduler
     if getattr(scheduler, "kv_holding_waiting", None):
-        raise StateError("requests wait that hold blocks of a KV connector")
+        raise StateError(
+            "requests wait that hold blocks of a KV connector: start the server without --kv-transfer-config",
+            code="kv-connector",
+        )
     state = scheduler.pause_state
     queues = {name: getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)}
     for name, queue in queues.items():
@@ -64,10 +76,13 @@ def _alone(core: Any) -> Iterator[None]:
 def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:
     from vllm import SamplingParams
 
-    kinds, scheduler = internals.ENGINE_MESSAGES.load(), core.scheduler
+    kinds = internals.ENGINE_MESSAGES.load()
+    scheduler = core.scheduler
     names = [f"hybrid-engine-probe-{number}" for number in range(len(rows))]
     for name, row in zip(names, rows, strict=True):
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
         request = kinds.EngineCoreRequest(
             request_id=name,
             prompt_token_ids=row,
@@ -79,14 +94,18 @@ def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        scheduler.add_request(core.preprocess_add_request(request)[0])
-    found: dict[str, torch.Tensor] = {}
+        preprocessed, *_ = core.preprocess_add_request(request)
+        scheduler.add_request(preprocessed)
+    log_probs: dict[str, torch.Tensor] = {}
     try:
         while scheduler.has_requests() or core.batch_queue:
-            outputs, _ = core.step_fn()
-            for output in [each for of_client in (outputs or {}).values() for each in of_client.outputs]:
-                if output.new_prompt_logprobs_tensors is not None:
-                    found[output.request_id] = output.new_prompt_logprobs_tensors.logprobs[:, 0]
+            by_client, _ = core.step_fn()
+            for outputs in (by_client or {}).values():
+                for output in outputs.outputs:
+                    if output.new_prompt_logprobs_tensors is not None:
+                        # Column 0 is the prompt's own token.
+                        scored = output.new_prompt_logprobs_tensors.logprobs[:, 0]
+                        log_probs[output.request_id] = scored
     finally:
         core.abort_requests(names)
-    return [found[name].tolist() for name in names]
+    return [log_probs[name].tolist() for name in names]

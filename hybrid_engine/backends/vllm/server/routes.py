@@ -1,7 +1,7 @@
-"""The HTTP routes of a server: which of them ask for the token, and what an answer says of the weights.
+"""The HTTP routes of a server: which ones require the token, and the label of weights in answers.
 
-Where a server has HYBRID_ENGINE_TOKEN, requests for tokens and questions about its health are open to all, and every
-other route asks for a proof that whoever calls has the token, too.
+If a server has HYBRID_ENGINE_TOKEN, requests for tokens and questions about its health are open to
+all clients. Every other route requires a proof that the client has the token as well.
 """
 
 from __future__ import annotations
@@ -18,55 +18,58 @@ from typing import Any
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.serving.invitation import JOB, PROOF_HEADER, TOKEN, VERSION, proof_of_request
 
-_READ_BY_ALL = frozenset(
+_OPEN_TO_GET = frozenset(
     {
-        *("/health", "/ping", "/load", "/version", "/metrics", "/metrics/", "/v1/models", "/openapi.json"),
-        *("/docs", "/redoc", "/weight_info", "/is_paused", "/is_sleeping"),
+        *("/health", "/ping", "/load", "/version", "/metrics", "/metrics/", "/v1/models"),
+        *("/openapi.json", "/docs", "/redoc", "/weight_info", "/is_paused", "/is_sleeping"),
     }
 )
-_ASKED_BY_ALL = frozenset(
+_OPEN_TO_POST = frozenset(
     {
-        *("/v1/completions", "/v1/completions/render", "/v1/chat/completions", "/v1/chat/completions/render"),
-        *("/v1/responses", "/v1/responses/render", "/v1/messages", "/v1/messages/render", "/v1/messages/count_tokens"),
+        *("/v1/completions", "/v1/completions/render"),
+        *("/v1/chat/completions", "/v1/chat/completions/render"),
+        *("/v1/responses", "/v1/responses/render"),
+        *("/v1/messages", "/v1/messages/render", "/v1/messages/count_tokens"),
         *("/inference/v1/generate", "/tokenize", "/detokenize"),
     }
 )
 _MOST_BYTES = 1 << 20
-"""Of the body of a request that asks for a proof: an invitation is 2 KB."""
+"""Maximum size in bytes of a request body that requires a proof; an invitation has 2 KB."""
 
 _OF_THE_CORE = re.compile(r"Call to \w+ method failed: ")
-"""With which vLLM begins what a call of its engine core raised."""
+"""Prefix that vLLM adds to errors of calls of its engine core."""
 _Send = Callable[[Mapping[str, Any]], Any]
-_held = ExitStack()
-"""Keeps vLLM's names replaced, for the life of the process."""
+_patches = ExitStack()
+"""Keeps vLLM's names replaced for the life of the process."""
 
 
 def guard_routes() -> None:
-    """Guard the routes that this process is about to serve, and have answers say of which weights they are.
+    """Guard the routes that this process is about to serve, and label answers with their weights.
 
-    Nothing where it serves none: vLLM's API server has been imported by then.
+    Does nothing in a process that serves no routes: it has not imported vLLM's API server.
     """
-    if not any(target.partition(":")[0] in sys.modules for target in internals.BUILD_APP.targets):
+    modules = [target.partition(":")[0] for target in internals.BUILD_APP.targets]
+    if not any(module in sys.modules for module in modules):
         return
-    _held.close()
-    _held.enter_context(internals.BUILD_APP.replaced(_guarded))
-    _held.enter_context(internals.COMPLETION_ANSWER.replaced(_labelled))
+    _patches.close()
+    _patches.enter_context(internals.BUILD_APP.replaced(_guarded))
+    _patches.enter_context(internals.COMPLETION_ANSWER.replaced(_labelled))
 
 
-def drawn_with(output: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a choice says of its weights, where the request `asked` for a job's: see `answers.Weights`.
+def drawn_with(output: Any, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a choice's label, if the request asked for a job's weights; see `answers.Weights`.
 
-    The engine core has refused the request unless they are those that were asked for. From vLLM 0.32 on an output says
-    by itself which versions drew its tokens.
+    The engine core has refused the request unless the weights match. From vLLM 0.32 on an output
+    lists the versions that drew its tokens.
     """
-    if not asked or JOB not in asked:
+    if not wanted or JOB not in wanted:
         return {}
-    drawn: dict[str, Any] = {"job": asked[JOB]}
+    drawn: dict[str, Any] = {"job": wanted[JOB]}
     spans = getattr(output, "weight_versions", None)
     if spans is not None:
         drawn["versions"] = sorted({span.version for span in spans})
-    elif VERSION in asked:
-        drawn["versions"] = [asked[VERSION]]
+    elif VERSION in wanted:
+        drawn["versions"] = [wanted[VERSION]]
     return {"hybrid_engine": drawn}
 
 
@@ -89,8 +92,9 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_app(*args: Any, **kwargs: Any) -> Any:
         app = build(*args, **kwargs)
-        # vLLM has built the stack by then, which takes no other
-        app.middleware_stack = RouteGuard(app.middleware_stack or app.build_middleware_stack())
+        # vLLM may have built the middleware stack already, which takes no further middleware then.
+        stack = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = RouteGuard(stack)
         return app
 
     return build_app
@@ -99,32 +103,39 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
 class RouteGuard:
     """ASGI middleware around a server's routes.
 
-    Where the server has the token, it answers 403 to requests without a proof, but for those that are open to all. What
-    the engine core refused has been answered and logged when it comes here, and would be logged once more, with vLLM's
-    way to it.
+    If the server has the token, it answers 403 to requests without a proof, except on open routes.
+    It also swallows errors of the engine core, which vLLM has answered and logged already; they
+    would be logged again, with vLLM's traceback.
     """
 
     def __init__(self, app: Callable[..., Any]) -> None:
-        self._app, self._asks_for_proof = app, bool(os.environ.get(TOKEN))
+        self._app = app
+        self._requires_proof = bool(os.environ.get(TOKEN))
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Callable[[], Any], send: _Send) -> None:
+    async def __call__(
+        self, scope: Mapping[str, Any], receive: Callable[[], Any], send: _Send
+    ) -> None:
         try:
             await self._pass(scope, receive, send)
         except Exception as error:
             if not _OF_THE_CORE.match(str(error)):
                 raise
 
-    async def _pass(self, scope: Mapping[str, Any], receive: Callable[[], Any], send: _Send) -> None:
-        if not self._asks_for_proof or scope["type"] not in ("http", "websocket") or _is_open(scope):
+    async def _pass(
+        self, scope: Mapping[str, Any], receive: Callable[[], Any], send: _Send
+    ) -> None:
+        is_request = scope["type"] in ("http", "websocket")
+        if not self._requires_proof or not is_request or _is_open(scope):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+            await send({"type": "websocket.close", "code": 1008})  # policy violation
             return
         body = await _body(receive)
         if body is None or not _is_proven(scope, body):
             await _refuse(send)
             return
+        # The proof covers the body, so it has been received; the app receives it again.
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
@@ -134,14 +145,17 @@ class RouteGuard:
 
 
 def _is_open(scope: Mapping[str, Any]) -> bool:
-    path, method = scope["path"].removeprefix(scope.get("root_path", "")), scope.get("method")
-    if method == "OPTIONS":  # a browser asks first, and can prove nothing
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    method = scope.get("method")
+    if method == "OPTIONS":  # a browser's preflight request cannot carry a proof
         return True
-    return (method in ("GET", "HEAD") and path in _READ_BY_ALL) or (method == "POST" and path in _ASKED_BY_ALL)
+    if method in ("GET", "HEAD"):
+        return path in _OPEN_TO_GET
+    return method == "POST" and path in _OPEN_TO_POST
 
 
 async def _body(receive: Callable[[], Any]) -> bytes | None:
-    """Of a request; None where it is longer than any that asks for a proof, or whoever sent it has gone."""
+    """Return a request's body; None if it exceeds `_MOST_BYTES`, or the client has disconnected."""
     body = b""
     while True:
         message = await receive()
@@ -153,14 +167,19 @@ async def _body(receive: Callable[[], Any]) -> bytes | None:
 
 
 def _is_proven(scope: Mapping[str, Any], body: bytes) -> bool:
-    given = dict(scope["headers"]).get(PROOF_HEADER.lower().encode(), b"")
+    proof = dict(scope["headers"]).get(PROOF_HEADER.lower().encode(), b"")
     query = scope.get("query_string", b"")
     target = scope["raw_path"] + (b"?" + query if query else b"")
-    return hmac.compare_digest(given, proof_of_request(scope["method"], target.decode("latin-1"), body).encode())
+    expected = proof_of_request(scope["method"], target.decode("latin-1"), body)
+    return hmac.compare_digest(proof, expected.encode())
 
 
 async def _refuse(send: _Send) -> None:
-    why = f'{{"error": "this route asks for a proof of {TOKEN}, which this server has"}}'.encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(why)).encode())]
+    message = f"this route requires a proof of {TOKEN}, which this server has"
+    body = f'{{"error": "{message}"}}'.encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": why})
+    await send({"type": "http.response.body", "body": body})

@@ -1,23 +1,24 @@
-"""What vLLM made of a group's weights after loading them, and how the same is made of new ones.
+"""Tensors that vLLM derives from a group's weights, and their derivation from new weights.
 
-    snapshot = take_snapshot(...)         before vLLM's processing: what modules hold; sentinels in the weights
+    snapshot = take_snapshot(...)         before vLLM's processing; writes sentinels into weights
     ... vLLM's own processing ...
-    snapshot.changes(...)                 what it wrote over, of which a `Derivation` is made (processed_model.py)
+    snapshot.changes(...)                 entries it wrote, for a `Derivation` (processed_model.py)
 
-    with derivation.as_loaded(tensors):   its modules are as the loader left them, and hold these tensors
-        ... vLLM's own processing ...     what it wrote is written again
-    here                                  its modules are as before
+    with derivation.as_loaded(tensors):   modules as the loader left them, with these tensors
+        ... vLLM's own processing ...     writes the same entries again
+    here                                  modules are as before
 
-Where the addresses of what vLLM computes with must stay (captured graphs, compiled code), the results are copied into
-the tensors that are live, and the modules get back what they held. Elsewhere the results stay where they are, and
-nothing is copied.
+If addresses of tensors that vLLM computes with must stay (captured graphs, compiled code), the
+results are copied into the live tensors, and the modules get their former entries back. Otherwise
+the results stay where they are, without a copy.
 
-vLLM's own layerwise reload (model_loader/reload) does the first for parameters and buffers of one layer. It cannot
-replace this: it loses a head that is tied to the embedding (tests/hybrid_engine/backends/vllm/test_layerwise_reload.py
-says when that changes). Here everything that a group reaches is derived again, so also tensors in methods, kernels and
-attention; flags that keep the processing from running twice need no list of names, for what it wrote is taken back
-before; and the memory in which weights pass through loader layout is that of one group, not of all layers whose weights
-have come in part.
+vLLM's own layerwise reload (model_loader/reload) does the former for parameters and buffers of one
+layer. It cannot replace this file: it loses a head that is tied to the embedding
+(tests/hybrid_engine/backends/vllm/test_layerwise_reload.py fails when that changes). This file
+re-derives everything that a group reaches, including tensors in methods, kernels and attention.
+Flags that keep the processing from running twice need no special case, because every write is
+rolled back first. And only one group's memory passes through loader layout at a time, where
+layerwise reload holds all layers whose weights have arrived in part.
 """
 
 from __future__ import annotations
@@ -32,37 +33,52 @@ import torch
 
 from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
-from hybrid_engine.backends.vllm.weights.postload import ModuleTensors, Table, display, module_tensors
-from hybrid_engine.backends.vllm.weights.tracing import WeightStorage, flat_view, storage_key, view_of
+from hybrid_engine.backends.vllm.weights.postload import (
+    ModuleTensors,
+    Table,
+    display,
+    module_tensors,
+)
+from hybrid_engine.backends.vllm.weights.tracing import (
+    WeightStorage,
+    flat_view,
+    storage_key,
+    view_of,
+)
 from hybrid_engine.records.regions import StridedView
 
 MISSING = object()
-"""What a table has where it has no entry."""
+"""Marks an entry that a table does not have."""
+
+_PERIOD = 1_048_573
+"""Period of the sentinel pattern in elements: a prime, so that no permutation of rows or blocks
+maps the pattern onto itself."""
 
 
 @dataclass(frozen=True)
 class LoaderView:
-    """A tensor over a storage in loader layout."""
+    """A view of a storage in loader layout."""
 
     storage: WeightStorage
     view: StridedView
 
     def over(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The same of other tensors, by storage; empty ones stay empty."""
+        """Return the same view of the storage's tensor in `tensors`; an empty one stays empty."""
         tensor = tensors[self.storage.name]
         if self.view == self.storage.view or not tensor.numel():
             return tensor
-        return flat_view(tensor).as_strided(self.view.shape, self.view.strides, self.view.offset)
+        flat = flat_view(tensor)
+        return flat.as_strided(self.view.shape, self.view.strides, self.view.offset)
 
 
 @dataclass(frozen=True)
 class Change:
-    """An entry that the processing wrote over.
+    """An entry that the processing wrote.
 
     Attributes:
-        table: where; of a list, all of it.
-        key: of the entry.
-        loaded: what was there before: a value, a `LoaderView`, or `MISSING`.
+        table: container of the entry; a list is one entry as a whole.
+        key: key of the entry.
+        loaded: former value: an object, a `LoaderView`, or `MISSING`.
     """
 
     table: Table
@@ -70,7 +86,10 @@ class Change:
     loaded: object
 
     def current(self) -> object:
-        return list(self.table) if isinstance(self.table, list) else self.table.get(self.key, MISSING)
+        if isinstance(self.table, list):
+            # A copy: `put` writes the list in place.
+            return list(self.table)
+        return self.table.get(self.key, MISSING)
 
     def put(self, value: object) -> None:
         if isinstance(self.table, list):
@@ -84,6 +103,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Constant:
+    """A tensor that is not a weight, and a host copy of its value before the processing."""
+
     tensor: torch.Tensor
     value: torch.Tensor
 
@@ -96,16 +117,16 @@ class Constant:
 
 @dataclass(frozen=True)
 class Derivation:
-    """What vLLM derived from one group's weights.
+    """Everything that vLLM derived from one group's weights.
 
     Attributes:
-        methods: modules whose quantisation method has to process its weights again.
-        attention: attention layers that have to process the weights inside them again, after that.
-        reached: all modules that these hold things in.
-        changes: what their processing wrote over.
-        known: keys of storages that are live, or were there before.
-        results: path -> tensor that it made, and that vLLM computes with.
-        numbers: path -> number that is there beside them; captured graphs hold its value.
+        methods: modules whose quantisation method must process its weights again.
+        attention: attention layers that must process the weights inside them after the methods.
+        reached: all modules whose contents these may change.
+        changes: entries that their processing wrote.
+        known: keys of storages that are live, or that existed before the processing.
+        results: path -> derived tensor that vLLM computes with.
+        numbers: path -> number in the same modules; captured graphs contain its value.
     """
 
     methods: tuple[str, ...]
@@ -118,18 +139,20 @@ class Derivation:
 
     @property
     def first(self) -> str:
-        """The module that stands for it in messages."""
+        """The module that represents it in messages."""
         return (*self.methods, *self.attention)[0]
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the modules be as the loader left them; these tensors, by storage, take the place of those that it wrote,
-        and of views of them."""
+        """Roll the modules back to the state in which the loader left them.
+
+        `tensors`, by storage, replace the tensors that the loader wrote, and views of them.
+        """
         for change in self.changes:
             change.put(_over(change.loaded, tensors))
 
     @contextlib.contextmanager
     def as_loaded(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within this context the modules are as after `load`, and then as before."""
+        """Roll the modules back as `load` does in this context, and restore them at its end."""
         present = [change.current() for change in self.changes]
         self.load(tensors)
         try:
@@ -139,17 +162,23 @@ class Derivation:
                 change.put(value)
 
     def misfits(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Why what the processing made this time, by path, cannot be copied into the results; in words."""
-        faults = [f"{display(path)} is not there again" for path in self.results.keys() - tensors.keys()]
+        """Return reasons why newly derived tensors, by path, cannot be copied into the results."""
+        missing = self.results.keys() - tensors.keys()
+        faults = [f"{display(path)} was not derived again" for path in missing]
         for path in self.results.keys() & tensors.keys():
-            old, new = self.results[path], tensors[path]
+            # Captured graphs depend on the shape, dtype and device of a live tensor.
+            old = self.results[path]
+            new = tensors[path]
             if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
-                faults.append(f"{display(path)} is {_form(new)}, where it was {_form(old)}")
+                faults.append(f"{display(path)} is {_form(new)}, but was {_form(old)}")
         return sorted(faults)
 
-    def strays(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]) -> list[str]:
-        """What the processing made of other weights, by path, beside what is copied; in words."""
-        faults = [f"{display(path)} is there in addition" for path in tensors.keys() - self.results.keys()]
+    def strays(
+        self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
+    ) -> list[str]:
+        """Return descriptions of derived values that copying the results does not cover."""
+        additional = tensors.keys() - self.results.keys()
+        faults = [f"{display(path)} is an additional tensor" for path in additional]
         faults += [
             f"{display(path)} is a number that depends on the weights ({number}, then {numbers[path]})"
             for path, number in self.numbers.items()
@@ -158,9 +187,10 @@ class Derivation:
         return sorted(faults)
 
     def renew(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy what the processing made of new weights into the tensors that are live."""
+        """Copy newly derived tensors, by path, into the live tensors."""
         done = set()
         for path, result in self.results.items():
+            # A shared tensor is found at several paths; it is copied once.
             place = (result.data_ptr(), result.shape, result.stride(), result.dtype)
             if place not in done:
                 done.add(place)
@@ -174,10 +204,12 @@ def _over(loaded: object, tensors: Mapping[str, torch.Tensor]) -> object:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into a tensor that may repeat its elements along some dims; then the source must do so too."""
+    """Copy `source` to `target`; a dim along which `target` repeats its elements is copied once."""
+    # `copy_` rejects a target that overlaps itself, as an expanded tensor does.
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
-            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+            target = target.narrow(dim, 0, 1)
+            source = source.narrow(dim, 0, 1)
     target.copy_(source)
 
 
@@ -185,25 +217,32 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    # Compared as bytes, because NaN differs from itself.
+    return torch.equal(_bytes_of(first), _bytes_of(second))
 
 
-def _same_number(one: object, other: object) -> bool:
-    """Whether two numbers are the same, or both none."""
-    return one == other or (one != one and other != other)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-# -- the model before its processing -----------------------------------------------------------------------------------
+def _same_number(first: object, second: object) -> bool:
+    """Return whether two numbers are equal, or both NaN."""
+    # Only NaN differs from itself.
+    return first == second or (first != first and second != second)
+
+
+# -- the model before its processing ---------------------------------------------------------------
 
 
 class Sentinels(Enum):
-    """Values by which one sees whether a storage still holds what was put into it, element by element.
+    """Patterns that show, element by element, whether a storage still holds its former values.
 
-    As small as those of vLLM's dummy loader, so that the model computes with them without overflow. The two differ in
-    scale too, so that whatever depends on the weights differs.
+    They are as small as the values of vLLM's dummy loader, so that the model computes with them
+    without overflow. The two patterns differ in scale as well, so that every value that depends on
+    the weights differs between them.
     """
 
     LOADED = 0
@@ -217,25 +256,29 @@ class Sentinels(Enum):
         return all(torch.equal(part, values) for part, values in self._parts(flat))
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        values = _sentinel_values(self.value)[: flat.numel()].to(flat.device, flat.dtype)
+        """Yield each period of `flat` with the values of the pattern there."""
+        pattern = _sentinel_values(self.value)[: flat.numel()]
+        # A single copy to the device serves all periods.
+        values = pattern.to(flat.device, flat.dtype)
         for start in range(0, flat.numel(), _PERIOD):
             part = flat[start : start + _PERIOD]
             yield part, values[: part.numel()]
 
 
-_PERIOD = 1_048_573  # a prime, lest a permutation of rows or blocks maps the pattern onto itself
-
-
 @functools.cache
 def _sentinel_values(seed: int) -> torch.Tensor:
-    """On the host: what is made inside vLLM's memory pool does not outlast its sleep."""
-    values = torch.rand(_PERIOD, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32)
+    """Return a pattern of `_PERIOD` elements, on the host: vLLM's sleep frees its memory pool."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(_PERIOD, generator=generator, device="cpu", dtype=torch.float32)
     return (values * 2 - 1) * (1e-3 / (1 + seed))
 
 
 @dataclass(frozen=True)
 class _TableTensor:
-    """A tensor in a table that is no weight, and another over the same elements: the processing may move the first."""
+    """A tensor in a table that is not a weight, and an alias of it.
+
+    The processing may move the tensor to other memory (`.data`); the alias keeps the elements.
+    """
 
     tensor: torch.Tensor
     alias: torch.Tensor
@@ -245,9 +288,13 @@ class _TableTensor:
 
 @dataclass(frozen=True)
 class _ModuleSnapshot:
-    """What one module held: its tables and what was in each, its numbers, and what could not be looked into.
+    """Contents of one module before the processing.
 
-    `values`: by path, those of its tensors that are no weights, where the processing may write them.
+    Attributes:
+        tables: each table with a copy of its entries.
+        numbers: path -> number.
+        sealed: paths of objects that cannot be inspected.
+        values: path -> tensor that is not a weight, if the processing may write it.
     """
 
     tables: tuple[tuple[Table, Table], ...]
@@ -257,13 +304,13 @@ class _ModuleSnapshot:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What a model's modules held before vLLM's post-load processing; no weight is kept alive by it.
+class ModelSnapshot:
+    """Snapshot of a model before vLLM's post-load processing. It keeps no weight alive.
 
     Attributes:
-        storages: by name.
-        with_sentinels: names of those that hold sentinels.
-        constants: keys of the storages of all tensors that are no weights.
+        storages: name -> storage in loader layout.
+        with_sentinels: names of the storages that hold sentinels.
+        constants: keys of the storages of all tensors that are not weights.
     """
 
     storages: Mapping[str, WeightStorage]
@@ -272,124 +319,195 @@ class Snapshot:
     _modules: Mapping[str, _ModuleSnapshot]
 
     def live(self, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Storages that all their modules still hold, in the form and with the values that the loader left there."""
-        found = {}
+        """Return the storages that all their modules still hold, unchanged in form and values."""
+        live = {}
         for name, storage in self.storages.items():
             tensors = [binding.find(modules) for binding in storage.bindings]
-            if all(tensor is not None and _is_at(tensor, storage.key, storage.view) for tensor in tensors):
-                tensor = tensors[0]
-                assert tensor is not None
-                if name not in self.with_sentinels or Sentinels.LOADED.are_in(flat_view(tensor.detach())):
-                    found[name] = tensor
-        return found
+            if any(
+                tensor is None or not _is_at(tensor, storage.key, storage.view)
+                for tensor in tensors
+            ):
+                continue
+            tensor = tensors[0]
+            assert tensor is not None
+            # The processing may have written other values in place (a shuffle for a kernel).
+            has_sentinels = name in self.with_sentinels
+            if not has_sentinels or Sentinels.LOADED.are_in(flat_view(tensor.detach())):
+                live[name] = tensor
+        return live
 
-    def new_sealed(self, modules: Iterable[str], found: ModuleTensors) -> dict[str, str]:
-        """What these modules hold, and did not hold before, that cannot be looked into: path -> type."""
+    def new_sealed(self, modules: Iterable[str], contents: ModuleTensors) -> dict[str, str]:
+        """Return the new objects in these modules that cannot be inspected: path -> type.
+
+        `contents`: the modules' present contents.
+        """
         before = {path for name in modules for path in self._modules[name].sealed}
-        return {path: type(value).__name__ for path, value in found.sealed.items() if path not in before}
+        return {
+            path: type(value).__name__
+            for path, value in contents.sealed.items()
+            if path not in before
+        }
 
-    def has_new_numbers(self, modules: Iterable[str], found: ModuleTensors) -> bool:
-        """Whether these modules hold numbers that they did not hold before."""
-        before = {path: number for name in modules for path, number in self._modules[name].numbers.items()}
-        return not all(_same_number(before.get(path), number) for path, number in found.numbers.items())
+    def has_new_numbers(self, modules: Iterable[str], contents: ModuleTensors) -> bool:
+        """Return whether numbers in these modules are new or have changed."""
+        before: dict[str, float] = {}
+        for name in modules:
+            before |= self._modules[name].numbers
+        return not all(
+            _same_number(before.get(path), number) for path, number in contents.numbers.items()
+        )
 
     def written(self) -> dict[str, dict[str, Constant]]:
-        """Module -> its tensors, by path, that are no weights and were written in place, with their former values."""
-        constants = [each for before in self._modules.values() for each in before.values.values()]
-        kept = {id(each.value) for each in {id(each.value): each for each in constants}.values() if each.is_as_it_was()}
-        found = {
-            name: {path: each for path, each in before.values.items() if id(each.value) not in kept}
-            for name, before in self._modules.items()
+        """Return tensors written in place that are not weights, with their former values.
+
+        The result is module -> path -> tensor.
+        """
+        # Aliases share one copy of their former value; each distinct tensor is compared once.
+        by_value = {
+            id(constant.value): constant
+            for module in self._modules.values()
+            for constant in module.values.values()
         }
-        return {name: constants for name, constants in found.items() if constants}
+        unchanged = {key for key, constant in by_value.items() if constant.is_as_it_was()}
+        written = {}
+        for name, module in self._modules.items():
+            constants = {
+                path: constant
+                for path, constant in module.values.items()
+                if id(constant.value) not in unchanged
+            }
+            if constants:
+                written[name] = constants
+        return written
 
     def changes(self, modules: Collection[str], live: Collection[str]) -> Iterator[Change]:
-        """What the processing wrote in tables of these modules, and references to weights that are not live."""
-        for table, contents in (pair for name in modules for pair in self._modules[name].tables):
+        """Yield the entries that the processing wrote in tables of these modules.
+
+        Entries that refer to weights outside of `live` are included.
+        """
+        pairs = (pair for name in modules for pair in self._modules[name].tables)
+        for table, contents in pairs:
             if isinstance(table, list):
                 parts = list(contents)
-                pairs = zip(parts, table, strict=False)
-                if len(table) != len(parts) or any(_differs(*pair, live) for pair in pairs):
-                    yield Change(table, None, [_value(part) for part in parts])
+                is_changed = len(table) != len(parts) or any(
+                    _differs(part, present, live)
+                    for part, present in zip(parts, table, strict=True)
+                )
+                if is_changed:
+                    # A list has no keys, so it is rolled back as a whole.
+                    yield Change(table, None, [_former(part) for part in parts])
                 continue
             assert isinstance(contents, dict)
             for key in {**contents, **table}:
                 loaded = contents.get(key, MISSING)
                 if _differs(loaded, table.get(key, MISSING), live):
-                    yield Change(table, key, _value(loaded))
+                    yield Change(table, key, _former(loaded))
 
 
 def take_snapshot(
-    modules: Mapping[str, torch.nn.Module], storages: Mapping[str, WeightStorage], groups: Mapping[str, CommitGroup]
-) -> Snapshot:
-    """Note what a model holds, and put sentinels into the weights that will be processed."""
+    modules: Mapping[str, torch.nn.Module],
+    storages: Mapping[str, WeightStorage],
+    groups: Mapping[str, CommitGroup],
+) -> ModelSnapshot:
+    """Record the contents of a model, and write sentinels into weights that will be processed."""
     owners = {storage.key: storage for storage in storages.values()}
-    held = {name: module_tensors(modules, [name]) for name in modules}
-    keys = {storage_key(tensor) for each in held.values() for tensor in each.tensors.values()}
-    processed = [name for group in groups.values() if group.methods or group.attention for name in group.storages]
-    with_sentinels = frozenset(name for name in processed if storages[name].dtype.is_floating_point)
+    contents = {name: module_tensors(modules, [name]) for name in modules}
+    keys = {
+        storage_key(tensor) for module in contents.values() for tensor in module.tensors.values()
+    }
+    with_sentinels = frozenset(
+        name
+        for group in groups.values()
+        if group.methods or group.attention
+        for name in group.storages
+        if storages[name].dtype.is_floating_point
+    )
     for name in with_sentinels:
         tensor = storages[name].bindings[0].find(modules)
         assert tensor is not None, name
         Sentinels.LOADED.write(flat_view(tensor.detach()))
-    values = _values(modules, groups, held, owners)
-    before = {name: _module_snapshot(each, owners, values.get(name, {})) for name, each in held.items()}
-    return Snapshot(storages, with_sentinels, frozenset(keys - owners.keys()), before)
+    values = _values(modules, groups, contents, owners)
+    before = {
+        name: _module_snapshot(module, owners, values.get(name, {}))
+        for name, module in contents.items()
+    }
+    return ModelSnapshot(storages, with_sentinels, frozenset(keys - owners.keys()), before)
 
 
 def _values(
     modules: Mapping[str, torch.nn.Module],
     groups: Mapping[str, CommitGroup],
-    held: Mapping[str, ModuleTensors],
+    contents: Mapping[str, ModuleTensors],
     owners: Mapping[int, WeightStorage],
 ) -> dict[str, dict[str, Constant]]:
-    """Module that the processing of weights reaches -> its tensors that are no weights, by path; one copy of each."""
-    roots = (name for group in groups.values() for name in (*group.methods, *group.attention))
+    """Return the tensors that are not weights in modules that the processing reaches.
+
+    The result is module -> path -> tensor with a copy of its value. Aliases share one copy.
+    """
+    reached: dict[str, None] = {}  # ordered and distinct
+    for group in groups.values():
+        for root in (*group.methods, *group.attention):
+            reached |= dict.fromkeys(postload.modules_processed(modules, root))
     copies: dict[tuple[int, StridedView, torch.dtype], torch.Tensor] = {}
-    found: dict[str, dict[str, Constant]] = {}
-    for name in dict.fromkeys(each for root in roots for each in postload.modules_processed(modules, root)):
-        for path, tensor in held[name].tensors.items():
-            if (key := storage_key(tensor)) in owners or tensor.is_meta or not tensor.numel():
+    values: dict[str, dict[str, Constant]] = {}
+    for name in reached:
+        for path, tensor in contents[name].tensors.items():
+            key = storage_key(tensor)
+            # Weights get their values from the next fill, and meta tensors have none.
+            if key in owners or tensor.is_meta or not tensor.numel():
                 continue
+            # Aliases in other modules have the same place.
             place = (key, view_of(tensor), tensor.dtype)
             if place not in copies:
                 copies[place] = tensor.detach().cpu().clone()
-            found.setdefault(name, {})[path] = Constant(tensor.detach(), copies[place])
-    return found
+            values.setdefault(name, {})[path] = Constant(tensor.detach(), copies[place])
+    return values
 
 
 def _module_snapshot(
-    held: ModuleTensors, owners: Mapping[int, WeightStorage], values: Mapping[str, Constant]
+    contents: ModuleTensors,
+    owners: Mapping[int, WeightStorage],
+    values: Mapping[str, Constant],
 ) -> _ModuleSnapshot:
     def entry(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        key, view = storage_key(value), view_of(value)
-        return LoaderView(owners[key], view) if key in owners else _TableTensor(value, value.detach(), key, view)
+        key = storage_key(value)
+        view = view_of(value)
+        if key in owners:
+            return LoaderView(owners[key], view)
+        return _TableTensor(value, value.detach(), key, view)
 
     def copied(table: Table) -> Table:
         if isinstance(table, list):
             return [entry(value) for value in table]
         return {key: entry(value) for key, value in table.items()}
 
-    tables = tuple((table, copied(table)) for table in held.tables.values())
-    return _ModuleSnapshot(tables, held.numbers, frozenset(held.sealed), values)
+    tables = tuple((table, copied(table)) for table in contents.tables.values())
+    return _ModuleSnapshot(tables, contents.numbers, frozenset(contents.sealed), values)
 
 
 def _differs(loaded: object, present: object, live: Collection[str]) -> bool:
-    """Whether an entry is not what it was; one that referred to weights that are not live never is."""
+    """Return whether an entry has changed; True for one that referred to weights not in `live`."""
     if isinstance(loaded, LoaderView):
-        is_there = isinstance(present, torch.Tensor) and _is_at(present, loaded.storage.key, loaded.view)
-        return loaded.storage.name not in live or not is_there
+        # A reference to weights that are not live must be dropped even if it has not changed, or it
+        # would keep their memory.
+        if loaded.storage.name not in live or not isinstance(present, torch.Tensor):
+            return True
+        return not _is_at(present, loaded.storage.key, loaded.view)
     if isinstance(loaded, _TableTensor):
-        return not (isinstance(present, torch.Tensor) and _is_at(present, loaded.key, loaded.view))
+        if not isinstance(present, torch.Tensor):
+            return True
+        # The same object may be in other memory now (`.data`).
+        return not _is_at(present, loaded.key, loaded.view)
     return present is not loaded
 
 
-def _value(loaded: object) -> object:
-    """What to put back for an entry: of a tensor that was moved its alias."""
+def _former(loaded: object) -> object:
+    """Return the value to restore for an entry: the alias of a tensor that has moved."""
     if isinstance(loaded, _TableTensor):
-        return loaded.tensor if _is_at(loaded.tensor, loaded.key, loaded.view) else loaded.alias
+        is_in_place = _is_at(loaded.tensor, loaded.key, loaded.view)
+        return loaded.tensor if is_in_place else loaded.alias
     return loaded
 
 

@@ -1,17 +1,19 @@
-"""State that layers made in a forward: forgotten before new weights come, so that layers make it anew.
+"""State that layers make in a forward, and its reset before new weights arrive.
 
     state = ForwardState.of(...)    once vLLM has processed the weights, before any forward
-    ... forwards ...                a layer merges, casts or transposes weights at its first call, and keeps the result
-    state.forget()                  before new weights: its layers hold what they held before their first forward
+    ... forwards ...                a layer merges, casts or transposes weights at its first call
+                                    and caches the result
+    state.forget()                  before new weights: restores the contents before any forward
 
-Post-load processing has no part in such state, and neither have the parameters that a switch fills: a kept tensor would
-stay that of the first weights. A container (the attributes of a module, a kernel or an attention implementation; a
-list; a dict) in which a forward made or wrote a tensor goes back to what it held before, flags included. So do the
-entries that the containers around it had; what forwards leave in other containers stays. Where graphs were captured,
-these go on computing with what was there at capture, so such a tensor is an error instead, unless it is a global of one
-of vLLM's modules: a workspace that layers share.
+Such state is outside of post-load processing and of the parameters that a switch fills, so a cached
+tensor would stay that of the first weights. A container is the attributes of a module, a kernel or
+an attention implementation, a list, or a dict. If a forward made or wrote a tensor in a container,
+the container gets its former entries back, flags included, and so do the containers around it.
+State that forwards leave in other containers stays. Captured graphs go on computing with the
+tensors of the capture, so with graphs such a tensor is an error, unless it is a global of one of
+vLLM's modules: a workspace that layers share.
 
-KV caches are bound after loading and stay, and so do methods that were wrapped.
+KV caches are bound after loading and stay, and so do wrapped methods.
 """
 
 from __future__ import annotations
@@ -23,26 +25,33 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_engine.backends.vllm.weights.derivation import MISSING, Change
-from hybrid_engine.backends.vllm.weights.postload import ModuleTensors, Table, display, module_tensors, reached_from
+from hybrid_engine.backends.vllm.weights.postload import (
+    ModuleTensors,
+    Table,
+    display,
+    module_tensors,
+    reached_from,
+)
 from hybrid_engine.backends.vllm.weights.tracing import storage_key
 from hybrid_engine.ranks.digests import box_digests
 from hybrid_engine.ranks.torch_internals import num_writes
 
 _KV_CACHE = "kv_cache"
-"""The attribute in which each layer of vLLM that has a KV cache keeps it, once it is bound."""
+"""Attribute in which each vLLM layer with a KV cache keeps it once it is bound."""
 _SET_LATER = frozenset({_KV_CACHE, "quant_method"})
-"""Attributes that vLLM sets after loading and outside of forwards: it binds caches, and may wrap methods."""
+"""Attributes that vLLM sets between loading and forwards: it binds caches and may wrap methods."""
 _SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class _Container:
-    """A container that a module reaches, and what it held.
+    """A container that a module reaches, and its former contents.
 
     Attributes:
-        path: from the module's name on.
+        path: path from the module's name on.
+        table: the container.
         contents: a copy of the table.
-        renewed: keys of entries that each commit of weights puts there anew.
+        renewed: keys of entries that each commit of weights replaces.
     """
 
     path: str
@@ -57,56 +66,59 @@ class _Container:
             return
         assert isinstance(self.contents, dict)
         for key in {**self.contents, **self.table}:
-            before, now = self.contents.get(key, MISSING), self.table.get(key, MISSING)
-            # most are: there are thousands in a switch
+            before = self.contents.get(key, MISSING)
+            now = self.table.get(key, MISSING)
+            # Identity first: most of the thousands of entries in a switch have not changed.
             if now is not before and key not in self.renewed and not _is_same(now, before):
                 yield Change(self.table, key, before)
 
 
-def _are_same(one: Collection[object], other: Collection[object]) -> bool:
-    return len(one) == len(other) and all(map(_is_same, one, other))
+def _are_same(first: Collection[object], second: Collection[object]) -> bool:
+    return len(first) == len(second) and all(map(_is_same, first, second))
 
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _SCALARS) and one == other)
+def _is_same(first: object, second: object) -> bool:
+    if first is second:
+        return True
+    # The types matter, because 1 == 1.0 == True.
+    return type(first) is type(second) and isinstance(first, _SCALARS) and first == second
 
 
-@dataclass(frozen=True)
-class _Constant:
-    """A tensor that is no weight, and by what one sees whether it was written.
+@dataclass
+class _WatchedTensor:
+    """A tensor that is not a weight, with evidence of writes to it.
 
-    The profiling forward may write the bytes that are there, for it computes with weights of zero: so
-    writes count. What writes past torch changes the digest alone.
+    Both measures are needed. The profiling forward computes with weights of zero and may write the
+    bytes that are there already, so writes count. A kernel that bypasses torch changes only the
+    digest.
     """
 
     tensor: torch.Tensor
     num_writes: int
     digest: int
 
-    @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Constant]:
-        digests = box_digests(tensors.values())
-        pairs = zip(tensors.items(), digests, strict=True)
-        return {path: _Constant(tensor, num_writes(tensor), digest) for (path, tensor), digest in pairs}
-
 
 @dataclass(frozen=True)
 class _Untouched:
-    """A module before its first forward; `constants` by path."""
+    """A module before its first forward.
+
+    Attributes:
+        constants: path -> tensor that is not a weight.
+    """
 
     module: torch.nn.Module
     containers: tuple[_Container, ...]
-    constants: Mapping[str, _Constant]
+    constants: Mapping[str, _WatchedTensor]
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What forwards changed in one module.
+class _ForwardChanges:
+    """Changes that forwards made in one module.
 
     Attributes:
-        computed: entries with tensors or floats that were not there, and their paths.
+        computed: path -> entry with a new tensor or float.
         written: paths of tensors that were written in place.
-        changes: all entries that are not as before, in containers around any of these.
+        changes: all changed entries in containers around any of these.
     """
 
     module: torch.nn.Module
@@ -115,33 +127,44 @@ class _Made:
     changes: tuple[Change, ...]
 
     def undo(self) -> None:
-        """Put everything back but what vLLM may have added outside of forwards: entries without a tensor, in objects
-        that hold none themselves."""
+        """Restore all former entries, and remove new ones from containers with a computed tensor.
+
+        vLLM may have added entries to other containers outside of forwards; those stay.
+        """
         owners = {id(change.table) for change in self.computed.values()}
         if self.written:
+            # A written tensor belongs to its module.
             owners.add(id(vars(self.module)))
         for change in self.changes:
             if change.loaded is not MISSING or id(change.table) in owners:
                 change.put(change.loaded)
 
     def captured(self, known: Collection[int]) -> list[str]:
-        """Paths of what graphs may have captured: tensors that were made outside of known storages, or written once."""
-        made = []
-        for path, change in self.computed.items():
-            if reached_from(change.current(), path).outside(known):
-                made.append(path)
+        """Return the paths of tensors that graphs may have captured.
+
+        These are tensors made outside of the storages `known`, and tensors written only once: a
+        changed flag shows that.
+        """
+        paths = [
+            path
+            for path, change in self.computed.items()
+            if reached_from(change.current(), path).outside(known)
+        ]
+        # A flag that changed with it shows that a tensor is written in the first forward only.
         has_flags = any(
-            isinstance(each.loaded, _SCALARS) and isinstance(each.current(), _SCALARS) for each in self.changes
+            isinstance(change.loaded, _SCALARS) and isinstance(change.current(), _SCALARS)
+            for change in self.changes
         )
-        return made + list(self.written if has_flags else ())
+        return paths + list(self.written if has_flags else ())
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What a model's modules held before their first forward.
+    """Contents of a model's modules before their first forward.
 
     Attributes:
-        known: keys of the storages of weights, of what is derived from them, and of tensors that were there.
+        known: keys of the storages of weights, of tensors derived from weights, and of tensors that
+            existed before any forward.
         has_graphs: whether vLLM captures graphs.
     """
 
@@ -156,68 +179,106 @@ class ForwardState:
         weights: Collection[int],
         has_graphs: bool,
     ) -> ForwardState:
-        """
+        """Record the contents of modules that no forward has touched.
+
         Args:
-            modules: by name, without what commits make of weights where they make it anew.
-            renewed: entries that commits put there.
+            modules: modules by name, without tensors that commits make of weights again.
+            renewed: entries that commits replace.
             weights: keys of storages whose bytes commits change.
+            has_graphs: whether vLLM captures graphs.
         """
-        found, known, keys = {}, set(weights), dict[int, set[object]]()
+        # Entries that commits or vLLM itself replace later must not be rolled back.
+        keys: dict[int, set[object]] = {}
         for change in renewed:
             keys.setdefault(id(change.table), set(_SET_LATER)).add(change.key)
+        known = set(weights)
+        untouched = {}
         for name, module in modules.items():
-            held = module_tensors(modules, [name])
+            contents = module_tensors(modules, [name])
             containers = tuple(
-                _container(path, table, keys.get(id(table), _SET_LATER)) for path, table in held.tables.items()
+                _container(path, table, keys.get(id(table), _SET_LATER))
+                for path, table in contents.tables.items()
             )
-            tensors = {path: each for path, each in held.outside(weights).items() if not each.is_meta}
+            tensors = {
+                path: tensor.detach()
+                for path, tensor in contents.outside(weights).items()
+                if not tensor.is_meta
+            }
             known |= {storage_key(tensor) for tensor in tensors.values()}
-            constants = _Constant.of({path: tensor.detach() for path, tensor in tensors.items()})
-            found[name] = _Untouched(module, containers, constants)
-        return ForwardState(frozenset(known), has_graphs, found)
+            digests = box_digests(tensors.values())
+            constants = {
+                path: _WatchedTensor(tensor, num_writes(tensor), digest)
+                for (path, tensor), digest in zip(tensors.items(), digests, strict=True)
+            }
+            untouched[name] = _Untouched(module, containers, constants)
+        return ForwardState(frozenset(known), has_graphs, untouched)
+
+    def disregard_commits(self) -> None:
+        """Take the writes so far as those of commits: vLLM's processing may write a constant again.
+
+        Call after commits, while no forward has run since `forget`.
+        """
+        for module in self._modules.values():
+            for constant in module.constants.values():
+                constant.num_writes = num_writes(constant.tensor)
 
     def forget(self) -> list[str]:
-        """Let all modules hold what they held; returns, in words, what cannot be forgotten: then nothing was."""
+        """Restore the contents of all modules; return descriptions of state that cannot be reset.
+
+        If there is any such state, nothing is restored.
+        """
+        # Caches are bound after `of`.
         known = self.known | self._kv_caches()
+        # For all modules together, because the digests synchronise with the device.
         written = _written(self._modules.values())
-        found = (_made(module, known, written) for module in self._modules.values())
-        made = [each for each in found if each.computed or each.written]
-        shared = known | _globals_of_vllm() if made and self.has_graphs else known
-        faults = [
-            f"{display(path)} ({type(each.module).__name__}) was made in a forward, and captured graphs would go on "
-            "computing with it. Set generate_config.enforce_eager to true"
-            for each in made
-            for path in (each.captured(shared) if self.has_graphs else ())
-        ]
+        modules = (_forward_changes(module, known, written) for module in self._modules.values())
+        changed = [module for module in modules if module.computed or module.written]
+        faults = []
+        if changed and self.has_graphs:
+            shared = known | _globals_of_vllm()
+            faults = [
+                f"{display(path)} ({type(changes.module).__name__}) was made in a forward, and "
+                "captured graphs would go on computing with it. Set generate_config.enforce_eager "
+                "to true"
+                for changes in changed
+                for path in changes.captured(shared)
+            ]
         if not faults:
-            for each in made:
-                each.undo()
+            for changes in changed:
+                changes.undo()
         return faults
 
     def _kv_caches(self) -> frozenset[int]:
-        """Keys of their storages: views of them are no state of a forward."""
-        caches = (vars(each.module).get(_KV_CACHE) for each in self._modules.values())
-        return frozenset(key for cache in caches for key in map(storage_key, reached_from(cache, "").tensors.values()))
+        """Return the keys of KV cache storages: views of a cache are not state of a forward."""
+        keys: set[int] = set()
+        for untouched in self._modules.values():
+            cache = vars(untouched.module).get(_KV_CACHE)
+            keys.update(map(storage_key, reached_from(cache, "").tensors.values()))
+        return frozenset(keys)
 
 
 def _container(path: str, table: Table, renewed: Collection[object]) -> _Container:
     contents = table.copy()
     if isinstance(contents, dict):
         for key in renewed:
-            contents.pop(key, None)  # what is there would be kept alive
+            contents.pop(key, None)  # the copy would keep the present value alive
     return _Container(path, table, contents, frozenset(renewed))
 
 
 def _globals_of_vllm() -> frozenset[int]:
-    """Keys of the storages of tensors that are globals of vLLM's modules. Tensors inside global lists and dicts do not
-    count: these may be caches of what layers made of weights."""
+    """Return the keys of storages of tensors that are globals of vLLM's modules.
+
+    Tensors inside global lists and dicts are left out: these may be caches of tensors that layers
+    made of weights.
+    """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]
+    # Only direct values, no contents of containers.
     values = [value for module in modules for value in vars(module).values()]
     return frozenset(storage_key(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def _written(modules: Iterable[_Untouched]) -> set[int]:
-    """The ids of constants that were written; waits for the device once."""
+    """Return the ids of constants that were written; synchronises with the device once."""
     constants = [constant for module in modules for constant in module.constants.values()]
     digests = box_digests(constant.tensor for constant in constants)
     return {
@@ -227,26 +288,42 @@ def _written(modules: Iterable[_Untouched]) -> set[int]:
     }
 
 
-def _made(before: _Untouched, known: Collection[int], written_ids: Collection[int]) -> _Made:
-    """What forwards changed in a module; tensors in known storages, as views of weights, follow these."""
-    computed, changes = dict[str, Change](), list[tuple[str, Change]]()
+def _forward_changes(
+    before: _Untouched, known: Collection[int], written_ids: Collection[int]
+) -> _ForwardChanges:
+    """Return the changes that forwards made in a module.
+
+    Tensors in storages `known` are left out: a view of weights follows the weights.
+    """
+    computed: dict[str, Change] = {}
+    changes: list[tuple[str, Change]] = []
     for container in before.containers:
         for change in container.changes():
             changes.append((container.path, change))
-            path = container.path if change.key is None else f"{container.path}.{change.key}"
-            if _is_computed(reached_from(change.current(), path), change.loaded, known):
+            is_list = change.key is None
+            path = container.path if is_list else f"{container.path}.{change.key}"
+            present = reached_from(change.current(), path)
+            if _is_computed(present, change.loaded, known):
                 computed[path] = change
-    written = tuple(path for path, constant in before.constants.items() if id(constant) in written_ids)
+    written = tuple(
+        path for path, constant in before.constants.items() if id(constant) in written_ids
+    )
     paths = [*computed, *written]
-    around = tuple(change for outer, change in changes if any(_is_inside(path, outer) for path in paths))
-    return _Made(before.module, computed, written, around)
+    around = tuple(
+        change for outer, change in changes if any(_is_inside(path, outer) for path in paths)
+    )
+    return _ForwardChanges(before.module, computed, written, around)
 
 
 def _is_inside(path: str, outer: str) -> bool:
+    # The next character must begin a step: `layers.10` is not inside `layers.1`.
     return path == outer or (path.startswith(outer) and path[len(outer)] in ".[(")
 
 
 def _is_computed(present: ModuleTensors, before: object, known: Collection[int]) -> bool:
-    """Whether an entry that changed has a tensor that may depend on weights, or a float; or had a tensor."""
+    """Return whether a changed entry may depend on weights.
+
+    True if it has a float or a tensor outside of the storages `known`, or had a tensor before.
+    """
     has_floats = any(isinstance(number, float) for number in present.numbers.values())
     return has_floats or bool(present.outside(known)) or isinstance(before, torch.Tensor)

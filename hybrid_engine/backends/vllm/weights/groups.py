@@ -1,7 +1,7 @@
-"""Commit groups: which modules are committed at once, and the state of each group.
+"""Commit groups: the modules that are committed together, and the state of each group.
 
-Modules belong together that share a storage (a tied head), derive from each other (MLA), or are written by one staged
-tensor. A group has one of four states, and one table says what may happen to it:
+Modules share a group if they share a storage (a tied head), derive from each other (MLA), or are
+written by one staged tensor. A group is in one of four states. This table gives the transitions:
 
                  ALLOCATE     COMMIT       FAIL         VOID         RELEASE
     RELEASED     filling      refused      refused      released     released
@@ -9,7 +9,8 @@ tensor. A group has one of four states, and one table says what may happen to it
     COMMITTED    filling      refused      refused      void         released
     VOID         filling      refused      refused      void         released
 
-What is refused raises and changes nothing: every other group named in the same call stays where it was, too.
+A refused event raises and changes nothing: the other groups named in the same call keep their
+states as well.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ STAGED = "staged:"
 
 @dataclass(frozen=True)
 class CommitGroup:
-    """What is committed at once; all names in the model's order.
+    """A unit of commit. All names are in the model's order.
 
     Attributes:
         storages: names of its storages.
         staged: canonical tensors that the model's own loader writes into them.
         methods: modules whose quantisation method processes its weights after loading.
-        attention: attention layers that process weights after that.
+        attention: attention layers that process weights after the methods.
     """
 
     storages: tuple[str, ...]
@@ -50,53 +51,68 @@ class CommitGroup:
         return (*self.storages, *(STAGED + name for name in self.staged))
 
 
-def find_groups(model: torch.nn.Module, storages: Sequence[WeightStorage], trace: Trace) -> dict[str, CommitGroup]:
-    """Groups by name, which is that of their first module."""
+def find_groups(
+    model: torch.nn.Module, storages: Sequence[WeightStorage], trace: Trace
+) -> dict[str, CommitGroup]:
+    """Return the commit groups of a model; a group has the name of its first module."""
     modules = dict(model.named_modules())
-    joined = _DisjointSets(modules)
+    sets = _DisjointSets(modules)
     for storage in storages:
-        joined.join(binding.module for binding in storage.bindings)
+        # A tied head shares its storage with the embedding.
+        sets.join(binding.module for binding in storage.bindings)
     attention = postload.deriving_attention(model, storages)
     for name, owners in attention.items():
-        joined.join((name, *owners))
-    staged_in = _join_staged(joined, storages, trace)
+        # MLA derives `W_UV` from the weights of `kv_b_proj`.
+        sets.join((name, *owners))
+    # The loader writes a staged tensor into all its modules in one call.
+    staged_in = _join_staged(sets, storages, trace)
 
-    def gathered(names: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-        """Pairs (module, name) -> the names in each group."""
-        found: dict[str, tuple[str, ...]] = {}
-        for module, name in names:
-            first = joined.first(module)
-            found[first] = (*found.get(first, ()), name)
-        return found
+    def by_group(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+        """Collect the names of (module, name) pairs by the module's group."""
+        names: dict[str, tuple[str, ...]] = {}
+        for module, name in pairs:
+            group = sets.first(module)
+            names[group] = (*names.get(group, ()), name)
+        return names
 
-    storages_of = gathered((storage.bindings[0].module, storage.name) for storage in storages)
-    staged_of = gathered((staged_in[name], name) for name in trace.staged)
-    attention_of = gathered((name, name) for name in attention)
-    methods_of = gathered(
+    storages_of = by_group((storage.bindings[0].module, storage.name) for storage in storages)
+    staged_of = by_group((staged_in[name], name) for name in trace.staged)
+    attention_of = by_group((name, name) for name in attention)
+    methods_of = by_group(
         (name, name)
         for name, module in modules.items()
-        if joined.first(name) in storages_of and postload.post_load_method(module) is not None
+        if sets.first(name) in storages_of and postload.post_load_method(module) is not None
     )
     return {
-        first: CommitGroup(names, staged_of.get(first, ()), methods_of.get(first, ()), attention_of.get(first, ()))
-        for first, names in storages_of.items()
+        group: CommitGroup(
+            storages=names,
+            staged=staged_of.get(group, ()),
+            methods=methods_of.get(group, ()),
+            attention=attention_of.get(group, ()),
+        )
+        for group, names in storages_of.items()
     }
 
 
-def _join_staged(joined: _DisjointSets, storages: Sequence[WeightStorage], trace: Trace) -> Mapping[str, str]:
-    """Join what one staged tensor reaches; returns one of these modules for every staged tensor."""
-    owner = {storage.key: storage.bindings[0].module for storage in storages}
+def _join_staged(
+    sets: _DisjointSets, storages: Sequence[WeightStorage], trace: Trace
+) -> Mapping[str, str]:
+    """Join the modules that a staged tensor reaches; return one of them for every staged tensor."""
+    owners = {storage.key: storage.bindings[0].module for storage in storages}
     staged_in: dict[str, str] = {}
     for write in trace.staged_writes:
-        if write.storage in owner:
-            touched = [owner[write.storage], *(staged_in[name] for name in write.tensors if name in staged_in)]
-            joined.join(touched)
-            staged_in.update(dict.fromkeys(write.tensors, owner[write.storage]))
+        owner = owners.get(write.storage)
+        # A temporary of the loader is not in the inventory.
+        if owner is None:
+            continue
+        earlier = [staged_in[name] for name in write.tensors if name in staged_in]
+        sets.join([owner, *earlier])
+        staged_in.update(dict.fromkeys(write.tensors, owner))
     return staged_in
 
 
 class _DisjointSets:
-    """Names in an order; `join` merges the sets of some, `first` is the earliest name of a set."""
+    """Disjoint sets of ordered names; the first name of a set, in that order, represents it."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._order = {name: index for index, name in enumerate(names)}
@@ -108,76 +124,84 @@ class _DisjointSets:
         return name
 
     def join(self, names: Iterable[str]) -> None:
-        roots = sorted({self.first(name) for name in names}, key=self._order.__getitem__)
+        firsts = {self.first(name) for name in names}
+        roots = sorted(firsts, key=self._order.__getitem__)
         for root in roots[1:]:
+            # The earliest name stays the root, so `first` needs no search for it.
             self._parent[root] = roots[0]
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 
 
 class GroupState(Enum):
-    """What a group holds.
+    """State of a group's weights.
 
-    Live storages, those that vLLM computes with as its loader filled them, keep their memory in every state unless all
-    weights were released, and so does on a GPU what vLLM derives from others; elsewhere that is in memory as the state
-    says.
+    Live storages, which vLLM computes with as its loader filled them, keep their memory in every
+    state unless all weights were released. On a GPU the same holds for tensors that vLLM derives
+    from others; on a CPU the state decides whether those are in memory.
     """
 
     RELEASED = "released"
-    """Nothing derived, nothing to fill."""
+    """No derived tensors, and no tensors to fill."""
     FILLING = "filling"
     """Tensors in loader layout, for transports to write."""
     COMMITTED = "committed"
     """The weights that vLLM computes with."""
     VOID = "void"
-    """As COMMITTED, but the values are of no use: zeros, as built, or weights that were given up in place."""
+    """Same memory as COMMITTED, with useless values: zeros, or weights given up in place."""
 
 
 HOLDING = (GroupState.COMMITTED, GroupState.VOID)
-"""States in which what vLLM made of a group's weights is in memory."""
+"""States in which the tensors that vLLM derived from a group's weights are in memory."""
 
 
-class Event(Enum):
-    """What happens to groups; the value completes a message when it is refused."""
+class GroupEvent(Enum):
+    """Event of a group; the value completes the message of a refused event."""
 
     ALLOCATE = "allocated"
     COMMIT = "committed before they were allocated"
-    FAIL = "cleaned up after a failure that they had no part in"
+    FAIL = "cleaned up after a failure that did not involve them"
     VOID = "declared void"
     RELEASE = "released"
 
 
 TRANSITIONS = {
-    **{(state, Event.ALLOCATE): GroupState.FILLING for state in GroupState},
-    (GroupState.FILLING, Event.COMMIT): GroupState.COMMITTED,
-    (GroupState.FILLING, Event.FAIL): GroupState.RELEASED,
-    (GroupState.RELEASED, Event.VOID): GroupState.RELEASED,
-    (GroupState.FILLING, Event.VOID): GroupState.RELEASED,
-    (GroupState.COMMITTED, Event.VOID): GroupState.VOID,
-    (GroupState.VOID, Event.VOID): GroupState.VOID,
-    **{(state, Event.RELEASE): GroupState.RELEASED for state in GroupState},
+    **{(state, GroupEvent.ALLOCATE): GroupState.FILLING for state in GroupState},
+    (GroupState.FILLING, GroupEvent.COMMIT): GroupState.COMMITTED,
+    (GroupState.FILLING, GroupEvent.FAIL): GroupState.RELEASED,
+    (GroupState.RELEASED, GroupEvent.VOID): GroupState.RELEASED,
+    (GroupState.FILLING, GroupEvent.VOID): GroupState.RELEASED,
+    (GroupState.COMMITTED, GroupEvent.VOID): GroupState.VOID,
+    (GroupState.VOID, GroupEvent.VOID): GroupState.VOID,
+    **{(state, GroupEvent.RELEASE): GroupState.RELEASED for state in GroupState},
 }
-"""State and event -> the state after it; what is not in here is refused."""
+"""(state, event) -> next state; a pair that is missing here is refused."""
 
 
 class GroupStates:
-    """The state of every commit group of one rank; VOID at first, as vLLM has processed a model full of zeros."""
+    """States of all commit groups of one rank, at first VOID: vLLM has processed a zeroed model."""
 
     def __init__(self, groups: Iterable[str]) -> None:
         self._states = dict.fromkeys(groups, GroupState.VOID)
 
-    def advance(self, event: Event, groups: Collection[str] | None = None) -> None:
+    def advance(self, event: GroupEvent, groups: Collection[str] | None = None) -> None:
+        """Apply `event` to these groups, by default to all. Raises as `require` does."""
         names = self._states if groups is None else groups
+        # All groups are checked before any of them changes.
         self.require(event, names)
         self._states |= {name: TRANSITIONS[self._states[name], event] for name in names}
 
-    def require(self, event: Event, names: Collection[str]) -> None:
-        """Raise StateError naming each group that is unknown, or in a state in which `event` is refused."""
-        if unknown := [name for name in names if name not in self._states]:
-            raise StateError(f"no such groups in this rank's layout: {', '.join(unknown)}")
-        if refused := [name for name in names if (self._states[name], event) not in TRANSITIONS]:
-            raise StateError(f"{event.value}: {', '.join(refused)}")
+    def require(self, event: GroupEvent, names: Collection[str]) -> None:
+        """Raise StateError naming the groups that are unknown, or whose state refuses `event`."""
+        unknown = [name for name in names if name not in self._states]
+        if unknown:
+            raise StateError(
+                f"no such groups in this rank's layout: {', '.join(unknown)}", code="unknown-group"
+            )
+        refused = [name for name in names if (self._states[name], event) not in TRANSITIONS]
+        if refused:
+            raise StateError(f"{event.value}: {', '.join(refused)}", code="event-refused")
 
     def among(self, *states: GroupState) -> list[str]:
         return [name for name, state in self._states.items() if state in states]
@@ -186,9 +210,13 @@ class GroupStates:
         """Raise StateError unless all groups are committed."""
         missing = sorted(self.among(GroupState.RELEASED, GroupState.FILLING, GroupState.VOID))
         if missing and len(self.among(GroupState.RELEASED)) == len(self._states):
-            raise StateError("the inference weights are released: reshard (allocate, fill, commit) before generating")
+            raise StateError(
+                "the inference weights are released: reshard (allocate, fill, commit) before generating",
+                code="weights-released",
+            )
         if missing:
             raise StateError(
                 f"{len(missing)} of {len(self._states)} module groups hold no committed weights "
-                f"({first_of(missing, 3)}): finish the reshard before generating"
+                f"({first_of(missing, 3)}): finish the reshard before generating",
+                code="weights-uncommitted",
             )

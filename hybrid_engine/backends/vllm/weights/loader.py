@@ -1,11 +1,12 @@
-"""The hook into vLLM's start-up: a load format whose loader reads no file but traces the fresh model.
+"""The hook into vLLM's start-up: a load format whose loader traces the new model and reads no file.
 
     with capturing(trace, inspect) as models:
-        LLM(load_format=LOAD_FORMAT, ...)    model constructed -> trace -> processed by vLLM -> inspect
+        LLM(load_format=LOAD_FORMAT, ...)    constructed -> trace -> processed by vLLM -> inspect
     models[0]
 
-vLLM makes loaders from a registry by name and passes them nothing of ours: within the context the name is registered
-for a class that knows both functions. A server's workers have such a class under a name of its own (server/plugin.py).
+vLLM makes loaders by name from a registry and passes them none of our objects. Inside the context
+the name is registered for a class that refers to both functions. A server's workers register such a
+class under a different name (vllm_plugin.py).
 """
 
 from __future__ import annotations
@@ -29,42 +30,59 @@ Inspect = Callable[[TracedModel, Context, torch.dtype, bool], ProcessedModel]
 
 @contextlib.contextmanager
 def capturing(trace: Trace, inspect: Inspect) -> Iterator[list[ProcessedModel]]:
-    """Within this context a model that vLLM loads with `LOAD_FORMAT` is traced and processed, not loaded.
+    """Trace and process a model that vLLM loads with `LOAD_FORMAT` in this context; load no file.
 
     Args:
-        trace: called with the model, whose weights are not processed, and vLLM's `ModelConfig` of it.
-        inspect: called once they are, with what `inspect_model` takes first, and whether ranks communicated meanwhile.
+        trace: called with the model before its weights are processed, and its vLLM `ModelConfig`.
+        inspect: called after the processing with the first arguments of `inspect_model`, and
+            whether ranks communicated during the processing.
     """
     from vllm.model_executor.model_loader import register_model_loader
 
     models: list[ProcessedModel] = []
-    register_model_loader(LOAD_FORMAT)(loader_class(trace, inspect, lambda _, found: models.append(found)))
+
+    def keep(_: torch.nn.Module, processed: ProcessedModel) -> None:
+        models.append(processed)
+
+    register = register_model_loader(LOAD_FORMAT)
+    register(loader_class(trace, inspect, keep))
     try:
         yield models
     finally:
+        # vLLM has no function that removes a load format.
         del internals.LOADERS.load()[LOAD_FORMAT]
 
 
-def loader_class(trace: Trace, inspect: Inspect, keep: Callable[[torch.nn.Module, ProcessedModel], None]) -> type:
-    """A loader of vLLM's that traces and inspects, and has what was found kept; see `capturing`."""
+def loader_class(
+    trace: Trace,
+    inspect: Inspect,
+    keep: Callable[[torch.nn.Module, ProcessedModel], None],
+) -> type:
+    """Return a vLLM loader class that traces and inspects; see `capturing`.
+
+    `keep` is called with the loaded model and the result of `inspect`.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import BaseModelLoader
 
     default_dtype = internals.DEFAULT_DTYPE.load()
 
     class CapturingLoader(BaseModelLoader):
-        """Loads nothing: the weights come with the first reshard."""
+        """A loader that reads no file: the weights arrive with the first reshard."""
 
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Do nothing; there is no file to download."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Called by vLLM between the model's construction and its post-load processing."""
+            """Trace the model; vLLM calls this between construction and post-load processing."""
             self._traced = trace(model, model_config)
+            # load_model leaves this context once the processing is over.
             self._taken = self._watching.enter_context(channels_taken())
 
-        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
-            """Called by vLLM; the post-load processing is over when the base class returns."""
+        def load_model(
+            self, vllm_config: Any, model_config: Any, prefix: str = ""
+        ) -> torch.nn.Module:
+            """Load as vLLM does, then inspect the model that its base class has processed."""
             self._watching = contextlib.ExitStack()
             with self._watching:
                 model = super().load_model(vllm_config, model_config, prefix)
@@ -74,7 +92,9 @@ def loader_class(trace: Trace, inspect: Inspect, keep: Callable[[torch.nn.Module
                 with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
                     yield
 
-            keep(model, inspect(self._traced, context, model_config.dtype, bool(self._taken)))
+            is_collective = bool(self._taken)
+            processed = inspect(self._traced, context, model_config.dtype, is_collective)
+            keep(model, processed)
             return model
 
     return CapturingLoader

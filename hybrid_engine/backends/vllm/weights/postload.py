@@ -1,9 +1,10 @@
-"""vLLM's processing of weights after loading: which modules have it, how to run it again, and what modules hold.
+"""vLLM's processing of weights after loading, its repetition, and the contents of modules.
 
-A module computes with its parameters and buffers, with plain attributes, and with what its quantisation method, that
-one's kernels and an attention implementation keep: tensors in their attributes, in lists and dicts, in closures.
-`module_tensors` finds them without knowing any of these classes. It does not enter other modules, which are listed on
-their own, nor what carries configurations or activations but no weights (`internals.NOT_ENTERED`).
+A module computes with its parameters and buffers, with plain attributes, and with objects kept by
+its quantisation method, the kernels of that method, and an attention implementation: tensors in
+attributes, in lists and dicts, in closures. `module_tensors` collects them without knowing any of
+these classes. It does not enter child modules, which are listed separately, nor objects that carry
+configurations or activations but no weights (`internals.NOT_ENTERED`).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _FOREIGN = (
     *("torch.", "triton.", "numpy.", "transformers.", "logging.", "threading."),
     *("vllm.compilation.", "vllm.config.", "vllm.distributed.", "vllm.platforms."),
 )
-"""Packages whose objects are not entered: they are no part of a layer."""
+"""Packages whose objects are not entered, because they do not belong to a layer."""
 
 
-# -- the processing ----------------------------------------------------------------------------------------------------
+# -- the processing --------------------------------------------------------------------------------
 
 
 def post_load_method(module: torch.nn.Module) -> Any | None:
-    """The object whose `process_weights_after_loading(module)` vLLM calls, if the module has one."""
+    """Return the object whose `process_weights_after_loading` vLLM calls; None without one."""
     method = getattr(module, "quant_method", None)
     return method if isinstance(method, internals.QUANTIZE_METHOD.load()) else None
 
@@ -44,21 +45,24 @@ def is_processed(module: torch.nn.Module) -> bool:
 
 
 def described(module: torch.nn.Module) -> tuple[str, str]:
-    """What processes a module after loading, its kernel where that has a name, and how to get another."""
+    """Return the class that processes a module, with its kernels, and a remedy that replaces it."""
     method = post_load_method(module)
+    if method is None and _is_deferred_attention(module):
+        kind = type(getattr(module, "impl", module)).__name__
+        return kind, "Set generate_config.vllm.attention_backend to another"
     if method is None:
-        if _is_deferred_attention(module):
-            kind = type(getattr(module, "impl", module)).__name__
-            return kind, "Set generate_config.vllm.attention_backend to another"
-        return type(module).__name__, "Serve this model with another kernel, by arguments in generate_config.vllm"
+        kind = type(module).__name__
+        return kind, "Serve this model with another kernel, by arguments in generate_config.vllm"
+    # A method keeps the kernels that it chose as members of enums.
     kernels = [value.name for value in vars(method).values() if isinstance(value, enum.Enum)]
     kind = ", ".join([type(method).__name__, *kernels])
     if isinstance(method, internals.EXPERTS_METHOD.load()):
         remedy = "Set generate_config.vllm.moe_backend to another; triton computes with the loader's own layout"
     else:
         remedy = "Set generate_config.vllm.linear_backend to another"
-    is_quantised = getattr(method, "uses_meta_device", False)
-    return kind, remedy + (", or leave generate_config.quantization out" if is_quantised else "")
+    if getattr(method, "uses_meta_device", False):  # vLLM quantises while it loads
+        remedy += ", or leave generate_config.quantization out"
+    return kind, remedy
 
 
 def process(module: torch.nn.Module) -> None:
@@ -66,34 +70,50 @@ def process(module: torch.nn.Module) -> None:
     method = post_load_method(module)
     assert method is not None
     method.process_weights_after_loading(module)
-    if (update := getattr(module, "update_param_tp_status", None)) is not None:
+    update = getattr(module, "update_param_tp_status", None)
+    if update is not None:
         update()
 
 
 def process_attention(layer: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Derive again what an attention layer makes of the weights inside it; `dtype`: of the model's activations."""
-    cast(Callable[[torch.dtype], None], layer.process_weights_after_loading)(dtype)
+    """Run an attention layer's processing of the weights inside it.
+
+    `dtype`: dtype of the model's activations.
+    """
+    process_weights = cast(Callable[[torch.dtype], None], layer.process_weights_after_loading)
+    process_weights(dtype)
 
 
-def deriving_attention(model: torch.nn.Module, storages: Sequence[WeightStorage]) -> dict[str, list[str]]:
-    """Attention layers that reach weights, in modules inside them or by a reference: name -> modules of the weights."""
+def deriving_attention(
+    model: torch.nn.Module, storages: Sequence[WeightStorage]
+) -> dict[str, list[str]]:
+    """Return the attention layers that reach weights: name -> modules of the weights.
+
+    A layer reaches weights in modules inside it, or by a reference.
+    """
     owners = {storage.key: [binding.module for binding in storage.bindings] for storage in storages}
-    modules, found = dict(model.named_modules()), {}
-    for name in (name for name, module in modules.items() if _is_deferred_attention(module)):
-        tensors = module_tensors(modules, modules_processed(modules, name)).tensors.values()
-        reached = [owner for key in map(storage_key, tensors) for owner in owners.get(key, ())]
+    modules = dict(model.named_modules())
+    deriving = {}
+    for name, module in modules.items():
+        if not _is_deferred_attention(module):
+            continue
+        contents = module_tensors(modules, modules_processed(modules, name))
+        reached: set[str] = set()
+        for tensor in contents.tensors.values():
+            reached.update(owners.get(storage_key(tensor), ()))
         if reached:
-            found[name] = sorted(set(reached))
-    return found
+            deriving[name] = sorted(reached)
+    return deriving
 
 
 def modules_processed(modules: Mapping[str, torch.nn.Module], name: str) -> tuple[str, ...]:
-    """The modules whose contents a module's post-load processing may change: its own name first.
+    """Return the modules whose contents a module's processing may change, the module first.
 
-    Of attention also those inside it, which may have their names from elsewhere (MLA's `kv_b_proj`); of others their
-    method, which may be a module too.
+    For attention this includes the modules inside it, which may be registered under another parent
+    (MLA's `kv_b_proj`). For other modules it includes the method, which may be a module itself.
     """
-    names, module = {id(module): each for each, module in modules.items()}, modules[name]
+    names = {id(module): path for path, module in modules.items()}
+    module = modules[name]
     if _is_deferred_attention(module):
         return tuple(names[id(child)] for child in module.modules())
     method = post_load_method(module)
@@ -103,24 +123,26 @@ def modules_processed(modules: Mapping[str, torch.nn.Module], name: str) -> tupl
 
 def _is_deferred_attention(module: torch.nn.Module) -> bool:
     attention = internals.ATTENTION_LAYERS.load()
-    if (is_deferred := getattr(attention, "is_deferred_attention_layer", None)) is not None:
+    is_deferred = getattr(attention, "is_deferred_attention_layer", None)
+    if is_deferred is not None:
         return bool(is_deferred(module))
-    kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)  # those that older vLLMs name
+    # Older vLLM versions name the classes instead.
+    kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
     return isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
 
 
-# -- what modules hold -------------------------------------------------------------------------------------------------
+# -- contents of modules ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """All that is reached from some modules, by path; paths begin with a module's name.
+    """Everything reachable from some modules, by path; a path begins with a module's name.
 
     Attributes:
-        tables: containers, each module's own attributes first.
-        tensors: of any kind.
+        tables: containers, each module's attributes first.
+        tensors: tensors of any kind.
         numbers: integers and floats.
-        sealed: objects that cannot be looked into.
+        sealed: objects that cannot be inspected.
     """
 
     tables: dict[str, Table] = field(default_factory=dict)
@@ -129,82 +151,103 @@ class ModuleTensors:
     sealed: dict[str, object] = field(default_factory=dict)
 
     def outside(self, known: Collection[int]) -> dict[str, torch.Tensor]:
-        """The tensors with elements that are in none of the storages with these keys."""
-        pairs = self.tensors.items()
-        return {path: tensor for path, tensor in pairs if tensor.numel() and storage_key(tensor) not in known}
+        """Return the non-empty tensors whose storage keys are not in `known`."""
+        return {
+            path: tensor
+            for path, tensor in self.tensors.items()
+            if tensor.numel() and storage_key(tensor) not in known
+        }
 
 
 def module_tensors(modules: Mapping[str, torch.nn.Module], names: Iterable[str]) -> ModuleTensors:
-    """What these of a model's modules hold, each without its children."""
-    found = ModuleTensors()
+    """Return the contents of these modules, each without its children."""
+    contents = ModuleTensors()
     for name in names:
-        _collect(found, vars(modules[name]), name)
-    return found
+        _collect(contents, vars(modules[name]), name)
+    return contents
 
 
 def reached_from(value: object, path: str) -> ModuleTensors:
-    """What a value in a module holds; `path`: of the value."""
-    found = ModuleTensors()
-    _collect(found, value, path)
-    return found
+    """Return the contents of a value in a module; `path` is the path of the value."""
+    contents = ModuleTensors()
+    _collect(contents, value, path)
+    return contents
 
 
-def _collect(found: ModuleTensors, root: object, name: str) -> None:
+def _collect(contents: ModuleTensors, root: object, name: str) -> None:
+    """Add everything reachable from `root`, depth first, to `contents`."""
     pending: list[tuple[str, object]] = [(name, root)]
     seen: set[int] = set()
-    skipped = tuple(each.load() for each in internals.NOT_ENTERED)
+    skipped = tuple(kind.load() for kind in internals.NOT_ENTERED)
     while pending:
         path, value = pending.pop()
         if isinstance(value, torch.Tensor):
-            found.tensors[path] = value  # at each of its places
+            contents.tensors[path] = value  # a shared tensor at each of its paths
         elif isinstance(value, int | float) and not isinstance(value, bool | enum.Enum):
-            found.numbers[path] = value
+            contents.numbers[path] = value
         elif id(value) not in seen:
             seen.add(id(value))
             if internals.PACKED_HANDLE.is_type_of(value) or _is_sealed(value):
-                found.sealed[path] = value
+                contents.sealed[path] = value
                 continue
             if isinstance(value, dict | list):
-                found.tables[path] = value
+                contents.tables[path] = value
             elif _has_attributes(value, skipped):
-                found.tables[path] = vars(value)
-            pending += reversed([(f"{path}{step}", part) for step, part in _parts(value, skipped)])
+                contents.tables[path] = vars(value)
+            parts = [(f"{path}{step}", part) for step, part in _parts(value, skipped)]
+            # The last pending value is next, so the first part has to be last.
+            pending += reversed(parts)
 
 
 def _parts(value: object, skipped: tuple[type, ...]) -> Iterator[tuple[str, object]]:
-    """The parts of a value, each with the step that leads to it."""
+    """Yield the parts of a value, each with its step of the path."""
     if isinstance(value, dict):
         yield from _named({key: part for key, part in value.items() if key != "_modules"})
     elif isinstance(value, list | tuple):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif isinstance(value, functools.partial):
-        yield from ((f"({index})", part) for index, part in enumerate((value.func, value.args, value.keywords)))
+        parts = (value.func, value.args, value.keywords)
+        yield from ((f"({index})", part) for index, part in enumerate(parts))
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if cell != types.CellType():  # an empty one has no contents to ask for
+        cells = value.__closure__ or ()
+        for name, cell in zip(value.__code__.co_freevars, cells, strict=True):
+            # Reading the contents of an empty cell raises.
+            if cell != types.CellType():
                 yield f".<{name}>", cell.cell_contents
     elif _has_attributes(value, skipped):
         yield from _named(vars(value))
 
 
 def _named(parts: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
-    """In an order that stays when a part is taken out and put back: what is shared is found at the same path again."""
-    yield from sorted(((f".{key}", part) for key, part in parts.items()), key=lambda pair: pair[0])
+    """Yield the parts sorted by path.
+
+    The order does not change if a part is removed and put back, so a shared object keeps its path.
+    """
+    steps = ((f".{key}", part) for key, part in parts.items())
+    yield from sorted(steps, key=lambda step: step[0])
 
 
 def _has_attributes(value: object, skipped: tuple[type, ...]) -> bool:
-    """Whether the attributes of an object are its layer's."""
+    """Return whether an object's attributes belong to its layer."""
     kind = type(value)
     if isinstance(value, skipped) or f"{kind.__module__}.".startswith(_FOREIGN):
         return False
-    no_state = (torch.nn.Module, type, enum.Enum, types.ModuleType, types.FunctionType, functools.partial)
-    return not isinstance(value, no_state) and isinstance(getattr(value, "__dict__", None), dict)
+    stateless = (
+        *(torch.nn.Module, type, enum.Enum),
+        *(types.ModuleType, types.FunctionType, functools.partial),
+    )
+    if isinstance(value, stateless):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _is_sealed(value: object) -> bool:
-    """Whether a value is of compiled code, which can hold memory that is no tensor: torch's own are harmless."""
+    """Return whether a value is of compiled code, which can hold memory outside of tensors.
+
+    Objects of torch's own extension classes do not.
+    """
     kind = type(value)
     if kind.__name__ == "PyCapsule" or isinstance(value, torch.ScriptObject):
         return True
@@ -212,5 +255,6 @@ def _is_sealed(value: object) -> bool:
 
 
 def display(path: str) -> str:
-    """A path as one would write it in Python."""
-    return path.replace("._parameters.", ".").replace("._buffers.", ".").removeprefix(".")
+    """Return a path in Python's notation."""
+    without_tables = path.replace("._parameters.", ".").replace("._buffers.", ".")
+    return without_tables.removeprefix(".")

@@ -1,12 +1,13 @@
-"""What vLLM's post-load processing made of a model, found by comparing it before and after; how groups are committed.
+"""A model after vLLM's post-load processing, compared with its snapshot, and the commit of groups.
 
-A storage that the loader fills is *live* where every module still holds it in the same form, and with the values that
-were there: new weights are written into it, and views of it (MLA's `W_UV`) need nothing. What a module holds beside
-live storages, and did not hold before, was *derived* from weights: derivation.py makes it anew. So may have been what
-it writes into tensors that were there before, and numbers. No class of vLLM's decides.
+A storage that the loader fills is *live* if every module still holds it in the same form and with
+the same values: new weights are written into it, and views of it (MLA's `W_UV`) need no work.
+Tensors outside of live storages that a module did not hold before were *derived* from weights, and
+derivation.py derives them again. Writes into tensors that existed before, and numbers, may have
+been derived as well. No class of vLLM decides this.
 
-Where addresses must stay, every derivation is rehearsed once with other values. What does not come back in the same
-form, or cannot be copied, is an error here, before any switch.
+If addresses must stay, every derivation is rehearsed once with other values. A result that does not
+come back in the same form, or cannot be copied, is an error here, before any switch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import cast
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
-from hybrid_engine.backends.vllm.weights.derivation import Change, Constant, Derivation, Sentinels, same_bytes
+from hybrid_engine.backends.vllm.weights.derivation import (
+    Change,
+    Constant,
+    Derivation,
+    Sentinels,
+    same_bytes,
+)
 from hybrid_engine.backends.vllm.weights.forward_state import ForwardState
 from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup
 from hybrid_engine.backends.vllm.weights.postload import display, module_tensors
@@ -30,28 +37,30 @@ from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, flat_view, 
 from hybrid_engine.errors import ModelError, ReshardError
 
 Observer = Callable[[str, torch.Tensor], None]
-"""Called with a parameter's full name and its loader-layout tensor, filled, before vLLM processes it."""
+"""Called with a parameter's full name and its filled tensor in loader layout, before processing."""
 
 
 @dataclass(frozen=True)
 class ProcessedModel:
-    """What is known once vLLM has processed the weights.
+    """A model whose weights vLLM has processed, with everything that a commit needs.
 
     Attributes:
-        traced: what was known before.
-        modules: by name.
-        live: storage -> its parameter, where vLLM computes with what its loader fills: new weights are written there,
-            for others may refer to it.
-        derivations: group -> what vLLM derived from its weights, where it did.
-        in_place: storages in whose memory the processing leaves other values; vLLM goes on to compute with that memory.
-        constants: module -> its tensors, by path, that are neither weights nor made anew of them, with what they hold
-            before the processing: those that it writes in place, and, where addresses must stay, all others but
-            buffers, for vLLM's sleep mode loses their values.
-        keeps_addresses: whether that stays where it is when it is made anew.
-        context: see `Context`.
-        act_dtype: of the model's activations.
-        barrier: which ranks pass together before each run of the processing, where that is collective.
-        forward_state: what modules hold as long as there was no forward.
+        traced: the model before the processing.
+        modules: modules by name.
+        live: storage -> its parameter, if vLLM computes with the loader's layout. New weights are
+            written there, because other objects may refer to it.
+        derivations: group -> everything that vLLM derived from its weights, if anything.
+        in_place: storages in whose memory the processing leaves other values; vLLM goes on to
+            compute with that memory.
+        constants: module -> path -> tensor that is neither a weight nor derived again, with its
+            value before the processing. These are tensors that the processing writes in place. If
+            addresses must stay, these are also all others but buffers, because vLLM's sleep mode
+            loses their values.
+        keeps_addresses: whether derived tensors must stay at their addresses.
+        context: context of the processing, see `Context`.
+        act_dtype: dtype of the model's activations.
+        barrier: synchronises ranks before each run of a collective processing.
+        forward_state: contents of the modules before any forward.
     """
 
     traced: TracedModel
@@ -68,53 +77,59 @@ class ProcessedModel:
 
     @cached_property
     def resident(self) -> Mapping[str, torch.Tensor]:
-        """All that has memory wherever weights have it: what is live, derived or constant, by name or path."""
+        """All tensors, by name or path, that have memory whenever weights have it."""
         tensors = dict(self.live)
-        if not self.keeps_addresses:  # what is derived is new each time, and constants keep their memory
+        if not self.keeps_addresses:
+            # Derived tensors are new each time, and constants keep their memory.
             return tensors
         for derivation in self.derivations.values():
             tensors |= derivation.results
         for constants in self.constants.values():
-            tensors |= {path: each.tensor for path, each in constants.items()}
+            tensors |= {path: constant.tensor for path, constant in constants.items()}
         return tensors
 
     def derived_with(self, groups: Iterable[str]) -> list[str]:
-        """What of `resident` is written when these groups are committed, beside their live weights."""
+        """Return names of `resident` tensors, but live weights, that a commit of groups writes."""
         derivations = [self.derivations[name] for name in groups if name in self.derivations]
-        constants = (path for each in derivations for name in each.reached for path in self.constants.get(name, ()))
-        return [*(path for each in derivations for path in each.results), *constants]
+        results = [path for derivation in derivations for path in derivation.results]
+        reached = [name for derivation in derivations for name in derivation.reached]
+        return results + [path for name in reached for path in self.constants.get(name, ())]
 
-    # -- commits ------------------------------------------------------------------------------------------------------
+    # -- commits -----------------------------------------------------------------------------------
 
     def commit(self, name: str, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
-        """Bind a group's tensors as at load, then have vLLM derive again what it derived from them.
+        """Bind a group's tensors as at load, then have vLLM derive its tensors from them again.
 
         Args:
-            name: of the group.
-            tensors: filled, by buffer; each is removed once it is not needed.
-            observe: is shown every parameter.
+            name: name of the group.
+            tensors: filled tensors by buffer; each is removed once it is not needed.
+            observe: called with every parameter.
 
-        Memory: loader layout and what is made of it, module by module; where addresses are kept, of all the group.
+        Memory: loader layout and derived tensors, module by module; if addresses are kept, of the
+        whole group.
         """
         derivation = self.derivations.get(name)
         if derivation is None:
             self.bind(name, tensors)
             self._load(name, tensors, observe)
         elif self.keeps_addresses:
+            # Live tensors are filled already; vLLM gets other parameters over their memory.
             tensors.update(self._aliases(name))
             with self.as_loaded(name, tensors):
                 self._derive(name, derivation, tensors, observe)
-                made = module_tensors(self.modules, derivation.reached).outside(derivation.known)
-                if problems := derivation.misfits(made):
-                    raise ModelError("; ".join(problems))
-                derivation.renew(made)
+                contents = module_tensors(self.modules, derivation.reached)
+                derived = contents.outside(derivation.known)
+                problems = derivation.misfits(derived)
+                if problems:
+                    raise ModelError("; ".join(problems), code="derivation-changed")
+                derivation.renew(derived)
         else:
             derivation.load(tensors)
             self.bind(name, tensors)
             self._derive(name, derivation, tensors, observe)
 
     def drop(self, name: str) -> None:
-        """Forget what vLLM derived from a group's weights, and those that are not live: their memory is free then."""
+        """Drop a group's derived tensors and the weights that are not live, and so free them."""
         if self.keeps_addresses:
             return
         if name in self.derivations:
@@ -123,14 +138,16 @@ class ProcessedModel:
             self.bind(name, tensors)
 
     def dropped(self, name: str) -> dict[str, torch.Tensor]:
-        """What a group's modules hold of its weights once these are dropped, by storage."""
+        """Return the tensors that a group's modules hold after `drop`, by storage."""
         storages = self.traced.storages_of(name)
-        return {each.name: self.live.get(each.name, each.placeholder()) for each in storages}
+        return {
+            storage.name: self.live.get(storage.name, storage.placeholder()) for storage in storages
+        }
 
     def process(self, derivation: Derivation) -> None:
-        """Run vLLM's own post-load processing of the weights that are bound.
+        """Run vLLM's post-load processing of the weights that are bound.
 
-        Where it is collective, so is this; raises as `ProcessingBarrier.wait`.
+        Collective if the processing is. Raises as `ProcessingBarrier.wait` does.
         """
         self.barrier.wait(f"processing {derivation.first}")
         for name in derivation.methods:
@@ -140,7 +157,10 @@ class ProcessedModel:
 
     @contextlib.contextmanager
     def as_loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within this context a group's modules are as the loader left them and hold these tensors, by storage."""
+        """Roll a group's modules back to the state after loading, and bind `tensors`, by storage.
+
+        The modules return to their present state at the end of the context.
+        """
         try:
             with self.derivations[name].as_loaded(tensors):
                 self.bind(name, tensors)
@@ -152,47 +172,62 @@ class ProcessedModel:
                         binding.put(self.modules, self.live[storage.name])
 
     def restore_constants(self, names: Iterable[str]) -> None:
-        """Give the constants of these modules the values that they had before the processing."""
+        """Give the constants of these modules their values from before the processing."""
         for constant in self.constants_of(names):
             constant.restore()
 
     def constants_of(self, names: Iterable[str]) -> list[Constant]:
-        return [each for name in names for each in self.constants.get(name, {}).values()]
+        return [constant for name in names for constant in self.constants.get(name, {}).values()]
 
     def lasting_constants(self) -> list[str]:
-        """The modules whose constants no commit restores."""
-        return sorted(self.constants.keys() - {name for each in self.derivations.values() for name in each.reached})
+        """Return the modules whose constants no commit restores."""
+        restored = {name for derivation in self.derivations.values() for name in derivation.reached}
+        return sorted(self.constants.keys() - restored)
 
     def bind(self, group: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make tensors in loader layout, by buffer, the modules' parameters and buffers, as at load."""
+        """Make tensors in loader layout, by buffer, the modules' parameters and buffers."""
         for storage in self.traced.storages_of(group):
             for binding in storage.bindings:
                 binding.put(self.modules, tensors[storage.name])
 
     def _aliases(self, group: str) -> dict[str, torch.Tensor]:
-        """Other parameters over the memory of a group's live ones, by storage.
+        """Return new parameters over the memory of a group's live ones, by storage.
 
-        vLLM gets these to process: it may let a parameter lie elsewhere (`.data`, since 0.33), and live ones must not.
+        vLLM processes the aliases: since 0.33 it may move a parameter to other memory (`.data`),
+        and live parameters must not move.
         """
-        live = (storage for storage in self.traced.storages_of(group) if storage.name in self.live)
-        return {storage.name: storage.create(flat_view(self.live[storage.name].detach())) for storage in live}
+        return {
+            storage.name: storage.create(flat_view(self.live[storage.name].detach()))
+            for storage in self.traced.storages_of(group)
+            if storage.name in self.live
+        }
 
-    def _derive(self, name: str, derivation: Derivation, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
+    def _derive(
+        self,
+        name: str,
+        derivation: Derivation,
+        tensors: dict[str, torch.Tensor],
+        observe: Observer,
+    ) -> None:
         self.restore_constants(derivation.reached)
         self._load(name, tensors, observe)
         self.process(derivation)
 
     def _load(self, name: str, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
-        """Have the model's own loader write what only it can; then nobody but the modules holds the tensors."""
+        """Have the model's own loader write the staged tensors, and empty `tensors`.
+
+        Afterwards only the modules refer to the tensors, so that the processing can free them.
+        """
         group = self.traced.groups[name]
         if group.staged:
-            staged = [(each, tensors.pop(STAGED + each)) for each in group.staged]
-            cast(LoadWeights, self.traced.model.load_weights)(iter(staged))
+            staged = [(tensor, tensors.pop(STAGED + tensor)) for tensor in group.staged]
+            load_weights = cast(LoadWeights, self.traced.model.load_weights)
+            load_weights(iter(staged))
         for storage in group.storages:
             observe(storage, tensors.pop(storage))
 
 
-# -- inspection --------------------------------------------------------------------------------------------------------
+# -- inspection ------------------------------------------------------------------------------------
 
 
 def inspect_model(
@@ -203,73 +238,103 @@ def inspect_model(
     barrier: ProcessingBarrier | None = None,
     has_graphs: bool = False,
 ) -> ProcessedModel:
-    """Find out what vLLM's post-load processing, which is over, made of a model.
+    """Compare a model after vLLM's post-load processing with its snapshot before it.
 
     Args:
-        traced: the model before it.
-        context: entered around every later run of it.
-        act_dtype: of the model's activations, which attention's processing is told.
-        keeps_addresses: whether what vLLM computes with must stay where it is.
-        barrier: of the ranks that process these weights together; default: each by itself.
+        traced: the model before the processing.
+        context: entered around every later run of the processing.
+        act_dtype: dtype of the model's activations, an argument of attention's processing.
+        keeps_addresses: whether tensors that vLLM computes with must stay at their addresses.
+        barrier: barrier of the ranks that process these weights together; by default, this rank
+            waits for no other.
         has_graphs: whether vLLM captures graphs.
 
-    Raises ModelError with everything that cannot be renewed, and as `ProcessingBarrier.wait` where another rank fails;
-    the model cannot be used then.
+    Raises ModelError with everything that cannot be renewed, and as `ProcessingBarrier.wait` does
+    if another rank fails. The model is unusable then.
     """
     barrier = barrier or ProcessingBarrier()
     with barrier.section():
         model = _inspected(traced, context, act_dtype, keeps_addresses, barrier)
     barrier.reset()
     for name in traced.snapshot.with_sentinels & model.live.keys():
+        # The sentinels have served their purpose.
         flat_view(model.live[name].detach()).zero_()
     return replace(model, forward_state=_forward_state(model, has_graphs))
 
 
 def _forward_state(model: ProcessedModel, has_graphs: bool) -> ForwardState:
-    """Of a model that no forward has touched."""
-    written = model.constants_of(model.constants)
-    weights = {storage_key(tensor) for tensor in (*model.live.values(), *(each.tensor for each in written))}
+    """Return the contents of a model that no forward has touched."""
+    written = [constant.tensor for constant in model.constants_of(model.constants)]
+    weights = {storage_key(tensor) for tensor in (*model.live.values(), *written)}
+    derivations = model.derivations.values()
     if model.keeps_addresses:
-        results = (tensor for each in model.derivations.values() for tensor in each.results.values())
-        return ForwardState.of(model.modules, (), weights | set(map(storage_key, results)), has_graphs)
+        for derivation in derivations:
+            weights.update(map(storage_key, derivation.results.values()))
+        return ForwardState.of(model.modules, (), weights, has_graphs)
+    # Derived tensors are new after each commit, so the recorded contents must not include them.
     with contextlib.ExitStack() as undo:
         for name in model.derivations:
             undo.enter_context(model.as_loaded(name, model.dropped(name)))
-        renewed = [change for each in model.derivations.values() for change in each.changes]
+        renewed = [change for derivation in derivations for change in derivation.changes]
         return ForwardState.of(model.modules, renewed, weights, has_graphs)
 
 
 def _inspected(
-    traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_addresses: bool, barrier: ProcessingBarrier
+    traced: TracedModel,
+    context: Context,
+    act_dtype: torch.dtype,
+    keeps_addresses: bool,
+    barrier: ProcessingBarrier,
 ) -> ProcessedModel:
     modules = dict(traced.model.named_modules())
-    live, written = traced.snapshot.live(modules), traced.snapshot.written()
+    live = traced.snapshot.live(modules)
+    written = traced.snapshot.written()
     known = traced.snapshot.constants | {storage_key(tensor) for tensor in live.values()}
-    found = {name: _derivation(traced, modules, group, live, known, written) for name, group in traced.groups.items()}
-    derivations = {name: derivation for name, derivation in found.items() if derivation is not None}
-    computed_with = {storage_key(tensor) for each in derivations.values() for tensor in each.results.values()}
-    in_place = frozenset(each.name for each in traced.storages.values() if each.key in computed_with)
-    for name, each in derivations.items():
-        if keeps_addresses:  # vLLM may wrap a method later
-            methods = tuple(_reference_to_method(modules[module]) for module in each.methods)
-            derivations[name] = replace(each, changes=(*each.changes, *methods))
-        else:  # results would keep the memory of these weights
-            derivations[name] = replace(each, results={}, numbers={})
-    constants = _constants(traced, modules, derivations, written, keeps_addresses)
+    derivations: dict[str, Derivation] = {}
+    computed_with: set[int] = set()  # storages of derived tensors
+    for name, group in traced.groups.items():
+        derivation = _derivation(traced, modules, group, live, known, written)
+        if derivation is None:
+            continue
+        computed_with.update(map(storage_key, derivation.results.values()))
+        if keeps_addresses:
+            # vLLM may wrap a method later, so the reference to it is rolled back as well.
+            methods = tuple(_reference_to_method(modules[module]) for module in derivation.methods)
+            derivation = replace(derivation, changes=(*derivation.changes, *methods))
+        else:
+            # Results would keep the memory of these weights alive.
+            derivation = replace(derivation, results={}, numbers={})
+        derivations[name] = derivation
+    storages = traced.storages.values()
     model = ProcessedModel(
-        traced, modules, live, derivations, in_place, constants, keeps_addresses, context, act_dtype, barrier
+        traced=traced,
+        modules=modules,
+        live=live,
+        derivations=derivations,
+        in_place=frozenset(storage.name for storage in storages if storage.key in computed_with),
+        constants=_constants(traced, modules, derivations, written, keeps_addresses),
+        keeps_addresses=keeps_addresses,
+        context=context,
+        act_dtype=act_dtype,
+        barrier=barrier,
     )
     faults = _lost(model)
     if keeps_addresses:
         faults += _out_of_reach(model, known)
         with torch.no_grad(), context():
             idle = _rehearse_all(model, faults)
-        derivations = {name: each for name, each in derivations.items() if name not in idle}
+        # Groups in which no value depends on the weights need no processing at a commit.
+        derivations = {
+            name: derivation for name, derivation in derivations.items() if name not in idle
+        }
         constants = _constants(traced, modules, derivations, written, keeps_addresses)
         model = replace(model, derivations=derivations, constants=constants)
     if faults:
         lines = "\n".join(f"  - {fault}" for fault in faults)
-        raise ModelError(f"vLLM computes with weights that cannot be renewed ({len(faults)}):\n{lines}")
+        raise ModelError(
+            f"vLLM computes with weights that cannot be renewed ({len(faults)}):\n{lines}",
+            code="weights-not-renewable",
+        )
     return model
 
 
@@ -281,35 +346,48 @@ def _derivation(
     known: Collection[int],
     written: Mapping[str, object],
 ) -> Derivation | None:
-    """What was derived from one group's weights, if anything was, or may have been: numbers, what is written in place.
+    """Return everything that may have been derived from one group's weights; None if nothing.
 
-    `written`: the modules whose constants were.
+    Numbers and tensors written in place may have been derived. `written`: modules whose constants
+    were written.
     """
-    snapshot, again = traced.snapshot, dict[str, tuple[str, ...]]()
-    gone = {binding.module for name in group.storages if name not in live for binding in traced.storages[name].bindings}
+    snapshot = traced.snapshot
+    replaced = {
+        binding.module
+        for name in group.storages
+        if name not in live
+        for binding in traced.storages[name].bindings
+    }
+    derived_by: dict[str, tuple[str, ...]] = {}  # processed module -> modules it may change
     for name in (*group.methods, *group.attention):
         reached = postload.modules_processed(modules, name)
-        found = module_tensors(modules, reached)
-        has_changed = not gone.isdisjoint(reached) or not written.keys().isdisjoint(reached)
-        has_changed = has_changed or snapshot.has_new_numbers(reached, found)
-        if has_changed or found.outside(known) or snapshot.new_sealed(reached, found):
-            again[name] = reached
-    if not again:
+        contents = module_tensors(modules, reached)
+        if (
+            not replaced.isdisjoint(reached)
+            or not written.keys().isdisjoint(reached)
+            or snapshot.has_new_numbers(reached, contents)
+            or contents.outside(known)
+            or snapshot.new_sealed(reached, contents)
+        ):
+            derived_by[name] = reached
+    if not derived_by:
         return None
-    reached = tuple(dict.fromkeys(each for names in again.values() for each in names))
-    found = module_tensors(modules, reached)
+    reached = tuple(dict.fromkeys(name for names in derived_by.values() for name in names))
+    contents = module_tensors(modules, reached)
     return Derivation(
-        methods=tuple(name for name in group.methods if name in reached),  # also what it wrote without weights
-        attention=tuple(name for name in group.attention if name in again),
+        # A method inside a reached module may have written there without deriving from weights.
+        methods=tuple(name for name in group.methods if name in reached),
+        attention=tuple(name for name in group.attention if name in derived_by),
         reached=reached,
         changes=tuple(snapshot.changes(reached, live)),
         known=frozenset(known),
-        results=found.outside(known),
-        numbers=found.numbers,
+        results=contents.outside(known),
+        numbers=contents.numbers,
     )
 
 
 def _reference_to_method(module: torch.nn.Module) -> Change:
+    # A method that is a module is registered as a child.
     table = next(table for table in (vars(module), module._modules) if "quant_method" in table)
     return Change(table, "quant_method", table["quant_method"])
 
@@ -321,88 +399,117 @@ def _constants(
     written: Mapping[str, Mapping[str, Constant]],
     keeps_addresses: bool,
 ) -> dict[str, dict[str, Constant]]:
-    """By module and path, as `ProcessedModel.constants`; of those in `written`, the ones that a derivation renews."""
-    renewed = {module for derivation in derivations.values() for module in derivation.reached}
-    found = {name: dict(constants) for name, constants in written.items() if name in renewed}
+    """Return `ProcessedModel.constants`; of `written` only those that a derivation renews."""
+    renewed = {name for derivation in derivations.values() for name in derivation.reached}
+    constants = {name: dict(paths) for name, paths in written.items() if name in renewed}
     if not keeps_addresses:
-        return found
+        return constants
     device = next(iter(traced.storages.values())).device
-    apart = {storage_key(each.tensor) for constants in found.values() for each in constants.values()}
-    others = traced.snapshot.constants - apart - {storage_key(buffer) for buffer in traced.model.buffers()}
+    included = {
+        storage_key(constant.tensor) for paths in constants.values() for constant in paths.values()
+    }
+    buffers = {storage_key(buffer) for buffer in traced.model.buffers()}
+    others = traced.snapshot.constants - included - buffers
     for name in modules:
         for path, tensor in module_tensors(modules, [name]).tensors.items():
             if tensor.device == device and tensor.numel() and storage_key(tensor) in others:
-                found.setdefault(name, {})[path] = Constant(tensor.detach(), tensor.detach().cpu().clone())
-    return found
+                value = tensor.detach().cpu().clone()
+                constants.setdefault(name, {})[path] = Constant(tensor.detach(), value)
+    return constants
 
 
 def _lost(model: ProcessedModel) -> list[str]:
-    """Weights that are not live, and in no module whose processing runs again."""
-    again = {name for each in model.derivations.values() for name in each.reached}
+    """Return faults for weights that are not live and that no repeated processing covers."""
+    processed = {name for derivation in model.derivations.values() for name in derivation.reached}
     return [
-        _fault(model, binding.module, f"{binding.name} was changed after loading, by something else")
+        _fault(
+            model,
+            binding.module,
+            f"{binding.name} was changed after loading, outside of the processing",
+        )
         for name, storage in model.traced.storages.items()
         for binding in storage.bindings
-        if name not in model.live and binding.module not in again
+        if name not in model.live and binding.module not in processed
     ]
 
 
 def _out_of_reach(model: ProcessedModel, known: frozenset[int]) -> list[str]:
-    """What was derived and cannot be written, or nobody can make again."""
+    """Return faults for derived values that cannot be written or cannot be derived again."""
     faults = []
     for name, derivation in model.derivations.items():
         known = known | {storage_key(tensor) for tensor in derivation.results.values()}
-        found = module_tensors(model.modules, derivation.reached)
-        sealed = model.traced.snapshot.new_sealed(derivation.reached, found).items()
+        contents = module_tensors(model.modules, derivation.reached)
+        sealed = model.traced.snapshot.new_sealed(derivation.reached, contents)
         faults += [
-            _fault(model, derivation.first, f"{display(path)} is a {kind}, which hides memory") for path, kind in sealed
+            _fault(model, derivation.first, f"{display(path)} is a {kind}, which hides memory")
+            for path, kind in sealed.items()
         ]
         if not (derivation.results or sealed or _may_be_idle(model, name)):
-            faults.append(_fault(model, derivation.first, "nothing that it computes with can be found"))
-    lost = {binding.name for storage in model.traced.storages.values() for binding in storage.bindings}
+            problem = "none of the tensors that it computes with can be found"
+            faults.append(_fault(model, derivation.first, problem))
+    bound = {
+        binding.name for storage in model.traced.storages.values() for binding in storage.bindings
+    }
     for name, module in model.modules.items():
-        if not postload.is_processed(module):
-            made = map(display, module_tensors(model.modules, [name]).outside(known))
-            strays = (path for path in made if path not in lost)
-            faults += [_fault(model, name, f"{path} was made after loading, by something else") for path in strays]
+        if postload.is_processed(module):
+            continue
+        # `_lost` reports parameters and buffers that the loader fills.
+        for path in module_tensors(model.modules, [name]).outside(known):
+            if display(path) not in bound:
+                problem = f"{display(path)} was made after loading, outside of the processing"
+                faults.append(_fault(model, name, problem))
     return faults
 
 
 def _may_be_idle(model: ProcessedModel, name: str) -> bool:
-    """Whether a group's weights are computed with as they are, and all that its processing wrote may not depend on
-    them: numbers, and what was there before."""
-    is_live = all(each in model.live for each in model.traced.groups[name].storages)
+    """Return whether a group's processing may write nothing that depends on the weights.
+
+    True if its weights are all live and the processing wrote only numbers and existing tensors.
+    """
+    is_live = all(storage in model.live for storage in model.traced.groups[name].storages)
     return is_live and not model.derivations[name].results
 
 
 def _rehearse_all(model: ProcessedModel, faults: list[str]) -> set[str]:
-    """Rehearse every derivation, and add to `faults`; returns the groups in which nothing depends on the weights."""
+    """Rehearse every derivation, and add to `faults`.
+
+    Returns the groups in which no value depends on the weights.
+    """
     idle = set()
     for name, derivation in model.derivations.items():
         may_be_idle = _may_be_idle(model, name)
         constants = model.constants_of(derivation.reached) if may_be_idle else []
-        before = [each.tensor.clone() for each in constants]
-        found = _rehearse(model, name)
-        faults += found
-        if model.barrier.is_over:  # in its collectives the others would not be met
+        before = [constant.tensor.clone() for constant in constants]
+        problems = _rehearse(model, name)
+        # All derivations are rehearsed, so that one error reports all faults.
+        faults += problems
+        if model.barrier.is_over:  # this rank would not meet its peers in their collectives
             break
-        if may_be_idle:  # on all ranks alike, whatever was found on this one
-            is_renewed = not all(same_bytes(each.tensor, value) for each, value in zip(constants, before, strict=True))
-            if not model.barrier.wait(f"what depends on the weights of {name}", wish=bool(found) or is_renewed):
+        if may_be_idle:  # the same decision on all ranks, whatever the result on this rank
+            # A constant with another value depends on the weights.
+            is_renewed = not all(
+                same_bytes(constant.tensor, value)
+                for constant, value in zip(constants, before, strict=True)
+            )
+            step = f"what depends on the weights of {name}"
+            if not model.barrier.wait(step, wish=bool(problems) or is_renewed):
                 idle.add(name)
     return idle
 
 
 def _rehearse(model: ProcessedModel, group: str) -> list[str]:
-    """Derive what a group computes with from other values; see whether it can be, and has been, copied into place.
+    """Derive a group's tensors from other values; return faults if they miss their places.
 
-    Raises as `ProcessingBarrier.wait`; a failure of its own breaks the barrier.
+    Raises as `ProcessingBarrier.wait` does; a failure on this rank breaks the barrier.
     """
-    storages, derivation, tensors = model.traced.storages_of(group), model.derivations[group], {}
+    storages = model.traced.storages_of(group)
+    derivation = model.derivations[group]
+    tensors = {}
     for storage in storages:
-        flat = torch.zeros(storage.numel, dtype=storage.dtype, device=storage.device)
         if storage.name in model.live:
             flat = flat_view(model.live[storage.name].detach())
+        else:
+            flat = torch.zeros(storage.numel, dtype=storage.dtype, device=storage.device)
         if storage.dtype.is_floating_point:
             Sentinels.REHEARSED.write(flat)
         tensors[storage.name] = storage.create(flat)
@@ -410,35 +517,43 @@ def _rehearse(model: ProcessedModel, group: str) -> list[str]:
         with model.as_loaded(group, tensors):
             model.restore_constants(derivation.reached)
             model.process(derivation)
-            found = module_tensors(model.modules, derivation.reached)
-            made = found.outside(derivation.known)
-            problems = derivation.misfits(made) or derivation.strays(made, found.numbers)
-            problems = problems or _stale(derivation, made, {storage.key for storage in storages})
+            contents = module_tensors(model.modules, derivation.reached)
+            derived = contents.outside(derivation.known)
+            problems = derivation.misfits(derived) or derivation.strays(derived, contents.numbers)
             if not problems:
-                derivation.renew(made)
+                problems = _stale(derivation, derived, {storage.key for storage in storages})
+            if not problems:
+                derivation.renew(derived)
     except ReshardError:  # another rank's
         raise
-    except Exception as error:  # vLLM's, of any kind: its message goes into one report with the others
+    except Exception as error:
+        # Any exception of vLLM's: its message joins the other faults in one report.
         model.barrier.abandon()
-        return [_fault(model, derivation.first, f"its processing cannot run again: {type(error).__name__}: {error}")]
+        problem = f"its processing cannot run again: {type(error).__name__}: {error}"
+        return [_fault(model, derivation.first, problem)]
     problems = problems or [
         f"{display(path)} cannot be written in place"
-        for path in made
-        if not same_bytes(made[path], derivation.results[path])
+        for path in derived
+        if not same_bytes(derived[path], derivation.results[path])
     ]
     return [_fault(model, derivation.first, problem) for problem in problems]
 
 
-def _stale(derivation: Derivation, made: Mapping[str, torch.Tensor], loaded: Collection[int]) -> list[str]:
-    """What still lies in one of the storages that vLLM's loader filled first."""
-    keys = {path: storage_key(tensor) for path, tensor in made.items()}
+def _stale(
+    derivation: Derivation, derived: Mapping[str, torch.Tensor], loaded: Collection[int]
+) -> list[str]:
+    """Return faults for tensors that are still in a storage that vLLM's loader filled first.
+
+    `loaded`: keys of these storages.
+    """
+    keys = {path: storage_key(tensor) for path, tensor in derived.items()}
     return [
-        f"{display(path)} refers to the first weights from where that cannot be changed"
+        f"{display(path)} refers to the first weights and cannot be changed there"
         for path, key in keys.items()
         if key in loaded and key == storage_key(derivation.results[path])
     ]
 
 
-def _fault(model: ProcessedModel, name: str, what: str) -> str:
+def _fault(model: ProcessedModel, name: str, problem: str) -> str:
     kind, remedy = postload.described(model.modules[name])
-    return f"{name or 'the model'} ({kind}): {what}. {remedy}"
+    return f"{name or 'the model'} ({kind}): {problem}. {remedy}"

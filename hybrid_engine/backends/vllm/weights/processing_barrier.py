@@ -1,18 +1,22 @@
-"""Post-load processing in which ranks wait for each other: scales are reduced over them, weights are gathered.
+"""A barrier before collective post-load processing, which reduces scales or gathers weights.
 
-A rank that fails on its way there would leave the others in a collective, or have them meet it in the wrong one. So
-where vLLM's processing is collective, ranks come together before each run of it:
+A rank that fails on its way to a collective would leave its peers waiting there, or let them pair
+it with a different collective. So where vLLM's processing is collective, ranks synchronise before
+each run of it:
 
-    barrier.wait("processing mlp")      all have come to the same, and none of them has failed
-    ... vLLM's processing ...           its own collectives
-    barrier.finish()                    all are through; `begin` then opens it for the next fill
+    barrier.wait("processing mlp")      all ranks have reached the same step, and none has failed
+    ... vLLM's processing ...           with its collectives
+    barrier.finish()                    all ranks are done; `begin` then opens it for the next fill
 
-    barrier.abandon()                   in place of the next of these, by a rank that failed: the others raise there
+    barrier.abandon()                   replaces the next of these calls on a rank that failed; its
+                                        peers raise there
 
-Whether it is collective is seen when vLLM first processes weights: whoever communicates takes one of the channels that
-vLLM's groups have (`channels_taken`). Elsewhere a barrier has no group, and nothing waits.
+Whether the processing is collective is observed when vLLM first processes weights: communication
+reads one of the channel attributes of a vLLM group (`channels_taken`). If it is not collective, the
+barrier has no group and never waits.
 
-A rank that fails inside the processing itself is not waited for here: the others end by their collective's timeout.
+The barrier does not cover a rank that fails inside the processing: its peers end by the timeout of
+their collective.
 """
 
 from __future__ import annotations
@@ -34,11 +38,12 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def channels_taken() -> Iterator[set[str]]:
-    """Yields a set to which is added, within this context, by what ranks of a group of vLLM's communicate."""
+    """Yield a set that receives the channels by which ranks of a vLLM group communicate."""
     taken: set[str] = set()
 
     def build(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def get(group: Any, name: str) -> Any:
+            # A group of one rank has channels as well; reading one there communicates nothing.
             if name in internals.GROUP_CHANNELS and original(group, "world_size") > 1:
                 taken.add(name)
             return original(group, name)
@@ -50,17 +55,20 @@ def channels_taken() -> Iterator[set[str]]:
 
 
 class ProcessingBarrier:
-    """One rank's view of those that process the same weights together; without a group nobody waits.
+    """One rank's end of a barrier among ranks that process the same weights together.
+
+    Without a group it never waits.
 
     Args:
         rank: global rank of this process.
-        group: of these ranks, on the CPU, used for nothing else.
+        group: CPU group of these ranks, used only here.
     """
 
     def __init__(self, rank: int = 0, group: RankGroup | None = None) -> None:
-        self._rank, self._group = rank, group
-        self._is_over = False  # a rank has failed, or all are through
-        self._is_through = False  # the latter
+        self._rank = rank
+        self._group = group
+        self._is_over = False  # a rank has failed, or all ranks have finished
+        self._is_finished = False  # all ranks have finished
 
     @property
     def is_collective(self) -> bool:
@@ -68,69 +76,83 @@ class ProcessingBarrier:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank can pass no more."""
+        """True if this rank cannot pass the barrier again before `reset`."""
         return self._is_over
 
     def wait(self, what: str, wish: bool = False) -> bool:
-        """Wait until all have come to `what`; returns whether any of them has a wish. Collective.
+        """Wait until all ranks have reached the step `what`; return whether any has a wish.
 
-        Raises RemoteError when one has failed, ReshardError when they have come to different things, TransportError
-        when one does not come, StateError between a failure and `reset`.
+        Collective. Raises RemoteError if a rank has failed, ReshardError if ranks have reached
+        different steps, TransportError if a rank does not arrive, and StateError between a failure
+        and `reset`.
         """
         if self._group is None:
             return wish
         if self._is_over:
             raise StateError(
-                f"{what}: the ranks that do it together are through or have failed; release the weights first"
+                f"{what}: the ranks that process weights together have finished or failed; release the weights first",
+                code="processing-is-over",
             )
-        number = zlib.crc32(what.encode())
+        checksum = zlib.crc32(what.encode())
         try:
-            maximum, largest = self._post([0, number, -number, int(wish)])
+            # One maximum agrees on everything. The checksums of all ranks are equal exactly if the
+            # largest one and the negated smallest one have the same magnitude.
+            maximum, largest = self._post([0, checksum, -checksum, int(wish)])
             self._group.end_maximum(maximum)
         except RuntimeError as error:
             self._is_over = True
             raise TransportError(
-                f"{what}: not every rank of the vLLM instance came to it within {self._group.timeout_seconds:g} s "
-                f"({plain_text(error)}); raise generate_config.timeout_seconds if they are only slow"
+                f"{what}: not every rank of the vLLM instance arrived within "
+                f"{self._group.timeout_seconds:g} s ({plain_text(error)}); raise "
+                "generate_config.timeout_seconds if the ranks are only slow",
+                code="processing-timeout",
             ) from error
         failed, highest, lowest, wished = largest.tolist()
         self._is_over = bool(failed) or highest != -lowest
         if failed:
-            raise RemoteError(f"rank {failed - 1} failed before {what}")
+            raise RemoteError(f"rank {failed - 1} failed before {what}", code="peer-failed")
         if self._is_over:
             raise ReshardError(
-                f"rank {self._rank} has come to {what}, others of its vLLM instance to something else: vLLM processes "
-                "their weights in different ways. Give all ranks the same model, settings and kernels"
+                f"rank {self._rank} has reached {what}, other ranks of its vLLM instance a "
+                "different step: vLLM processes their weights in different ways. Give all ranks "
+                "the same model, settings and kernels",
+                code="different-processing",
             )
         return bool(wished)
 
     def finish(self) -> None:
-        """Wait until all are through. Collective. Raises as `wait`."""
+        """Wait until all ranks have finished. Collective. Raises as `wait` does."""
         self.wait("the last group's end")
-        self._is_over = self._is_through = self.is_collective
+        self._is_over = self.is_collective
+        self._is_finished = self.is_collective
 
     def abandon(self) -> None:
-        """This rank goes no further; waits for nobody. Idempotent until `reset`."""
+        """Report a failure of this rank without waiting. Idempotent until `reset`."""
         if self._group is None or self._is_over:
             return
         self._is_over = True
         try:
+            # Ranks count from 1 here, because 0 means that none has failed.
             self._post([self._rank + 1, 0, 0, 0])
         except RuntimeError as error:
-            logger.warning("ranks that process weights together cannot be told of a failure: %s", plain_text(error))
+            logger.warning(
+                "cannot report a failure to ranks that process weights together: %s",
+                plain_text(error),
+            )
 
     def begin(self) -> None:
-        """Open for another fill where all came through the last one; a failed one needs `reset`."""
-        if self._is_through:
+        """Open for another fill if all ranks finished the last one; a failed one needs `reset`."""
+        if self._is_finished:
             self.reset()
 
     def reset(self) -> None:
-        """Begin anew, once all ranks have ended what they were at."""
-        self._is_over = self._is_through = False
+        """Start over, once all ranks have left the barrier."""
+        self._is_over = False
+        self._is_finished = False
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:
-        """Finish when this block ends well, abandon when it does not."""
+        """Finish if this block succeeds, abandon if it raises."""
         try:
             yield
             self.finish()
@@ -138,8 +160,12 @@ class ProcessingBarrier:
             self.abandon()
             raise
 
-    def _post(self, told: list[int]) -> tuple[int, torch.Tensor]:
-        """Tell the others, by a maximum of this number; the tensor will hold the largest of what each tells."""
-        largest = torch.tensor(told, dtype=torch.int64, device="cpu")  # also inside vLLM's contexts, which choose one
+    def _post(self, numbers: list[int]) -> tuple[int, torch.Tensor]:
+        """Start an elementwise maximum of `numbers` over ranks; return its handle and its result.
+
+        The result tensor is complete after `end_maximum`.
+        """
+        # The device is explicit, because vLLM's contexts set another default.
+        largest = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         assert self._group is not None
         return self._group.begin_maximum(largest), largest

@@ -1,6 +1,7 @@
-"""A vLLM model as its loader sees it, between its construction and vLLM's processing of its weights.
+"""A vLLM model between its construction and vLLM's processing of its weights.
 
-trace + storages -> `TracedModel.layout`: shards of every storage, its padding, and a complaint for what is not covered
+trace + storages -> `TracedModel.layout`: shards of every storage, its padding, and a fault for
+every element without a source
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.weights.derivation import Snapshot, take_snapshot
+from hybrid_engine.backends.vllm.weights.derivation import ModelSnapshot, take_snapshot
 from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup, find_groups
 from hybrid_engine.backends.vllm.weights.tracing import (
     LoadWeights,
@@ -29,27 +30,34 @@ from hybrid_engine.backends.vllm.weights.tracing import (
 )
 from hybrid_engine.errors import ParameterMismatchError, first_of
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, StridedView, boxes_of_copy, contiguous_strides, subtract_all, union
+from hybrid_engine.records.regions import (
+    Region,
+    StridedView,
+    boxes_of_copy,
+    contiguous_strides,
+    subtract_all,
+    union,
+)
 
 logger = logging.getLogger(__name__)
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
-"""What post-load processing runs in: vLLM's current configuration."""
+"""Makes the context of post-load processing: vLLM's current configuration."""
 
 
 @dataclass(frozen=True)
 class TracedModel:
-    """What is known before vLLM processes the weights.
+    """A model before vLLM processes its weights, and the trace of its loader.
 
     Attributes:
-        model: with weights of zero.
+        model: vLLM's model, with weights of zero.
         rank: global rank.
         layout: the records of this rank.
-        dtypes: of all canonical tensors.
-        groups: by name.
-        storages: by name, in loader layout.
+        dtypes: dtypes of all canonical tensors.
+        groups: commit groups by name.
+        storages: storages by name, in loader layout.
         staged: canonical tensors that go through the model's own loader at every reshard.
-        snapshot: what its modules held.
+        snapshot: contents of the modules.
     """
 
     model: torch.nn.Module
@@ -59,58 +67,80 @@ class TracedModel:
     groups: Mapping[str, CommitGroup]
     storages: Mapping[str, WeightStorage]
     staged: tuple[str, ...]
-    snapshot: Snapshot
+    snapshot: ModelSnapshot
 
     def storages_of(self, group: str) -> list[WeightStorage]:
         return [self.storages[name] for name in self.groups[group].storages]
 
     @cached_property
     def sources(self) -> Mapping[str, frozenset[str]]:
-        """Buffer -> canonical tensors that go into it."""
-        found: dict[str, set[str]] = {}
+        """Buffer -> canonical tensors that fill it."""
+        sources: dict[str, set[str]] = {}
         for shard in self.layout.shards:
-            found.setdefault(shard.place.buffer.name, set()).add(shard.region.tensor)
-        return {name: frozenset(tensors) for name, tensors in found.items()}
+            sources.setdefault(shard.place.buffer.name, set()).add(shard.region.tensor)
+        return {name: frozenset(tensors) for name, tensors in sources.items()}
 
     @cached_property
     def unwritten(self) -> Mapping[str, tuple[Extent, ...]]:
-        """Buffer -> intervals that no transfer writes: padding, or all of it where the model's loader writes."""
+        """Buffer -> intervals that no transfer writes.
+
+        These are padding, or the whole buffer if the model's loader writes it.
+        """
         return {buffer_id.name: buffer.padding for buffer_id, buffer in self.layout.buffers.items()}
 
 
 def trace_model(
-    model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], rank: int
+    model: torch.nn.Module,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    rank: int,
 ) -> TracedModel:
-    """Trace the loader of a freshly constructed model; its weights become zero, those to be processed sentinels.
+    """Trace the loader of a new model, and set its weights to zero.
+
+    Weights that vLLM will process get sentinels instead of zeros.
 
     Args:
         model: a vLLM model whose weights have not been processed.
-        tensors: canonical names and shapes: those of a checkpoint on disk.
-        dtypes: of all these tensors.
+        tensors: canonical names and shapes, as in a checkpoint on disk.
+        dtypes: dtypes of all these tensors.
         rank: global rank.
 
-    Raises ModelError or ParameterMismatchError; the model cannot be used then.
+    Raises ModelError or ParameterMismatchError; the model is unusable then.
     """
     _materialize(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     records = _records_of(model, tensors, dtypes, rank)
-    if staged := records.trace.staged:
+    staged = records.trace.staged
+    if staged:
         logger.warning(
             "%d canonical tensors cannot be traced and go through the model's own loader at every reshard: %s",
             len(staged),
             ", ".join(staged),
         )
-    model.eval()  # as vLLM does later: the mode is none of what the processing changes
-    snapshot = take_snapshot(dict(model.named_modules()), records.storages, records.groups)
-    return TracedModel(model, rank, records.layout, dtypes, records.groups, records.storages, staged, snapshot)
+    # vLLM does this later; the snapshot must not show the mode as a change of the processing.
+    model.eval()
+    modules = dict(model.named_modules())
+    return TracedModel(
+        model=model,
+        rank=rank,
+        layout=records.layout,
+        dtypes=dtypes,
+        groups=records.groups,
+        storages=records.storages,
+        staged=staged,
+        snapshot=take_snapshot(modules, records.storages, records.groups),
+    )
 
 
 def trace_without_memory(
-    model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], rank: int
+    model: torch.nn.Module,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    rank: int,
 ) -> Layout:
-    """The layout that `trace_model` finds in a model whose weights are on the meta device, where they stay."""
+    """Return the layout of `trace_model` for a model on the meta device; its weights stay there."""
     with torch.device("meta"):
         _materialize(model)
     return _records_of(model, tensors, dtypes, rank).layout
@@ -118,7 +148,7 @@ def trace_without_memory(
 
 @dataclass(frozen=True)
 class _Records:
-    """What a loader does with a model: see `TracedModel`."""
+    """Results of tracing a loader; see `TracedModel`."""
 
     trace: Trace
     storages: Mapping[str, WeightStorage]
@@ -127,21 +157,35 @@ class _Records:
 
 
 def _records_of(
-    model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], rank: int
+    model: torch.nn.Module,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    rank: int,
 ) -> _Records:
     on_meta = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
-    trace = trace_loader(cast(LoadWeights, model.load_weights), tensors, dtypes, on_meta)
-    written = {copy.storage for copy in trace.copies} | {write.storage for write in trace.staged_writes}
-    storages = {storage.name: storage for storage in take_inventory(model, written)}
+    load_weights = cast(LoadWeights, model.load_weights)
+    trace = trace_loader(load_weights, tensors, dtypes, on_meta)
+    written = {copy.storage for copy in trace.copies}
+    written |= {write.storage for write in trace.staged_writes}
+    # Buffers that the loader does not write are constants, not weights.
+    inventory = take_inventory(model, written)
+    storages = {storage.name: storage for storage in inventory}
     groups = find_groups(model, list(storages.values()), trace)
-    _require_separate_loads(model, tensors, dtypes, on_meta, trace, storages, groups)
-    group_of = {buffer: name for name, group in groups.items() for buffer in group.buffers}
-    layout = build_layout(rank, tensors, dtypes, list(storages.values()), trace, _vocabulary_padding(model), group_of)
+    _require_separate_loads(load_weights, tensors, dtypes, on_meta, trace, storages, groups)
+    layout = build_layout(
+        rank,
+        tensors,
+        dtypes,
+        list(storages.values()),
+        trace,
+        padding=_vocabulary_padding(model),
+        group_of={buffer: name for name, group in groups.items() for buffer in group.buffers},
+    )
     return _Records(trace, storages, groups, layout)
 
 
 def _require_separate_loads(
-    model: torch.nn.Module,
+    load_weights: LoadWeights,
     tensors: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     on_meta: Sequence[torch.Tensor],
@@ -149,38 +193,46 @@ def _require_separate_loads(
     storages: Mapping[str, WeightStorage],
     groups: Mapping[str, CommitGroup],
 ) -> None:
-    """Raise ParameterMismatchError unless the loader writes the staged tensors of a group, and no others, by itself.
+    """Raise ParameterMismatchError unless the loader can write each group's staged tensors alone.
 
-    It is called with these alone at each commit, when the rest of the group is filled and other
-    groups may be committed.
+    At each commit it is called with the staged tensors of one group, when the rest of that group is
+    filled and other groups may be committed. So it must write all of them, and nothing else.
     """
-    names, findings = {storage.key: storage.name for storage in storages.values()}, []
-    expected = {(names[write.storage], write.dst) for write in trace.staged_writes if write.storage in names}
-    for group in (each for each in groups.values() if each.staged):
+    names = {storage.key: storage.name for storage in storages.values()}
+    expected = {
+        (names[write.storage], write.dst) for write in trace.staged_writes if write.storage in names
+    }
+    findings = []
+    # Each group by itself, as at a commit.
+    for group in groups.values():
+        if not group.staged:
+            continue
         shapes = {name: tensors[name] for name in group.staged}
-        alone = trace_loader(cast(LoadWeights, model.load_weights), shapes, dtypes, on_meta)
-        writes = [(write.storage, write.dst) for write in alone.staged_writes]
-        writes += [(copy.storage, copy.dst) for copy in alone.copies]
-        found = {(names.get(key), dst) for key, dst in writes}
+        alone = trace_loader(load_weights, shapes, dtypes, on_meta)
+        actual = {(names.get(write.storage), write.dst) for write in alone.staged_writes}
+        actual |= {(names.get(copy.storage), copy.dst) for copy in alone.copies}
         due = {(name, dst) for name, dst in expected if name in group.storages}
+        incomplete = {name for name, _ in due - actual}
         written = {names[key] for key in alone.written & names.keys()}
-        problems = [f"leaves some of {name} as it was" for name in sorted({name for name, _ in due - found})]
-        problems += [f"writes {name} too" for name in sorted(written - {name for name, _ in due})]
+        surplus = written - {name for name, _ in due}
+        problems = [f"leaves some of {name} as it was" for name in sorted(incomplete)]
+        problems += [f"also writes {name}" for name in sorted(surplus)]
         if problems:
             findings.append(
-                f"{first_of(group.staged, 4)}: only the model's own loader can write it, and offered it without the "
-                f"other tensors the loader {' and '.join(problems)}. Serve this model with a loader that treats "
-                "tensors one by one"
+                f"{first_of(group.staged, 4)}: only the model's own loader can write it, and offered "
+                f"it without the other tensors the loader {' and '.join(problems)}. Serve this "
+                "model with a loader that treats tensors one by one"
             )
     if findings:
         raise ParameterMismatchError(findings)
 
 
 def _materialize(model: torch.nn.Module) -> None:
-    """Make the weights of layers that vLLM quantises while loading real, in the unquantised layer's layout.
+    """Allocate the weights of layers that vLLM quantises while loading, in unquantised layout.
 
-    vLLM leaves them on the meta device until the loader comes. From here on they are loaded ones that wait for their
-    post-load processing, which quantises: tracing, planning and writing are those of any other layer.
+    vLLM leaves them on the meta device until its loader arrives. From here on they are loaded
+    weights that await their post-load processing, which quantises them. So tracing, planning and
+    writing treat them as the weights of any other layer.
     """
     for module in model.modules():
         if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
@@ -193,16 +245,21 @@ def _materialize(model: torch.nn.Module) -> None:
 
 
 def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ...]]:
-    """Parameter name -> rows of it beyond the vocabulary, as element intervals of its (row-major) storage."""
+    """Return the rows beyond the vocabulary: parameter name -> element intervals of its storage.
+
+    The storage is row-major.
+    """
     embedding = internals.VOCABULARY_EMBEDDING.load()
     padding = {}
     for module_name, module in model.named_modules():
         if not isinstance(module, embedding):
             continue
+        # Rows: original vocabulary, its padding, added vocabulary, its padding.
         shard = module.shard_indices
+        end_of_added = shard.num_org_elements_padded + shard.num_added_elements
         rows = (
             Extent(shard.num_org_elements, shard.num_org_elements_padded),
-            Extent(shard.num_org_elements_padded + shard.num_added_elements, shard.num_elements_padded),
+            Extent(end_of_added, shard.num_elements_padded),
         )
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.shape[0] != shard.num_elements_padded:
@@ -210,17 +267,22 @@ def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ..
             width = parameter.numel() // parameter.shape[0]
             start = parameter.storage_offset()
             padding[f"{module_name}.{name}"] = tuple(
-                Extent(start + part.start * width, start + part.stop * width) for part in rows if part.start < part.stop
+                Extent(start + part.start * width, start + part.stop * width)
+                for part in rows
+                if part.start < part.stop
             )
     return padding
 
 
-# -- from a trace to the layout ----------------------------------------------------------------------------------------
+# -- from a trace to the layout --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A traced copy with the boxes of the parameter that it writes; `start` and `stop` bound them (elements)."""
+    """A traced copy with the boxes of the parameter that it writes.
+
+    All boxes lie between elements `start` and `stop` of the storage.
+    """
 
     copy: TracedCopy
     boxes: tuple[Region, ...]
@@ -237,16 +299,27 @@ def build_layout(
     padding: Mapping[str, tuple[Extent, ...]],
     group_of: Mapping[str, str],
 ) -> Layout:
-    """The records of one rank.
+    """Return the records of one rank.
 
-    Args, beside those of `trace_model`:
-        padding: storage name -> intervals without a canonical tensor on purpose.
+    Args:
+        rank: global rank.
+        tensors: canonical names and shapes.
+        dtypes: dtypes of these tensors.
+        storages: the model's storages.
+        trace: trace of the model's loader.
+        padding: storage name -> intervals that have no canonical tensor on purpose.
         group_of: storage name, or `STAGED` + tensor name -> commit group.
 
-    Raises ParameterMismatchError with one line for every parameter without a source (in whole or in part), every
-    element written twice by different copies, and every copy that goes nowhere.
+    Raises ParameterMismatchError with a line for every parameter without a source (in whole or in
+    part), every element written twice by different copies, and every copy to an unknown storage.
     """
-    findings = _stray_copies(trace, {storage.key for storage in storages})
+    known = {storage.key for storage in storages}
+    findings = [
+        f"{copy.tensor}: the loader copies it to a tensor of shape {copy.dst.shape} that is not a "
+        "parameter or buffer of the model, so its destination is unknown"
+        for copy in trace.copies
+        if copy.storage not in known
+    ]
     copies: dict[int, list[TracedCopy]] = {}
     for copy in trace.copies:
         copies.setdefault(copy.storage, []).append(copy)
@@ -258,15 +331,24 @@ def build_layout(
         pads = padding.get(storage.name, ())
         findings += faults or _uncovered(storage, writes, trace, pads)
         buffer_id = BufferId(rank, storage.name)
-        # no transfer writes what the model's loader does: to the plan all of it is padding
-        unwritten = (Extent(0, storage.numel),) if storage.key in by_loader else _all_padding(storage, pads)
-        buffers[buffer_id] = Buffer(storage.numel, _name_of(storage.dtype), group_of[storage.name], unwritten)
+        if storage.key in by_loader:
+            # The model's loader writes it, no transfer does: to the plan all of it is padding.
+            unwritten: tuple[Extent, ...] = (Extent(0, storage.numel),)
+        else:
+            unwritten = _all_padding(storage, pads)
+        dtype = _name_of(storage.dtype)
+        buffers[buffer_id] = Buffer(storage.numel, dtype, group_of[storage.name], unwritten)
         for write in writes:
-            shards += _shards_of(write.copy, tensors[write.copy.tensor], buffer_id)
+            shape = tensors[write.copy.tensor]
+            for box in boxes_of_copy(shape, write.copy.src, write.copy.dst):
+                region = Region(write.copy.tensor, box.offsets, box.lengths)
+                shards.append(Shard(region, Place(buffer_id, box.dst_offset, box.dst_strides)))
     for name in trace.staged:
-        buffer_id, shape = BufferId(rank, STAGED + name), tensors[name]
-        buffers[buffer_id] = Buffer(math.prod(shape), _name_of(dtypes[name]), group_of[STAGED + name])
-        if math.prod(shape):
+        shape = tensors[name]
+        numel = math.prod(shape)
+        buffer_id = BufferId(rank, STAGED + name)
+        buffers[buffer_id] = Buffer(numel, _name_of(dtypes[name]), group_of[STAGED + name])
+        if numel:
             region = Region(name, (0,) * len(shape), shape)
             shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))
     if findings:
@@ -278,89 +360,79 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _shards_of(copy: TracedCopy, shape: tuple[int, ...], buffer_id: BufferId) -> list[Shard]:
-    return [
-        Shard(Region(copy.tensor, box.offsets, box.lengths), Place(buffer_id, box.dst_offset, box.dst_strides))
-        for box in boxes_of_copy(shape, copy.src, copy.dst)
-    ]
-
-
-def _stray_copies(trace: Trace, known: set[int]) -> list[str]:
-    return [
-        f"{copy.tensor}: the loader copies it to a tensor of shape {copy.dst.shape} that is no parameter or buffer of "
-        "the model, so where it ends up is unknown"
-        for copy in trace.copies
-        if copy.storage not in known
-    ]
-
-
 def _boxes(storage: WeightStorage, dst: StridedView) -> tuple[Region, ...]:
-    """The boxes of the parameter (its dims ordered from the outermost stride in) that a view of its storage is."""
+    """Return view `dst` of a storage as boxes of its parameter.
+
+    The parameter's dims are ordered from the outermost stride in.
+    """
     order = dense_order(storage.view)
     assert order is not None, storage.name
     shape = tuple(storage.view.shape[dim] for dim in order)
     local = StridedView(dst.offset - storage.view.offset, dst.shape, dst.strides)
+    # Strides of 0 split nothing, so that `local` alone decides the boxes.
     flat = StridedView(0, dst.shape, (0,) * len(dst.shape))
-    return tuple(Region(storage.name, box.offsets, box.lengths) for box in boxes_of_copy(shape, local, flat))
+    boxes = boxes_of_copy(shape, local, flat)
+    return tuple(Region(storage.name, box.offsets, box.lengths) for box in boxes)
 
 
-def _write_of(storage: WeightStorage, copy: TracedCopy) -> _Write | None:
-    if not math.prod(copy.dst.shape):
-        return None
-    return _Write(copy, _boxes(storage, copy.dst), copy.dst.offset, copy.dst.stop)
-
-
-def _last_writes(storage: WeightStorage, copies: Sequence[TracedCopy]) -> tuple[list[_Write], list[str]]:
-    """The copies into a storage without those that a later one covers whole; faults for other overlaps."""
-    writes = [write for copy in copies if (write := _write_of(storage, copy))]
+def _last_writes(
+    storage: WeightStorage, copies: Sequence[TracedCopy]
+) -> tuple[list[_Write], list[str]]:
+    """Return the copies into a storage that no later one covers, and faults for other overlaps."""
+    writes = [
+        _Write(copy, _boxes(storage, copy.dst), copy.dst.offset, copy.dst.stop)
+        for copy in copies
+        if math.prod(copy.dst.shape)
+    ]
     order = sorted(range(len(writes)), key=lambda index: writes[index].start)
     overwritten: set[int] = set()
     faults: list[str] = []
+    # A sweep over the storage: only writes whose intervals overlap are compared box by box.
     active: list[int] = []
     for index in order:
         active = [other for other in active if writes[other].stop > writes[index].start]
         for other in active:
-            earlier, later = sorted((index, other))
-            if not _overlap(writes[earlier], writes[later]):
+            earlier = writes[min(index, other)]
+            later = writes[max(index, other)]
+            if not any(a.intersect(b) for a in earlier.boxes for b in later.boxes):
                 continue
-            if subtract_all(writes[earlier].boxes, writes[later].boxes):
+            if subtract_all(earlier.boxes, later.boxes):
                 faults.append(
-                    f"{storage.name}: {writes[earlier].copy.tensor} and {writes[later].copy.tensor} write some of the "
-                    "same elements"
+                    f"{storage.name}: {earlier.copy.tensor} and {later.copy.tensor} write some of the same elements"
                 )
             else:
-                overwritten.add(earlier)
+                overwritten.add(min(index, other))
         active.append(index)
-    return [write for index, write in enumerate(writes) if index not in overwritten], faults
+    last = [write for index, write in enumerate(writes) if index not in overwritten]
+    return last, faults
 
 
-def _overlap(one: _Write, other: _Write) -> bool:
-    return any(a.intersect(b) for a in one.boxes for b in other.boxes)
-
-
-def _uncovered(storage: WeightStorage, writes: Sequence[_Write], trace: Trace, padding: Sequence[Extent]) -> list[str]:
-    """A complaint when elements of the parameter have neither a canonical tensor nor a reason to have none."""
+def _uncovered(
+    storage: WeightStorage, writes: Sequence[_Write], trace: Trace, padding: Sequence[Extent]
+) -> list[str]:
+    """Return a fault if elements of the parameter have no canonical tensor and are not padding."""
     boxes = [box for write in writes for box in write.boxes]
     staged_writes = [write for write in trace.staged_writes if write.storage == storage.key]
-    staged = [box for write in staged_writes for box in _boxes(storage, write.dst)]
-    covered = sum(box.numel for box in [*boxes, *union(staged)])
+    # Staged writes may overlap, traced ones do not.
+    staged = union([box for write in staged_writes for box in _boxes(storage, write.dst)])
+    covered = sum(box.numel for box in [*boxes, *staged])
     num_padding = sum(extent.stop - extent.start for extent in padding)
     if covered + num_padding == storage.num_weights:
         return []
     sources = sorted({write.copy.tensor for write in writes})
-    where = f"(from {', '.join(sources[:3])}{', …' if len(sources) > 3 else ''})" if sources else "(nothing offered)"
+    if sources:
+        origin = f"(from {', '.join(sources[:3])}{', …' if len(sources) > 3 else ''})"
+    else:
+        origin = "(nothing offered)"
     return [
-        f"{storage.name}: a vLLM parameter without a source: checkpoint tensors fill {covered} {where} of its "
-        f"{storage.num_weights} elements and {num_padding} are padding. Offer the missing tensors under the names they "
-        "have in a checkpoint of this config"
+        f"{storage.name}: a vLLM parameter without a source: checkpoint tensors fill {covered} "
+        f"{origin} of its {storage.num_weights} elements and {num_padding} are padding. Offer the "
+        "missing tensors under the names they have in a checkpoint of this config"
     ]
 
 
 def _all_padding(storage: WeightStorage, padding: Sequence[Extent]) -> tuple[Extent, ...]:
-    """Declared padding and what an allocator left before and after the parameter."""
-    ends = (
-        Extent(0, storage.view.offset),
-        *padding,
-        Extent(storage.view.offset + storage.num_weights, storage.numel),
-    )
-    return tuple(extent for extent in ends if extent.start < extent.stop)
+    """Return the declared padding, and the elements an allocator left around the parameter."""
+    end = storage.view.offset + storage.num_weights
+    extents = (Extent(0, storage.view.offset), *padding, Extent(end, storage.numel))
+    return tuple(extent for extent in extents if extent.start < extent.stop)

@@ -45,7 +45,7 @@ class Adapted:
         gap: greatest difference of a log-probability from what transformers computes with the adapter.
         far: the same from transformers without the adapter.
         chosen: share of greedy tokens that are transformers' likeliest.
-        refusals: what a switch says to adapters that were disabled.
+        refusals: codes of errors of a switch after adapters were disabled.
         trained: names of parameters that differ in a bit from those of the same steps without an engine.
         surplus: bytes received beyond the least.
         origins: how many of the model's tensors each canonical one is made of.
@@ -104,7 +104,7 @@ def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Ad
         try:
             engine.train.weights.prepare()
         except ReshardError as error:
-            found.refusals.append(str(error))
+            found.refusals.append(error.code)
     engine.shutdown()
     alone = sharded_models.shard(peft_model(path, settings))
     other = torch.optim.AdamW([each for each in alone.parameters() if each.requires_grad], lr=1e-2)
@@ -246,8 +246,7 @@ def test_completions_are_those_of_the_adapted_model(outcomes: Outcomes, delivery
 
 def test_a_switch_refuses_other_adapters_than_it_was_built_for(outcomes: Outcomes) -> None:
     for found in [*outcomes["apart"], *outcomes["merged"]]:
-        (refusal,) = found.refusals
-        assert "PEFT's active adapters or their scaling changed" in refusal
+        assert found.refusals == ["adapters-changed"]
 
 
 @pytest.mark.parametrize("delivery", ["apart", "merged"])

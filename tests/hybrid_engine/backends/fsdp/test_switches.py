@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
-from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.assembly import build_inference_engine, parts_with_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.vllm.native_load import native_parameters
@@ -23,7 +22,8 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import differences
-from hybrid_engine.switch.rendezvous import gather_side
+from hybrid_engine.switch.setup import gather_side
+from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config
@@ -122,7 +122,7 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     plan = None if case.tensor_parallel else _plan(config, case, job)  # before any rank writes the model's directory
     side = gather_side(job, trainer.weights)
     inference = build_inference_engine(config, table, side, job)
-    engine = HybridEngine(trainer, inference, config, training_side=side)
+    engine = HybridEngine.from_parts(parts_with_engine(trainer, inference, config, training_side=side))
     found = Switched()
     if plan is not None:
         state = plan.memory.state

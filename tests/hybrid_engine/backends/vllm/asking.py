@@ -61,6 +61,7 @@ class Refusal:
 
     kind: str
     message: str
+    code: str
 
 
 @functools.cache
@@ -141,8 +142,8 @@ def refusal_of(call: Callable[[], Any]) -> Refusal:
     try:
         call()
     except HybridEngineError as error:
-        return Refusal(type(error).__name__, str(error))
-    return Refusal("no error", "")
+        return Refusal(type(error).__name__, str(error), error.code)
+    return Refusal("no error", "", "")
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:

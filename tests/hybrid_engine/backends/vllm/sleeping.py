@@ -1,4 +1,4 @@
-"""vLLM's sleep mode over CUDA's driver in host memory: its allocator and backend, its executor's and worker's methods.
+"""vLLM's sleep mode over the software GPU's driver: its allocator and backend, its executor's and worker's methods.
 
 Only the extension that calls the driver comes in two ways: `compiled`, where vLLM's wheel for CUDA is, and `Ported`.
 """
@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +23,9 @@ from hybrid_engine.backends.vllm.weights import weight_memory
 from hybrid_engine.errors import DeviceMemoryError
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.host_pages import tensor_over
+from tests.harness.compiled import load_compiled
 from tests.harness.launch import REPO_ROOT
-from tests.harness.libcuda import GRANULE, LibCuda, load_compiled
+from tests.software_gpu.device import GRANULE, VirtualMemory, limit, mapped, virtual_memory
 
 EXTENSION = "cumem_allocator.abi3.so"
 
@@ -61,9 +62,9 @@ def _extension() -> bytes:
 class Ported:
     """The extension in Python, call by call: after an error it does nothing until Python has been told."""
 
-    def __init__(self, cuda: LibCuda) -> None:
-        self._api = cuda.api
-        self._driver = CudaDriver(cuda.api, torch.device("cpu"))
+    def __init__(self, api: ModuleType) -> None:
+        self._api = api
+        self._driver = CudaDriver(api, torch.device("cpu"))
         self._slots: dict[int, Any] = {}  # allocation -> where the number of its memory is
         self._error: DeviceMemoryError | None = None
 
@@ -137,13 +138,13 @@ class SleepingVllm:
     Segment "first" holds a weight and the model's buffer, "second" two weights, "third" one.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, cuda: LibCuda, extension: Any) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, api: ModuleType, extension: Any) -> None:
         from vllm.device_allocator import cumem
         from vllm.device_allocator.sleep_mode_backend import CuMemBackend
         from vllm.v1.executor import UniProcExecutor
         from vllm.v1.worker.gpu_worker import Worker
 
-        self.cuda, self._extension = cuda, extension
+        self.driver, self._extension = CudaDriver(api, torch.device("cpu")), extension
         self.allocator = cumem.CuMemAllocator()
         patch.setattr(cumem.CuMemAllocator, "instance", self.allocator)
         patch.setattr(cumem, "cumem_available", True)
@@ -158,7 +159,7 @@ class SleepingVllm:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(weight_memory, "_LEAST_NBYTES", GRANULE)
         if isinstance(extension, Ported):
-            patch.setattr(weight_memory, "_forget_error", extension.forget_error)
+            patch.setattr(weight_memory, "_clear_error", extension.forget_error)
         else:
             patch.setattr(cumem, "lib_name", extension.__file__)
         weight_memory.prepare_allocator()
@@ -226,19 +227,19 @@ class SleepingVllm:
 
     def asleep(self) -> list[str]:
         """By what is mapped, as vLLM says too."""
-        mapped = {address for address, _ in self.cuda.mapped()}
-        found = [name for name, address in self.segments.items() if address not in mapped]
+        touchable = {address for address, _ in mapped()}
+        found = [name for name, address in self.segments.items() if address not in touchable]
         data = self.allocator.pointer_to_data
         assert found == [name for name, address in self.segments.items() if data[address].is_asleep]
-        assert self.cuda.taken_nbytes() == (len(self.segments) - len(found)) * GRANULE
+        assert virtual_memory().nbytes == (len(self.segments) - len(found)) * GRANULE
         return found
 
     def leave(self) -> None:
         """Give everything back."""
-        self.cuda.limit(None)
+        limit(None)
         self.allocator.wake_up()
         self.end()
-        assert self.cuda.leaks() == {"handles": 0, "mappings": 0, "ranges": 0}
+        assert virtual_memory() == VirtualMemory()
 
     def _snapshot(self) -> list[dict[str, int]]:
         """As torch's memory pools give it, of which this much is used."""

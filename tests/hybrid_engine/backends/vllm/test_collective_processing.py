@@ -300,7 +300,7 @@ def test_a_rank_that_fails_elsewhere_or_last_is_not_waited_for(by_rank: list[Out
 
 def test_ranks_that_would_process_different_things_are_refused(by_rank: list[Outcomes]) -> None:
     for rank, first in enumerate(("first", "second")):
-        text = f"rank {rank} has come to processing {first}, others of its vLLM instance to something else"
+        text = f"rank {rank} has reached processing {first}"
         assert text in by_rank[rank].other_kinds
 
 

@@ -30,6 +30,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
+from tests.harness.errors import has_violations
 from tests.harness.launch import Ranks
 
 ORDER = [0, 2, 1, 3]
@@ -55,8 +56,10 @@ def test_another_number_of_ranks_and_another_rank_are_refused_at_once(monkeypatc
         check(InferenceParallelism(12, tensor=2, pipeline=3), 4, rank=1, is_default=False)
     size, rank, world = caught.value.findings
     assert size.key == "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
-    assert size.problem == "2 x 3 x 2 = 12, but the job has 4 ranks"
-    assert (rank.key, world.key) == ("RANK", "Job.join(world=...)")
+    assert size.code == "wrong-world-size"
+    assert all(number in size.problem for number in ("2 x 3 x 2 = 12", "4"))
+    assert (rank.key, rank.code) == ("RANK", "wrong-rank")
+    assert (world.key, world.code) == ("Job.join(world=...)", "not-the-default-group")
 
 
 IMPORTING = """
@@ -127,7 +130,7 @@ def test_ranks_in_another_order_need_a_torch_that_can_list_them(monkeypatch: pyt
     sizes = InferenceParallelism(4, tensor=2, rank_order=tuple(ORDER))
     check(sizes, 4)
     monkeypatch.setattr(dist, "new_group", lambda ranks=None: None)
-    with pytest.raises(ConfigError, match="infer_rank_order: sequential"):
+    with pytest.raises(ConfigError, check=has_violations(("infer_rank_order", "torch-sorts-ranks"), exactly=False)):
         check(sizes, 4)
     check(InferenceParallelism(4, tensor=2), 4)
 
@@ -183,11 +186,20 @@ def test_what_is_changed_inside_is_as_before_afterwards() -> None:
 
 
 def test_the_current_stream_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is replaced: streams are only handed around."""
-    current = ["training's"]
+    """torch.cuda is replaced: streams are only handed around, and wait for each other."""
+    waits: list[tuple[str, str]] = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            waits.append((self, other))
+
+    trainings, vllms = Stream("training's"), Stream("vLLM's")
+    current = [trainings]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
-    with process_settings_kept(replace(ProcessSettings.now(), stream="vLLM's")):
-        assert current == ["vLLM's"]
-    assert current == ["training's"]
+    with process_settings_kept(replace(ProcessSettings.now(), stream=vllms)):
+        assert current == [vllms]
+        assert waits == [(vllms, trainings)]
+    assert current == [trainings]
+    assert waits == [(vllms, trainings), (trainings, vllms)]

@@ -72,7 +72,12 @@ def run(directory: str, num_tp: int) -> None:
     assert _gap(engine, _merged(weights[0], other, NARROW), "judge") < ATOL
     assert _gap(engine, weights[0], "policy") > 0.1, "it changes something"
     engine.remove_lora("judge")
-    parts = {"llm": engine.llm, "runner": runner, "manager": runner.lora_manager, "model": runner.model}
+    parts = {
+        "llm": engine.llm,
+        "runner": runner,
+        "manager": runner.lora_manager,
+        "model": runner.model,
+    }
     living = {name: weakref.ref(part) for name, part in parts.items()}
     del runner, parts, reset
     _refuse_what_cannot_be(engine, first, Path(directory), num_tp)
@@ -86,17 +91,15 @@ def _build(path: str, num_tp: int, **settings: int) -> InferenceEngine:
 def _refuse_what_cannot_be(engine: InferenceEngine, tensors: Tensors, base: Path, num_tp: int) -> None:
     """Names that are gone, tensors that do not fit, engines that take none."""
 
-    def refuse(call: Callable[[], Any], kind: str, message: str) -> None:
+    def refuse(call: Callable[[], Any], kind: str, code: str, value: str) -> None:
         refusal = refusal_of(call)
-        assert refusal.kind == kind, refusal
-        assert message in refusal.message, refusal
+        assert (refusal.kind, refusal.code) == (kind, code), refusal
+        assert value in refusal.message, refusal
 
     name = next(iter(tensors))
     misnamed = {"model.layers.0.down_proj.lora_A.weight": tensors[name]}
-    refuse(
-        lambda: engine.generate(PROMPTS, Sampling(), lora="judge"), "StateError", "no LoRA 'judge'; there are: policy"
-    )
-    refuse(lambda: engine.remove_lora("judge"), "StateError", "no LoRA 'judge'")
+    refuse(lambda: engine.generate(PROMPTS, Sampling(), lora="judge"), "StateError", "unknown-lora", "policy")
+    refuse(lambda: engine.remove_lora("judge"), "StateError", "unknown-lora", "judge")
     for settings, wrong, message in (
         (WIDE, {}, "it has no tensors"),
         (WIDE, {name: tensors[name]}, "down_proj.lora_B.weight is missing"),
@@ -105,14 +108,17 @@ def _refuse_what_cannot_be(engine: InferenceEngine, tensors: Tensors, base: Path
         (LoraSettings(64, 8.0, EVERYWHERE), tensors, "64 is more than max_lora_rank 8"),
         (LoraSettings(8, 8.0, ("q_proj",)), tensors, "down_proj is not in target_modules q_proj"),
     ):
-        refuse(functools.partial(engine.set_lora, "x", settings, wrong), "ConfigError", message)
+        refuse(functools.partial(engine.set_lora, "x", settings, wrong), "ConfigError", "", message)
     engine.shutdown()
     plain = _build(support.write_config(base / "plain", CONFIG), num_tp)
-    refuse(lambda: plain.set_lora("x", WIDE, tensors), "StateError", "vLLM was built without LoRA: set max_loras")
+    refuse(lambda: plain.set_lora("x", WIDE, tensors), "StateError", "lora-is-off", "max_loras")
     plain.shutdown()
-    for family, message in (("qwen3_moe", "do not run on CPU"), ("gpt2", "GPT2LMHeadModel takes no LoRA")):
+    for family, message in (
+        ("qwen3_moe", "do not run on CPU"),
+        ("gpt2", "GPT2LMHeadModel does not support LoRA"),
+    ):
         path = support.write_config(base / family, served_config(family))
-        refuse(functools.partial(_build, path, num_tp, max_loras=1), "ConfigError", message)
+        refuse(functools.partial(_build, path, num_tp, max_loras=1), "ConfigError", "", message)
 
 
 def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
@@ -122,7 +128,10 @@ def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
     for name, shape in checkpoint_shapes(CONFIG).items():
         module, chosen = name.removesuffix(".weight"), settings.target_modules
         if module.endswith(chosen if ".layers.1." in name else chosen[-1]):
-            for kind, size in (("lora_A", (settings.rank, shape[1])), ("lora_B", (shape[0], settings.rank))):
+            for kind, size in (
+                ("lora_A", (settings.rank, shape[1])),
+                ("lora_B", (shape[0], settings.rank)),
+            ):
                 values = torch.randn(size, generator=generator) * 0.3
                 tensors[f"base_model.model.{module}.{kind}.weight"] = values
     return tensors

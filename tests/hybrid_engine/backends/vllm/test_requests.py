@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, in_form_of, token_ids_of
+from hybrid_engine.backends.vllm.prompts import (
+    ModelTokenizer,
+    check_token_ids,
+    in_form_of,
+    token_ids_of,
+)
 from hybrid_engine.backends.vllm.requests import (
     asked_for,
     caller_fields,
@@ -26,6 +31,7 @@ from hybrid_engine.backends.vllm.requests import (
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ports import NearEnd
+from tests.harness.errors import has_code, has_violations, violations_of
 from tests.zoo.tokenizers import save_numbers
 
 CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2 3"}]
@@ -86,15 +92,27 @@ TOGETHER: list[dict[str, Any]] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.
 @pytest.mark.slow
 @pytest.mark.parametrize("values", TOGETHER, ids=str)
 def test_what_values_mean_together_vllm_checks(values: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=f"sampling: vLLM refuses it: .*{next(iter(values))}"):
+    with pytest.raises(ArgumentError, check=has_violations(("sampling", "refused-by-vllm"))) as caught:
         sampling_params(Sampling(**values))
+    assert next(iter(values)) in caught.value.findings[0].problem
 
 
 def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Sampling(n="n", temperature="hot", top_p=None, top_k="k", max_tokens=-1, seed=-1, logprobs=2, stop_token_ids=5)
-    assert len(caught.value.findings) == 8
-    assert "sampling.max_tokens: Input should be greater than or equal to 1, found -1. Correct" in str(caught.value)
+        Sampling(
+            n="n",
+            temperature="hot",
+            top_p=None,
+            top_k="k",
+            max_tokens=-1,
+            seed=-1,
+            logprobs=2,
+            stop_token_ids=5,
+        )
+    assert {finding.code for finding in caught.value.findings} == {"invalid-value"}
+    problems = {finding.key: finding.problem for finding in caught.value.findings}
+    assert len(problems) == 8
+    assert "-1" in problems["sampling.max_tokens"]
 
 
 def test_an_unknown_name_is_answered_with_ours() -> None:
@@ -112,17 +130,20 @@ def test_an_unknown_name_is_answered_with_ours() -> None:
 def test_everything_wrong_with_a_list_is_said_at_once() -> None:
     from vllm import SamplingParams
 
-    each: Any = [Sampling(), Sampling(min_tokens=17), 5, SamplingParams(prompt_logprob_token_ids=[[1]])]
+    each: Any = [
+        Sampling(),
+        Sampling(min_tokens=17),
+        5,
+        SamplingParams(prompt_logprob_token_ids=[[1]]),
+    ]
     with pytest.raises(ArgumentError) as caught:
         asked_for(each, 3, sampling_params)
-    found = caught.value.findings
-    assert [one.key for one in found] == [
-        "sampling",
-        "sampling[1]",
-        "sampling[2]",
-        "sampling[3].prompt_logprob_token_ids",
+    assert violations_of(caught.value) == [
+        ("sampling", "wrong-length"),
+        ("sampling[1]", "refused-by-vllm"),
+        ("sampling[2]", "wrong-type"),
+        ("sampling[3].prompt_logprob_token_ids", "not-supported"),
     ]
-    assert found[0].problem == "a list of 4 for 3 prompts"
 
 
 @pytest.mark.slow
@@ -130,7 +151,11 @@ def test_each_prompt_is_sampled_by_its_own() -> None:
     """Also where another process completes it; what one sampling says for all is told to nobody."""
     from vllm import SamplingParams
 
-    each = [Sampling(n=2, seed=3), SamplingParams(temperature=0.0, logit_bias={5: 1.0}, stop=["x"]), Sampling(seed=4)]
+    each = [
+        Sampling(n=2, seed=3),
+        SamplingParams(temperature=0.0, logit_bias={5: 1.0}, stop=["x"]),
+        Sampling(seed=4),
+    ]
     asked = asked_for(each, 3, sampling_params)
     assert (asked.seeds, asked.max_tokens) == ([3, None, 4], [16, 16, 16])
     told = [sampling_of(message, None, seed) for message, seed in zip(asked.messages(), (70, 71, 72), strict=True)]
@@ -164,7 +189,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     [
         (["1 2", "3"], [[1, 2], [3]]),
         ([CHAT, CHAT[1:]], [[7, 1, 7, 2, 3, 8], [7, 2, 3, 8]]),
-        ([[1, 2], (3,), range(4, 6), np.array([6, 7]), torch.tensor([8])], [[1, 2], [3], [4, 5], [6, 7], [8]]),
+        (
+            [[1, 2], (3,), range(4, 6), np.array([6, 7]), torch.tensor([8])],
+            [[1, 2], [3], [4, 5], [6, 7], [8]],
+        ),
         ([[np.int64(1)]], [[1]]),
         (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         ([], []),
@@ -210,7 +238,10 @@ SHOWN = (
     [
         ({}, [7, 1, 5, 7, 2, 3, 8]),
         ({"tools": [weather]}, [2, 7, 1, 5, 7, 2, 3, 8]),
-        ({"tools": [{"function": {"parameters": {"properties": {"a": {}}}}}]}, [1, 7, 1, 5, 7, 2, 3, 8]),
+        (
+            {"tools": [{"function": {"parameters": {"properties": {"a": {}}}}}]},
+            [1, 7, 1, 5, 7, 2, 3, 8],
+        ),
         ({"chat_template_kwargs": {"is_brief": True}}, [6, 7, 1, 5, 7, 2, 3, 8]),
         ({"chat_template_kwargs": {"chat_template": "4"}}, [4]),
         ({"chat_template_kwargs": {"chat_template": "{{ x }}", "x": 4, "documents": []}}, [4]),
@@ -226,29 +257,56 @@ def test_a_template_has_tools_and_variables(tmp_path: Path, chat: Any, token_ids
 
 
 @pytest.mark.parametrize(
-    ("prompts", "chat", "messages"),
+    ("prompts", "chat", "expected", "names"),
     [
         (
             ["1"],
             {"tools": [weather], "continue_final_message": True},
-            ["tools: is for chats", "continue_final_message"],
+            [("tools", "argument-of-chats"), ("continue_final_message", "argument-of-chats")],
+            [],
         ),
-        (torch.tensor([[1]]), {"chat_template_kwargs": {"x": 1}}, ["chat_template_kwargs: is for chats"]),
-        ([[1]], {"stream": True}, ["stream: is no argument", "A server streams: set generate_config.servers"]),
+        (
+            torch.tensor([[1]]),
+            {"chat_template_kwargs": {"x": 1}},
+            [("chat_template_kwargs", "argument-of-chats")],
+            [],
+        ),
+        ([[1]], {"stream": True}, [("stream", "no-streaming")], ["generate_config.servers"]),
         (
             [[1]],
             {"temperature": 1, "max_new_tokens": 5},
-            ["Pass Sampling(temperature=…)", "Pass Sampling(max_tokens=…)"],
+            [("temperature", "unknown-argument"), ("max_new_tokens", "unknown-argument")],
+            ["Sampling(temperature=…)", "Sampling(max_tokens=…)"],
         ),
-        ([[1]], {"tols": []}, ["tols: is no argument of this call. Did you mean tools?"]),
-        ([[1]], {"sampling_params": 1, "prompt_logprobs": 0}, ["Use sampling", "SamplingParams(prompt_logprobs=0)"]),
+        ([[1]], {"tols": []}, [("tols", "unknown-argument")], ["tools"]),
+        (
+            [[1]],
+            {"sampling_params": 1, "prompt_logprobs": 0},
+            [("sampling_params", "unknown-argument"), ("prompt_logprobs", "unknown-argument")],
+            ["SamplingParams(prompt_logprobs=0)"],
+        ),
         (
             [CHAT],
-            {"chat_template_kwargs": {"add_generation_promt": False, "x": 1, "chat_template": "{{ thinking }}"}},
-            ["kwargs.add_generation_promt: is no variable of the model's template", "kwargs.x: is no variable"],
+            {
+                "chat_template_kwargs": {
+                    "add_generation_promt": False,
+                    "x": 1,
+                    "chat_template": "{{ thinking }}",
+                }
+            },
+            [
+                ("chat_template_kwargs.add_generation_promt", "unknown-variable"),
+                ("chat_template_kwargs.x", "unknown-variable"),
+            ],
+            [],
         ),
-        ([CHAT], {"chat_template_kwargs": {"mesages": 1}}, ["kwargs.mesages: ", "Did you mean messages?"]),
-        ([CHAT], {"tools": weather}, ["tools: got <function"]),
+        (
+            [CHAT],
+            {"chat_template_kwargs": {"mesages": 1}},
+            [("chat_template_kwargs.mesages", "unknown-variable")],
+            ["messages"],
+        ),
+        ([CHAT], {"tools": weather}, [("tools", "not-a-list")], ["<function"]),
         (
             [CHAT],
             {
@@ -258,59 +316,84 @@ def test_a_template_has_tools_and_variables(tmp_path: Path, chat: Any, token_ids
                 "add_generation_prompt": True,
             },
             [
-                "tools[1]: no schema can be made of it",
-                "tools[2]: no schema can be made of it: got 5",
-                "chat_template_kwargs.tokenize: is no variable of a template. Leave it out",
-                "chat_template_kwargs.tools: is no variable of a template. Pass it as an argument",
-                "add_generation_prompt: true, but continue_final_message",
+                ("tools[1]", "no-schema"),
+                ("tools[2]", "no-schema"),
+                ("chat_template_kwargs.tokenize", "reserved-name"),
+                ("chat_template_kwargs.tools", "reserved-name"),
+                ("add_generation_prompt", "conflicting-arguments"),
             ],
+            ["got 5", "Pass it as an argument"],
         ),
     ],
     ids=without_addresses,
 )
 def test_what_no_template_takes_is_said_at_once(
-    tokenizer: ModelTokenizer, prompts: Any, chat: Any, messages: list[str]
+    tokenizer: ModelTokenizer,
+    prompts: Any,
+    chat: Any,
+    expected: list[tuple[str, str]],
+    names: list[str],
 ) -> None:
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, check=has_violations(*expected)) as caught:
         token_ids_of(prompts, tokenizer, None, chat)
-    assert [message for message in messages if message not in str(caught.value)] == []
+    assert [name for name in names if name not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"),
+    ("prompts", "key", "code", "value"),
     [
-        ("1 2", "prompts: got '1 2'. Pass a list of prompts"),
-        ({"input_ids": [[1]]}, "with attention_mask=attention_mask"),
-        (None, "prompts: got None"),
-        ([{"prompt": "1"}], "prompts[0]: a dict of prompt; pass its text or its messages. Pass texts, chats"),
-        (CHAT, "prompts[1]: a message outside of a chat"),
-        ([1, 2], "prompts[0]: 1, outside of a list"),
-        ([["1", 2]], "prompts[0]: a list with '1'"),
-        ([[True]], "prompts[0]: a list with True"),
-        ([b"ab"], "prompts[0]: got b'ab'"),
-        ([[1.5]], "prompts[0]: a list with 1.5"),
-        ([CHAT, "1"], "prompts[1]: a text, but prompts[0] is a chat"),
-        ([np.array([1.0])], "prompts[0]: float64 of shape (1,)"),
-        ([torch.zeros(2, 2, dtype=torch.int64)], "prompts[0]: torch.int64 of shape (2, 2)"),
-        ([[{"content": "1"}]], "prompts[0]: a chat with a message without role or content"),
-        ([CHAT, [{"role": "tool", "content": "1"}]], "prompts[1]: the model's chat template refuses it: no tools here"),
-        (torch.ones(2, 2, dtype=torch.bool), "prompts: torch.bool of shape (2, 2)"),
-        (torch.ones(2, dtype=torch.int64), "prompts: torch.int64 of shape (2,)"),
+        ("1 2", "prompts", "not-a-list", "'1 2'"),
+        ({"input_ids": [[1]]}, "prompts", "not-a-list", "attention_mask=attention_mask"),
+        (None, "prompts", "not-a-list", "None"),
+        ([{"prompt": "1"}], "prompts[0]", "invalid-prompt", "dict"),
+        (CHAT, "prompts[1]", "invalid-prompt", "message"),
+        ([1, 2], "prompts[0]", "invalid-prompt", "1"),
+        ([["1", 2]], "prompts[0]", "invalid-prompt", "'1'"),
+        ([[True]], "prompts[0]", "invalid-prompt", "True"),
+        ([b"ab"], "prompts[0]", "invalid-prompt", "b'ab'"),
+        ([[1.5]], "prompts[0]", "invalid-prompt", "1.5"),
+        ([CHAT, "1"], "prompts[1]", "mixed-prompts", "a chat"),
+        ([np.array([1.0])], "prompts[0]", "invalid-prompt", "float64 of shape (1,)"),
+        (
+            [torch.zeros(2, 2, dtype=torch.int64)],
+            "prompts[0]",
+            "invalid-prompt",
+            "torch.int64 of shape (2, 2)",
+        ),
+        ([[{"content": "1"}]], "prompts[0]", "invalid-prompt", "role"),
+        (
+            [CHAT, [{"role": "tool", "content": "1"}]],
+            "prompts[1]",
+            "refused-by-template",
+            "no tools here",
+        ),
+        (
+            torch.ones(2, 2, dtype=torch.bool),
+            "prompts",
+            "wrong-shape",
+            "torch.bool of shape (2, 2)",
+        ),
+        (torch.ones(2, dtype=torch.int64), "prompts", "wrong-shape", "torch.int64 of shape (2,)"),
     ],
     ids=str,
 )
-def test_what_is_no_prompt_is_named_with_its_place(tokenizer: ModelTokenizer, prompts: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_is_no_prompt_is_named_with_its_place(
+    tokenizer: ModelTokenizer, prompts: Any, key: str, code: str, value: str
+) -> None:
+    with pytest.raises(ArgumentError, check=has_violations((key, code), exactly=False)) as caught:
         token_ids_of(prompts, tokenizer)
-    assert message in str(caught.value)
+    assert value in str(caught.value)
 
 
 def test_every_token_list_that_cannot_be_completed_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         check_token_ids([[], [1] * 60, [500], [1]], max_tokens=8, limit=64, vocabulary=130)
-    assert [finding.key for finding in caught.value.findings] == ["prompts[0]", "prompts[1]", "prompts[2]"]
-    assert "it has no tokens" in str(caught.value)
-    assert "60 tokens and 8 to generate, but 64 fit together" in str(caught.value)
+    assert violations_of(caught.value) == [
+        ("prompts[0]", "empty-prompt"),
+        ("prompts[1]", "prompt-too-long"),
+        ("prompts[2]", "out-of-vocabulary"),
+    ]
+    assert all(number in caught.value.findings[1].problem for number in ("60", "8", "64"))
 
 
 @pytest.mark.parametrize(
@@ -333,15 +416,15 @@ def test_only_lists_of_token_ids_are_scored(prompts: Any, key: str) -> None:
 def test_a_directory_without_a_tokenizer_is_named(model_type: str, tmp_path: Path) -> None:
     """For Qwen2 transformers makes an empty tokenizer, in which every text has no tokens."""
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_violations(("model", "no-tokenizer"))) as caught:
         token_ids_of(["1"], ModelTokenizer(str(tmp_path)))
-    assert f"{tmp_path} has no tokenizer" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_tokenizer_without_a_template_takes_no_chats(tmp_path: Path) -> None:
     save_numbers(tmp_path, template=None)
     tokenizer = ModelTokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, check=has_violations(("prompts", "no-chat-template"))):
         token_ids_of([CHAT], tokenizer)
     assert token_ids_of(["1"], tokenizer) == [[1]]
 
@@ -354,12 +437,15 @@ def test_text_is_made_when_it_is_asked_for(tokenizer: ModelTokenizer) -> None:
     assert Completion((1, 2), (), "length", tokenizer=fresh).text == "1 2"
     assert Completion((1, 2), (), "stop", "2", drawn_text="1 ", tokenizer=fresh).text == "1 "
     assert "loaded" not in vars(pickle.loads(pickle.dumps(fresh))), "a copy reads the files again"
-    with pytest.raises(StateError):
+    with pytest.raises(StateError, check=has_code("no-tokenizer")):
         _ = Completion((1,), (), "stop").text
 
 
 def test_completions_take_the_form_of_their_prompts(tokenizer: ModelTokenizer) -> None:
-    completions = [[Completion((3,), (), "length", tokenizer=tokenizer)], [Completion((4, 5), (), "length")]]
+    completions = [
+        [Completion((3,), (), "length", tokenizer=tokenizer)],
+        [Completion((4, 5), (), "length")],
+    ]
     rows = in_form_of(torch.tensor([[1, 2], [6, 7]]), completions, pad_token_id=0)
     assert rows.tolist() == [[1, 2, 3, 0], [6, 7, 4, 5]]
     assert in_form_of([CHAT], completions[:1], 0) == [["3"]]
@@ -452,7 +538,12 @@ def test_every_kind_of_cache_is_zero_to_its_last_byte() -> None:
     unused = torch.tensor([])
     (held,) = nan_views(6, (6,))
     runner = runner_with(
-        [attention, held], layer=attention, mla=latent, mamba=(convolution, [state]), draft=draft, none=unused
+        [attention, held],
+        layer=attention,
+        mla=latent,
+        mamba=(convolution, [state]),
+        draft=draft,
+        none=unused,
     )
     zero_caches(runner)
     for cache in (attention, convolution, draft):

@@ -65,10 +65,10 @@ def test_switches_bring_what_vllm_loads_and_leave_the_process_as_it_was(
     assert len(set(by_rank[0].drawn[0])) == 2, "completions of one prompt differ"
 
 
-def refuse(call: Callable[[], Any], kind: str, *messages: str) -> None:
+def refuse(call: Callable[[], Any], kind: str, code: str, *values: str) -> None:
     refusal = refusal_of(call)
-    assert refusal.kind == kind, refusal
-    assert all(message in refusal.message for message in messages), refusal
+    assert (refusal.kind, refusal.code) == (kind, code), refusal
+    assert all(value in refusal.message for value in values), refusal
 
 
 def run(directory: str, num_tp: int) -> Cycles:
@@ -86,7 +86,7 @@ def run(directory: str, num_tp: int) -> Cycles:
     order = tuple(reversed(range(num_tp)))
     engine = build(checkpoints[0], config, sizes=sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS)
     _check_shared_memory(engine, before, num_tp)
-    refuse(lambda: drawn(engine), "StateError", "hold no committed weights")
+    refuse(lambda: drawn(engine), "StateError", "weights-uncommitted")
 
     for values, checkpoint in zip(weights, checkpoints, strict=True):
         filled = support.fill_by_records(engine.adaptor, values)
@@ -102,6 +102,7 @@ def run(directory: str, num_tp: int) -> Cycles:
     refuse(
         lambda: engine.generate([[], [1] * 60, [500]], SAMPLING),
         "ArgumentError",
+        "",
         *("prompts[0]", "prompts[1]", "prompts[2]"),
     )
 
@@ -110,12 +111,12 @@ def run(directory: str, num_tp: int) -> Cycles:
     assert not adaptor._processed.barrier.is_collective, "none of vLLM's processing on CPU communicates"
     engine.release()
     assert adaptor.resident_nbytes() == 0
-    refuse(lambda: drawn(engine), "StateError", "are released")
+    refuse(lambda: drawn(engine), "StateError", "weights-released")
     groups = sorted({buffer.group for buffer in adaptor.layout().buffers.values()})
-    refuse(lambda: adaptor.commit(groups[:1]), "StateError", "before they were allocated")
+    refuse(lambda: adaptor.commit(groups[:1]), "StateError", "event-refused")
     adaptor.allocate(groups)
     adaptor.commit(groups[:-1])
-    refuse(lambda: drawn(engine), "StateError", "hold no committed weights")
+    refuse(lambda: drawn(engine), "StateError", "weights-uncommitted")
     support.fill_by_records(adaptor, weights[2])
     engine.reset_caches()
     assert answers_of(engine) == native
@@ -123,7 +124,7 @@ def run(directory: str, num_tp: int) -> Cycles:
 
     engine.shutdown()
     engine.shutdown()
-    refuse(lambda: drawn(engine), "StateError", "was shut down")
+    refuse(lambda: drawn(engine), "StateError", "engine-is-closed")
     assert dist.group.WORLD is world
     assert torch.set_num_threads is set_num_threads
     dist.barrier()  # before the next function makes an engine
@@ -163,7 +164,7 @@ def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
         found = drawn(engine, SEED)
     finally:
         engine.near_end = None
-    assert "another thread is generating" in refusals[0].message
+    assert refusals[0].code == "another-thread-generates"
     return found
 
 
@@ -204,9 +205,21 @@ PLACES: dict[str, tuple[Callable[[InferenceEngine], Any], str, type[BaseExceptio
     "adding": (lambda engine: internals.core_of(engine.llm), "add_request", MemoryError),
     "step": (lambda engine: engine.llm.llm_engine, "step", MemoryError),
     "forward": (lambda engine: internals.model_runner_of(engine.llm).model, "forward", MemoryError),
-    "sampling": (lambda engine: internals.model_runner_of(engine.llm), "sample_tokens", MemoryError),
-    "bookkeeping": (lambda engine: internals.core_of(engine.llm).scheduler, "update_from_output", MemoryError),
-    "Ctrl-C": (lambda engine: internals.core_of(engine.llm).scheduler, "schedule", KeyboardInterrupt),
+    "sampling": (
+        lambda engine: internals.model_runner_of(engine.llm),
+        "sample_tokens",
+        MemoryError,
+    ),
+    "bookkeeping": (
+        lambda engine: internals.core_of(engine.llm).scheduler,
+        "update_from_output",
+        MemoryError,
+    ),
+    "Ctrl-C": (
+        lambda engine: internals.core_of(engine.llm).scheduler,
+        "schedule",
+        KeyboardInterrupt,
+    ),
 }
 
 
@@ -231,14 +244,19 @@ def _leave_something(engine: InferenceEngine) -> None:
 
     engine.llm.llm_engine.add_request("foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False))
     for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.reset_caches, engine.release):
-        refuse(call, "StateError", "1 unfinished requests (", "abandon_requests()")
+        refuse(call, "StateError", "unfinished-requests", "1 ", "abandon_requests()")
     engine.abandon_requests()
     engine.reset_caches()
     pool = internals.core_of(engine.llm).scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(2)
-    refuse(engine.reset_caches, "StateError", "2 blocks of the KV cache are in use")
+    refuse(engine.reset_caches, "StateError", "prefix-cache-in-use", "2 blocks")
     pool.free_blocks(taken)
-    refuse(lambda: require_answers([], PROMPTS, [1, 1, 1]), "StateError", "0 results for 3 prompts")
+    refuse(
+        lambda: require_answers([], PROMPTS, [1, 1, 1]),
+        "StateError",
+        "mixed-up-requests",
+        "0 results for 3 prompts",
+    )
 
 
 def shared_mappings() -> dict[str, int]:

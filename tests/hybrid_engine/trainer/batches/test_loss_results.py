@@ -1,4 +1,4 @@
-"""What a loss function may return."""
+"""Results of loss functions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
+from tests.harness.errors import has_code
 
 
 def log_probs() -> torch.Tensor:
@@ -70,18 +71,19 @@ def test_all_ranks_report_the_same_names(rank_of_others: Callable[..., None]) ->
     """In any order; a rank that is at fault already is not compared, and keeps its fault."""
     failed = CheckedLoss(lambda _batch, _log_probs: None)
     failed({}, log_probs())
-    for others, problem in (
+    for others, names in (
         ([reporting("kl", "loss")], ""),
         ([reporting("kl", "loss"), failed], ""),
-        ([reporting("kl")], "reported kl, loss here and other names on other data parallel ranks"),
-        ([reporting()], "other names"),
-        ([failed, reporting("kl", "entropy")], "other names"),
+        ([reporting("kl")], "kl, loss"),
+        ([reporting()], "kl, loss"),
+        ([failed, reporting("kl", "entropy")], "kl, loss"),
     ):
         checked = reporting("loss", "kl")
         rank_of_others(*others)
         checked.finish(torch.device("cpu"))
-        assert problem in str(checked.fault)
-        assert (checked.fault is None) == (not problem)
+        assert (checked.fault is None) == (not names)
+        if checked.fault is not None:
+            assert has_code("other-names-reported", names)(checked.fault)
     before = failed.fault
     failed.finish(torch.device("cpu"))
     assert failed.fault is before
@@ -98,7 +100,8 @@ def test_a_loss_that_is_not_finite_is_found_at_the_end(
     assert checked.fault is None
     rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
     checked.finish(torch.device("cpu"))
-    assert f"returned {text} for micro batch 1. Look for a logarithm of 0" in str(checked.fault)
+    assert checked.fault is not None
+    assert has_code("loss-not-finite", text, "micro batch 1")(checked.fault)
 
 
 def test_a_loss_of_what_is_not_finite_is_not_at_fault(rank_of_others: Callable[..., None]) -> None:
@@ -106,44 +109,59 @@ def test_a_loss_of_what_is_not_finite_is_not_at_fault(rank_of_others: Callable[.
     checked({}, log_probs() * float("nan"))
     rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
     checked.finish(torch.device("cpu"))
-    assert "returned nan for micro batch 0. What it was given is not finite either" in str(checked.fault)
+    assert checked.fault is not None
+    assert has_code("loss-input-not-finite", "nan", "micro batch 0")(checked.fault)
 
 
 def nothing(_batch: Any, log_probs: torch.Tensor) -> None:
     log_probs.mean()
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "nothing": (nothing, "loss function nothing returned None. Return a scalar tensor"),
-    "vector": (lambda _b, log_probs: -log_probs.sum(1), "returned a tensor of shape [2] and type float32 as the loss"),
-    "number": (lambda _b, log_probs: 1.5, "returned 1.5"),
-    "no number": (lambda _b, log_probs: "loss", "returned 'loss'"),
-    "integer": (lambda _b, log_probs: log_probs.long().sum(), "type int64"),
-    "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "without gradient"),
-    "dict without": (lambda _b, log_probs: {"kl": 1.0}, 'a dict of kl without "loss"'),
-    "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "returned a tuple of Tensor, int, dict"),
+REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "nothing": (nothing, "no-loss", ("loss function nothing ", "None")),
+    "vector": (lambda _b, log_probs: -log_probs.sum(1), "loss-not-a-scalar", ("[2]", "float32")),
+    "number": (lambda _b, log_probs: 1.5, "no-loss", ("1.5",)),
+    "no number": (lambda _b, log_probs: "loss", "no-loss", ("'loss'",)),
+    "integer": (lambda _b, log_probs: log_probs.long().sum(), "loss-not-a-scalar", ("int64",)),
+    "number in a dict": (lambda _b, log_probs: {"loss": 1.5}, "loss-not-a-scalar", ("1.5",)),
+    "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "loss-without-gradient", ()),
+    "dict without": (lambda _b, log_probs: {"kl": 1.0}, "no-loss", ("a dict of kl",)),
+    "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "no-loss", ("Tensor, int, dict",)),
     "vector in the report": (
         lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}),
-        "reported a tensor of shape [2] and type float32 as 'kl'",
+        "report-not-a-scalar",
+        ("[2]", "float32", "'kl'"),
     ),
-    "text in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}), "reported 'low' as 'kl'"),
-    "error": (lambda batch, _log_probs: batch["weights"], "KeyError: 'weights'. The micro batch has tokens. Add it"),
-    "entropy unasked": (lambda batch, _log_probs: batch["entropy"], "has tokens. Call update(..., entropy=True)"),
+    "text in the report": (
+        lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}),
+        "report-not-a-scalar",
+        ("'low'", "'kl'"),
+    ),
+    "error": (
+        lambda batch, _log_probs: batch["weights"],
+        "loss-function-failed",
+        ("KeyError: 'weights'", "tokens", "Add it"),
+    ),
+    "entropy unasked": (
+        lambda batch, _log_probs: batch["entropy"],
+        "loss-function-failed",
+        ("tokens", "update(..., entropy=True)"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_anything_else_is_kept_for_later_by_name(name: str) -> None:
-    """And in its place the schedule goes on with a loss of nothing, which has a gradient."""
-    function, problem = REFUSED[name]
-    checked, values = CheckedLoss(function), log_probs()
-    loss, report = checked({"tokens": torch.zeros(2, 3)}, values)
+def test_any_other_result_is_kept_as_the_fault(name: str) -> None:
+    """The schedule continues with a loss of 0, which has a gradient."""
+    function, code, values = REFUSED[name]
+    checked, inputs = CheckedLoss(function), log_probs()
+    loss, report = checked({"tokens": torch.zeros(2, 3)}, inputs)
     assert checked.fault is not None
-    assert problem in str(checked.fault)
+    assert has_code(code, *values)(checked.fault)
     assert report == {}
     loss.backward()
-    assert values.grad is not None
-    assert not values.grad.any()
+    assert inputs.grad is not None
+    assert not inputs.grad.any()
 
 
 def test_a_loss_that_failed_is_not_called_again_and_keeps_its_cause() -> None:
@@ -166,7 +184,8 @@ def test_all_micro_batches_report_the_same_names() -> None:
     checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), {next(names): 1.0}))
     for _ in range(2):
         checked({}, log_probs())
-    assert "reported entropy, kl for one micro batch and not for another" in str(checked.fault)
+    assert checked.fault is not None
+    assert has_code("other-names-reported", "entropy, kl")(checked.fault)
 
 
 def test_a_loss_may_be_divided_in_place_whatever_made_it() -> None:

@@ -13,6 +13,7 @@ import torch
 from hybrid_engine.errors import LossError, StateError
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from tests.harness.errors import has_code
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, actor, batch, state_of, train
 from tests.zoo import padded_batches
@@ -40,7 +41,7 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
             reports = [train(engine, step) for step in range(3)]
             reference = engine.frozen_copy()
             copied = whole_log_probs(reference, batch(9))
-            with pytest.raises(StateError, match="this model has no optimizer"):
+            with pytest.raises(StateError, check=has_code("no-optimizer")):
                 train(reference, 0)
             found[family] = {
                 "initial": initial,
@@ -53,18 +54,18 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
                 "report of nothing": engine.train_step(
                     share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {})
                 ),
-                "refused": refused(engine),
+                "is refused": is_refused(engine),
             }
     return found
 
 
-def refused(engine: FsdpTrainEngine) -> str:
-    """Of a loss that reports another name on each rank; the weights stay."""
+def is_refused(engine: FsdpTrainEngine) -> bool:
+    """Return True if a loss that reports another name on each rank is refused, and no weight changes."""
     before, name = whole_log_probs(engine, batch(9)), f"of rank {engine.dp_rank}"
-    with pytest.raises(LossError) as caught:
+    with pytest.raises(LossError, check=has_code("other-names-reported", name)):
         engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
     assert torch.equal(whole_log_probs(engine, batch(9)), before)
-    return str(caught.value)
+    return True
 
 
 def initial_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -160,9 +161,9 @@ def test_steps_are_those_of_the_model_in_one_piece(on_two: Found, paths: dict[st
 
 @pytest.mark.parametrize("family", MODELS)
 def test_ranks_report_the_same_names_or_none(on_two: Found, family: str) -> None:
-    for rank, found in enumerate(each[family] for each in on_two):
+    for found in (by_family[family] for by_family in on_two):
         assert found["report of nothing"].keys() == {"skipped", "learning_rate", "grad_norm"}
-        assert f"reported loss, of rank {rank} here and other names on other" in found["refused"]
+        assert found["is refused"]
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -209,4 +210,3 @@ def test_flash_attention_heeds_positions_in_single_rows_only(
     engine.micro_batch_size = micro_batch_size
     engine.model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))  # type: ignore[assignment]
     assert (engine._no_packing == "") == heeds
-    assert ("single rows only" in engine._no_packing) != heeds

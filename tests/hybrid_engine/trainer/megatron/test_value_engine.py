@@ -112,8 +112,7 @@ def step_in_contexts(path: Path, overlap: bool) -> list[float]:
             job=job,
             ends=ends,
             sharding=SimpleNamespace(entered=lambda state: nullcontext()),
-            companions=WeakSet(),
-            note_memory=lambda phase: None,
+            colocated_models=WeakSet(),
         )
         critic, losses = ValueModel(worker), []
         for _ in range(NUM_STEPS):

@@ -1,0 +1,110 @@
+"""Records of undocumented names: a name that is imported, and a name that is replaced for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.errors import DependencyError, StateError
+from hybrid_engine.ranks.torch_internals import PrivateName
+
+
+@dataclass(frozen=True)
+class Internal(PrivateName):
+    """A private name that is imported when it is used.
+
+    Attributes:
+        keywords: parameters that are passed to it by name.
+        otherwise: the target that replaces it in versions of vLLM without it.
+    """
+
+    keywords: tuple[str, ...] = ()
+    otherwise: str = ""
+
+    def load(self) -> Any:
+        module, _, path = self.target.partition(":")
+        try:
+            return _find(module, path.split("."))
+        except (ImportError, AttributeError):
+            if not self.otherwise:
+                raise
+            return Internal(self.otherwise, self.reason).load()
+
+    @property
+    def is_for_cpu(self) -> bool:
+        """True if its module is for CPUs only; importing it disables parts of `torch.cuda`."""
+        return ".cpu_" in self.target.partition(":")[0]
+
+    def is_type_of(self, instance: object) -> bool:
+        """Return whether this is the exact class of an object, no base class; imports nothing."""
+        kind = type(instance)
+        return f"{kind.__module__}:{kind.__qualname__}" == self.target
+
+
+@dataclass(frozen=True)
+class Replacement(Internal):
+    """A private name that is replaced for a while.
+
+    Attributes:
+        remove_when: the condition under which it may go.
+    """
+
+    remove_when: str = ""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The target, and the one that replaces it in other versions."""
+        return (self.target, self.otherwise) if self.otherwise else (self.target,)
+
+    @contextlib.contextmanager
+    def replaced(self, build: Callable[[Any], Any], owner: Any = None) -> Iterator[None]:
+        """Replace the target by `build(original)` in this context.
+
+        With an `owner` the target is replaced in this object only. Contexts nest. If other code
+        replaces the target in the context, its replacement stays.
+
+        Raises DependencyError for a missing target, before anything changes, and StateError at the
+        end if other code has replaced the target, unless the block raises.
+        """
+        owner, name, original = self._place(self.target, owner)
+        replacement = build(original)
+        is_inherited = name not in vars(owner)
+        setattr(owner, name, replacement)
+        try:
+            yield
+            if vars(owner).get(name) is not replacement:
+                raise StateError(
+                    f"{self.target} was replaced by other code in the meantime, whose replacement stays",
+                    code="replaced-by-other-code",
+                )
+        finally:
+            if vars(owner).get(name) is replacement:
+                if is_inherited:
+                    # Not the original: a bound method in its owner would keep the owner alive.
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+
+    def _place(self, target: str, owner: Any) -> tuple[Any, str, Any]:
+        """Return the target's owner, its name there, and its value."""
+        module, _, path = target.partition(":")
+        *owners, name = path.split(".")
+        try:
+            place = _find(module, owners) if owner is None else owner
+            return place, name, getattr(place, name)
+        except (ImportError, AttributeError) as error:
+            if self.otherwise and target != self.otherwise:
+                return self._place(self.otherwise, owner)
+            raise DependencyError(
+                f"{self.target} is missing: vLLM {TESTED_VERSION} has it; install that version",
+                code="name-is-missing",
+            ) from error
+
+
+def _find(module: str, path: Sequence[str]) -> Any:
+    return reduce(getattr, filter(None, path), importlib.import_module(module))

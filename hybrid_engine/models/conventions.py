@@ -1,0 +1,88 @@
+"""Rules of Megatron's parameters by the usual names of a decoder's tensors, for a derived table.
+
+Most decoders name their tensors alike: `model.layers.N.self_attn.q_proj`, `mlp.gate_proj`,
+`mlp.experts.E.down_proj`. The rules of blocks.py and moe.py pack them as Megatron's GPT model does.
+They are used only if they cover every tensor of a checkpoint.
+
+Names do not show what is computed with the tensors. So a job with such rules needs the comparison of
+log-probabilities in its first switch (`generate_config.check_compute`): it fails if a tensor has
+another meaning than its name suggests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hybrid_engine.models.blocks import (
+    LAYER,
+    attention_rules,
+    fused_attention_rules,
+    fused_mlp_rules,
+    mlp_rules,
+    norm_rules,
+    outer_rules,
+)
+from hybrid_engine.models.deepseek import latent_attention_rules
+from hybrid_engine.models.moe import Experts, expert_rules
+from hybrid_engine.models.packing import Shape
+from hybrid_engine.models.table import ModelDims, Rule
+
+_POST_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
+"""Names of the norms after attention and after the MLP that cannot be taken for others."""
+_LATENT = LAYER + "self_attn.kv_a_proj_with_mqa.weight"
+_BIAS = "gate.e_score_correction_bias"
+_ROUTED = "experts.{expert}."
+_SHARED = ("shared_experts.", "shared_expert.")
+_SHARED_GATE = "shared_expert_gate.weight"
+
+
+def conventional_rules(shapes: Mapping[str, Shape], dims: ModelDims) -> tuple[Rule, ...]:
+    """Return the rules of all tensors of a checkpoint; none if any of them has another name.
+
+    Args:
+        shapes: canonical name -> shape.
+        dims: sizes of the model.
+    """
+    patterns = {_pattern_of(name): shape for name, shape in shapes.items()}
+    attention = (*attention_rules(dims), *fused_attention_rules(dims))
+    if _LATENT in patterns:
+        attention = latent_attention_rules()
+    rules = [
+        *outer_rules(dims),
+        *norm_rules(post=_POST_NORMS),
+        *attention,
+        *mlp_rules(),
+        *fused_mlp_rules(dims),
+    ]
+    if dims.num_experts:
+        rules += expert_rules(_experts(patterns, dims))
+    # Alternatives have the same parameters and other tensors, so one of them is left.
+    used = [rule for rule in rules if patterns.keys() >= set(rule.packing.tensors())]
+    covered = {tensor for rule in used for tensor in rule.packing.tensors()}
+    return tuple(used) if covered == patterns.keys() else ()
+
+
+def _pattern_of(name: str) -> str:
+    """Return a canonical name with `{layer}` and `{expert}` in place of its numbers."""
+    name = re.sub(r"^model\.layers\.\d+\.", LAYER, name)
+    return re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name)
+
+
+def _experts(patterns: Mapping[str, Shape], dims: ModelDims) -> Experts:
+    """Return the experts of a layer as the names of its tensors describe them."""
+    block = LAYER + "mlp."
+    rows = {
+        name: patterns.get(f"{block}{name}gate_proj.weight", (0,))[0]
+        for name in (_ROUTED, *_SHARED)
+    }
+    shared = max(_SHARED, key=rows.__getitem__)
+    return Experts(
+        num=dims.num_experts,
+        width=rows[_ROUTED],
+        top_k=1,  # in no rule
+        bias=_BIAS if block + _BIAS in patterns else None,
+        shared=shared,
+        shared_width=rows[shared],
+        shared_gate=_SHARED_GATE if block + _SHARED_GATE in patterns else None,
+    )

@@ -1,0 +1,177 @@
+"""A table derived from transformers' own class of a config, for every model that has such a class.
+
+    config.json -> the class that `architectures` names, on the meta device -> its conversion to a checkpoint
+                -> names, shapes and dtypes of a checkpoint's tensors
+
+What trains transformers' modules (FSDP2) and what loads a checkpoint (vLLM) need no more. Megatron's
+parameters have other names and packings: there are rules for them if the checkpoint's names are the
+usual ones (conventions.py). Settings of Megatron's models do not follow, so none is built here.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybrid_engine.errors import UnknownModelError, clipped
+from hybrid_engine.models.conventions import conventional_rules
+from hybrid_engine.models.table import ModelDims, ModelTable, Serving
+
+Tensor = TypeVar("Tensor")
+
+_WEIGHTS = "bfloat16"
+"""Dtype of the weights in the derivation; tensors of another dtype keep theirs in a checkpoint."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys under which configs have the number of routed experts in a layer."""
+
+
+def derived_table(config: Mapping[str, Any], architecture: str) -> ModelTable:
+    """Return the table of a transformers class, without settings of Megatron's models.
+
+    Args:
+        config: contents of config.json.
+        architecture: its entry of `architectures`, a class of transformers.
+
+    Raises:
+        UnknownModelError: transformers is not installed, has no such class, or builds none from
+            this config.
+    """
+    values = {key: value for key, value in config.items() if not key.startswith("_")}
+    return _derived(json.dumps(values, sort_keys=True), architecture)
+
+
+def model_class(architecture: str) -> Any:
+    """Return transformers' class of an entry of `architectures`; None if there is no such class."""
+    import transformers
+
+    named = getattr(transformers, architecture, None)
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model else None
+
+
+def _required_class(architecture: str) -> Any:
+    named = model_class(architecture)
+    if named is None:
+        raise UnknownModelError(
+            f"{architecture} has no name table, and transformers has no such class",
+            code="unknown-architecture",
+        )
+    return named
+
+
+def meta_model(config: Any, architecture: str, **options: Any) -> Any:
+    """Return a model of transformers' config without memory.
+
+    `options`: keyword arguments of transformers' `_from_config`, such as `dtype`.
+
+    Raises UnknownModelError if transformers has no such class.
+    """
+    import torch
+
+    with torch.device("meta"):
+        return _required_class(architecture)._from_config(config, **options)
+
+
+def meta_copy_of(model: Any) -> Any:
+    """Return a model without memory, of the config and class of a live transformers model."""
+    config = config_of(model)
+    return meta_model(config, config.architectures[0])
+
+
+def without_repetitions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a state dict, each tied one under its first name only."""
+    first_names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first_names.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first_names.values()}
+
+
+def config_of(model: Any) -> Any:
+    """Return a copy of the model's config that names its architecture.
+
+    `fully_shard` replaces the class of the model, so its name alone is not the architecture.
+    """
+    config = type(model.config).from_dict(model.config.to_dict())
+    names = [base.__name__ for base in type(model).__mro__]
+    known_names = (name for name in names if model_class(name) is not None)
+    config.architectures = [next(known_names, names[0])]
+    return config
+
+
+@lru_cache(8)
+def _derived(config_text: str, architecture: str) -> ModelTable:
+    try:
+        import torch
+        from transformers import AutoConfig
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise UnknownModelError(
+            f"{architecture} has no name table, and transformers cannot be asked: {error}",
+            code="unknown-architecture",
+        ) from error
+    _required_class(architecture)  # first: its message is clearer than those about the config
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(config_text)
+            config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        model = meta_model(config, architecture, dtype=getattr(torch, _WEIGHTS))
+    except Exception as error:  # KeyError for a missing key, AssertionError for a size, ...
+        raise UnknownModelError(
+            f"transformers builds no {architecture} from config.json: "
+            f"{clipped(f'{type(error).__name__}: {error}', 1000)}",
+            code="unknown-architecture",
+        ) from error
+
+    tensors = model.state_dict(keep_vars=True)
+    once = without_repetitions(tensors)
+    with torch.no_grad():
+        saved = revert_weight_conversion(model, dict(once))
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
+    dims = _dims(config.get_text_config(), tied_embeddings=_is_tied(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    return ModelTable(
+        dims,
+        rules=conventional_rules(shapes, dims),
+        shapes=shapes,
+        transformer={},
+        # Second names of tied tensors.
+        left_out=frozenset(tensors.keys() - once.keys()),
+        # Layers for multi-token prediction, mostly, which transformers' classes do not have.
+        ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        dtypes={name: dtype for name, dtype in dtypes.items() if dtype != _WEIGHTS},
+        serving=Serving(ends_on_every_stage=True),
+        not_built=(f"{architecture}, which has no name table,",),
+        architecture=architecture,
+    )
+
+
+def _is_tied(model: Any) -> bool:
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def _dims(config: Any, *, tied_embeddings: bool) -> ModelDims:
+    """Return the sizes of a text config, whose keys differ between families."""
+    # In place of attributes where layers may differ: such a config's attribute raises.
+    values: dict[str, Any] = config.to_dict()
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    num_experts = next((values[key] for key in _NUM_EXPERTS if values.get(key)), 0)
+    return ModelDims(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=values.get("intermediate_size") or 0,
+        vocab_size=config.vocab_size,
+        num_heads=num_heads,
+        num_kv_heads=values.get("num_key_value_heads") or num_heads,
+        head_dim=values.get("head_dim") or config.hidden_size // num_heads,
+        tied_embeddings=tied_embeddings,
+        num_experts=num_experts,
+        latent_kv_size=values.get("kv_lora_rank") or 0,
+    )

@@ -1,0 +1,163 @@
+"""Metrics of a step: figures of its completions, and the seconds, bytes and memory of all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_engine.errors import ArgumentError, Violation, shortened
+from hybrid_engine.rl import losses
+from hybrid_engine.rl.conversations import Conversation
+from hybrid_engine.rl.user_callbacks import number_of
+from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.trainer.worker import ActorHybridWorker
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion
+
+Groups = Sequence[Sequence["Completion | Conversation"]]
+"""n completions, or conversations, of each prompt."""
+OnPhase = Callable[[str, int], None]
+"""(phase, number of the step) -> None; called on every rank as a phase begins.
+
+The phase is generate, reward, score, critic, update, checkpoint or evaluate.
+"""
+
+_TOTALS = ("bytes_received", "bytes_least")
+_MAXIMA = ("peak_bytes", "rss_bytes")
+
+
+def completion_figures(
+    batch: Mapping[str, torch.Tensor], groups: Groups, rewards: torch.Tensor
+) -> dict[str, float]:
+    """Return figures of a step's completions, under the policy that drew them.
+
+    Args:
+        batch: has `mask`, `sampled_log_probs` and `old_log_probs`, all [B, S]; with a reference
+            also `ref_log_probs` and `weights`.
+        rewards: [P, n], for P prompts with n completions each, in the order of `groups`.
+    """
+    deviations = rewards.std(dim=1, correction=0)
+    completions = [completion for group in groups for completion in group]
+    reasons = [completion.finish_reason for completion in completions]
+    # vLLM's log-probabilities of the drawn tokens against the trainer's, with the same weights.
+    log_prob_error = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()
+    log_prob_error = log_prob_error[batch["mask"].bool()]
+    figures = {
+        "reward": rewards.mean().item(),
+        "reward_std": deviations.mean().item(),
+        "groups_agreeing": (deviations == 0).float().mean().item(),
+        "response_tokens": batch["mask"].sum(dim=1).mean().item(),
+        "truncated": reasons.count("length") / len(reasons),
+    }
+    num_turns = [len(item.turns) for item in completions if isinstance(item, Conversation)]
+    if num_turns:
+        figures["turns"] = fmean(num_turns)
+    figures["logprob_diff"] = log_prob_error.max().item()
+    figures["logprob_diff_mean"] = log_prob_error.mean().item()
+    # Of the policy that drew the tokens: the estimator holds for no other.
+    if "ref_log_probs" in batch:
+        kl = losses.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
+        figures["kl"] = losses.weighted_mean(kl, batch["weights"]).item()
+    return figures
+
+
+def evaluation_figures(returned: Any) -> dict[str, float]:
+    """Convert the figures that the user's `evaluate` returned.
+
+    Raises ArgumentError if they are not a mapping of names to numbers.
+    """
+    remedy = "Return a mapping of names to numbers"
+    if not isinstance(returned, Mapping):
+        problem = f"returned {shortened(returned)}"
+        raise ArgumentError([Violation("evaluate", problem, remedy, code="not-a-mapping")])
+    figures = {}
+    for name, value in returned.items():
+        try:
+            figures[str(name)] = number_of(value)
+        except Exception as error:  # the value's own conversion can raise anything
+            problem = f"{name} is {shortened(value)}"
+            violation = Violation("evaluate", problem, remedy, code="not-a-number")
+            raise ArgumentError([violation]) from error
+    return figures
+
+
+class StepMeter:
+    """Seconds, bytes and memory of the current step on one rank.
+
+    Attributes:
+        step: number of the step.
+        switches: reports of the switches since `begin`.
+    """
+
+    def __init__(self, on_phase: OnPhase) -> None:
+        self.switches: list[ReshardReport] = []
+        self._on_phase = on_phase
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Start measuring a step. Everything that was measured before is discarded."""
+        self.step = step
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        # Cleared, not replaced: the worker's hook appends to this list.
+        self.switches.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Call `on_phase`, and add the duration of the block to the seconds of `name`."""
+        self._on_phase(name, self.step)
+        start = time.perf_counter()
+        yield
+        key = f"{name}_seconds"
+        self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - start
+
+    def take(self, worker: ActorHybridWorker) -> dict[str, float]:
+        """Return the measurements since the last call, combined over all ranks. Collective."""
+        # The second number is the resident set in pages.
+        with open("/proc/self/statm") as file:
+            resident_pages = int(file.read().split()[1])
+        local: dict[str, float] = {
+            "bytes_received": sum(report.bytes_received for report in self.switches),
+            "bytes_least": sum(report.bytes_least for report in self.switches),
+            "peak_bytes": max((report.peak_bytes for report in self.switches), default=0),
+            "rss_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
+            "reshard_seconds": sum(report.seconds for report in self.switches),
+            **self._seconds,
+            "seconds": time.perf_counter() - self._start,
+        }
+        # Before the ranks meet: the wait for a slow rank belongs to the next interval.
+        self.begin(self.step)
+        of_ranks = worker.job.agreement.gather(local, dict[str, int | float], "metrics")
+        return combine_ranks(of_ranks, are_totals=worker.reports_cover_all_ranks)
+
+
+def combine_ranks(
+    of_ranks: Sequence[Mapping[str, float]], *, are_totals: bool = False
+) -> dict[str, float]:
+    """Combine the measurements of all ranks: the sum of bytes, the maximum of seconds and memory.
+
+    `are_totals`: every rank reports the bytes of all ranks, as in switches with servers.
+    """
+    total = max if are_totals else sum
+    combined = {}
+    for name in of_ranks[0]:
+        # A step takes as long, and needs as much memory, as its worst rank.
+        combine = total if name in _TOTALS else max
+        combined[name] = combine(measured[name] for measured in of_ranks)
+    return combined
+
+
+def add_measurements(row: dict[str, Any], measured: Mapping[str, float]) -> None:
+    """Add later measurements of the same step to its row, in place."""
+    for name, value in measured.items():
+        if name in _MAXIMA:
+            row[name] = max(row.get(name, 0), value)
+        else:
+            row[name] = row.get(name, 0) + value

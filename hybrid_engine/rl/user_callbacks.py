@@ -1,0 +1,267 @@
+"""Calls of the user's callbacks (rewards and environments): functions and coroutine functions."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import itertools
+import logging
+import math
+import numbers
+import selectors
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybrid_engine.errors import ArgumentError, Violation, clipped, first_of, shortened
+
+logger = logging.getLogger("hybrid_engine")
+
+# Rank 0 gives up before the other ranks' timeout, so that its error, which has the cause, comes
+# first. A coroutine that blocks the event loop also blocks the loop's own timeout, so the waiting
+# thread checks a little later.
+_SHARE_OF_TIMEOUT = 0.9
+_SHARE_OF_TIMEOUT_WHEN_BLOCKED = 0.95
+_POLL_SECONDS = 0.05
+_MAX_CHARACTERS = 2000
+"""Length at which the text of a user's exception is cut."""
+
+MAX_REWARD = 1e18
+"""Largest absolute value of a reward.
+
+Advantages and the critic's loss are computed in float32, in which the square of this number, and
+the sum of hundreds of such squares, are finite.
+"""
+
+
+def number_of(value: Any) -> float:
+    """Convert a number that a user's callback returned.
+
+    Accepts int, float, bool, scalars of NumPy, real numbers of other libraries, and tensors and
+    arrays with one element.
+
+    Raises:
+        TypeError: `value` is anything else, for example a string.
+        OverflowError: `value` is an int beyond the range of float64.
+    """
+    if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
+        value = value.item()  # raises if there are several elements
+    if not isinstance(value, numbers.Real):
+        raise TypeError("not a real number")
+    return float(value)
+
+
+def rewards_of(values: Sequence[Any], places: Sequence[str]) -> list[float]:
+    """Convert rewards to floats; `places` names the completion of each for messages.
+
+    Raises ArgumentError with a violation for each value that is not a number, is not finite, or is
+    beyond `MAX_REWARD`.
+    """
+    rewards: list[float] = []
+    violations: list[Violation] = []
+    for value, place in zip(values, places, strict=True):
+        try:
+            reward = number_of(value)
+        except Exception:  # the value's own conversion can raise anything
+            reward = math.nan
+        # False for nan as well.
+        if abs(reward) <= MAX_REWARD:
+            rewards.append(reward)
+            continue
+        problem = f"is {shortened(value)} for {place}"
+        remedy = f"Return a finite number of at most {MAX_REWARD:g}, or a tensor of one element"
+        violations.append(Violation("reward", problem, remedy, code="invalid-reward"))
+    if violations:
+        raise ArgumentError(violations)
+    return rewards
+
+
+def run_callbacks(
+    argument: str,
+    calls: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]],
+    timeout_seconds: float,
+) -> list[Any]:
+    """Make the calls one after the other, then await all awaitable results together.
+
+    There is one event loop for the life of the process, so a connection that was opened in one
+    turn can be used in the next.
+
+    Args:
+        argument: name under which the user passed the callback, for messages.
+        calls: (place for messages, function, its arguments) of each call.
+        timeout_seconds: time for which other ranks wait for the results.
+
+    Returns the results in the order of `calls`.
+
+    Raises ArgumentError if a callback raises, or if awaitables are not done after 90 % of the
+    timeout. Unfinished awaitables are cancelled. If one of them blocks the event loop, it is
+    abandoned together with the loop.
+    """
+    results: list[Any] = []
+    try:
+        for place, function, arguments in calls:
+            with _naming(argument, place):
+                results.append(function(*arguments))
+    except BaseException:
+        # Python warns about coroutines that are neither awaited nor closed.
+        for result in filter(inspect.iscoroutine, results):
+            result.close()
+        raise
+    pending = {index: result for index, result in enumerate(results) if inspect.isawaitable(result)}
+    if pending:
+        places = [place for place, *_ in calls]
+        coroutine = _await_all(argument, places, pending, _SHARE_OF_TIMEOUT * timeout_seconds)
+        running = asyncio.run_coroutine_threadsafe(coroutine, _event_loop().loop)
+        limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
+        try:
+            for index, result in _wait_for(running, argument, limit_seconds).items():
+                results[index] = result
+        finally:
+            running.cancel()  # matters if this thread was interrupted while it waited
+    return results
+
+
+async def _await_all(
+    argument: str, places: Sequence[str], pending: Mapping[int, Awaitable[Any]], seconds: float
+) -> dict[int, Any]:
+    """Await all of `pending` together, for at most `seconds`; cancel the rest on failure."""
+    # Signal handlers do not run in this thread, so KeyboardInterrupt and SystemExit come from the
+    # coroutine itself.
+    kinds = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
+
+    async def result_of(index: int) -> Any:
+        with _naming(argument, places[index], kinds):
+            return await pending[index]
+
+    tasks = {index: asyncio.ensure_future(result_of(index)) for index in pending}
+    try:
+        done, _ = await asyncio.wait(
+            tasks.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for task in done:
+            task.result()  # raises the exception of a task that failed
+        late = [places[index] for index, task in tasks.items() if not task.done()]
+        if late:
+            problem = f"not done after {seconds:g} s: {first_of(late, 3, '; ')}"
+            remedy = (
+                "Bound the time that each of them takes, or raise generate_config.timeout_seconds"
+            )
+            raise ArgumentError([Violation(argument, problem, remedy, code="callback-timeout")])
+        return {index: task.result() for index, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+
+
+def _wait_for(running: Future[dict[int, Any]], argument: str, seconds: float) -> dict[int, Any]:
+    """Return the results of `running`.
+
+    Raises ArgumentError that names the line, if a coroutine blocks the event loop for `seconds`.
+    """
+    wait([running], seconds)
+    blocked_at = None
+    while not running.done():
+        blocked_at = _event_loop().line()
+        if blocked_at is not None:
+            break
+        # The loop is not blocked, only slow on a busy host: its own timeout is about to expire.
+        wait([running], _POLL_SECONDS)
+    if blocked_at is None:
+        return running.result()
+    _event_loop.cache_clear()  # later calls get a new loop instead of waiting for the blocked one
+    problem = f"a coroutine has blocked the event loop for {seconds:g} s, in {blocked_at}"
+    remedy = "Use an awaitable call there, or run the blocking call by asyncio.to_thread"
+    raise ArgumentError([Violation(argument, problem, remedy, code="event-loop-blocked")])
+
+
+@contextmanager
+def _naming(
+    argument: str,
+    place: str,
+    kinds: tuple[type[BaseException], ...] = (Exception, asyncio.CancelledError),
+) -> Iterator[None]:
+    """Turn exceptions of `kinds` into ArgumentError that names argument, place and line."""
+    try:
+        yield
+    except kinds as error:
+        if _is_being_cancelled():
+            raise
+        stack = traceback.extract_tb(error.__traceback__)
+        user_frames = [frame for frame in stack if frame.filename != __file__]
+        # TracebackException also copes with exceptions whose __str__ raises.
+        text = str(traceback.TracebackException(type(error), error, None))
+        text = clipped(text, _MAX_CHARACTERS)
+        problem = f"{type(error).__name__} for {place}"
+        if text:
+            problem = f"{problem}: {text}"
+        remedy = "It cannot be called with these arguments"
+        if user_frames:
+            remedy = f"It was raised by {user_frames[0].filename}:{user_frames[0].lineno}"
+        violation = Violation(argument, problem, remedy, code="callback-failed")
+        raise ArgumentError([violation]) from error
+
+
+def _is_being_cancelled() -> bool:
+    """Return whether the current task was cancelled from outside, as `_await_all` does."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no running event loop in this thread
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def is_coroutine_function(function: object) -> bool:
+    """Return whether `function` is a coroutine function, or an object with such a `__call__`."""
+    method = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+
+
+class _LoopThread(NamedTuple):
+    """Event loop and the thread that runs it."""
+
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+
+    def line(self) -> str | None:
+        """Return the outermost line of the running coroutine as "file:line".
+
+        Returns None while the loop waits for events or does its own work.
+        """
+        innermost = sys._current_frames()[self.thread.ident or 0]
+        stack = traceback.extract_stack(innermost)
+        asyncio_files = map(str, Path(asyncio.__file__).parent.glob("*.py"))
+        own_files = {__file__, *asyncio_files}
+        # From the innermost frame outwards, up to the first frame of the event loop.
+        frames = itertools.takewhile(lambda frame: frame.filename not in own_files, reversed(stack))
+        user_frames = list(frames)
+        if all(frame.filename == selectors.__file__ for frame in user_frames):
+            return None
+        return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
+
+
+@functools.cache
+def _event_loop() -> _LoopThread:
+    """Start the process's event loop in a daemon thread; later calls return the same one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(
+        target=_run_forever, args=(loop,), name="environments and rewards", daemon=True
+    )
+    thread.start()
+    return _LoopThread(loop, thread)
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop, and again after each exception that ended it."""
+    while not loop.is_closed():
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            # asyncio ends a loop on SystemExit and KeyboardInterrupt. The task that raised the
+            # exception has it as well, so it reaches the caller by `_await_all`.
+            logger.debug("a coroutine ended the event loop: %r", error)

@@ -1,0 +1,385 @@
+"""`generate_config.check_compute`: vLLM's log-probabilities compared with the trainer's.
+
+    set-up           all ranks exchange the window, softcap, scale and rotary frequencies of every layer, read from
+                     the live modules, and agree on a probe length; if a side cannot be probed, the log has the reason
+    probe_trainer    the trainer's forward pass, before any state leaves the device
+    compare          vLLM's log-probabilities of the same tokens, once vLLM can generate
+
+`verify` shows that the bits arrived. How each side computes with them depends on its settings, and a setting that one
+side ignores changes nothing in training, switching or verification. Log-probabilities of fixed tokens reveal it unless
+its effect needs longer sequences or is below rounding; therefore the layers are compared as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hybrid_engine.errors import ComputationError, shortened
+from hybrid_engine.ports import InferenceCaches, Trainer
+from hybrid_engine.probes import (
+    Attention,
+    Layers,
+    ProbeAnswer,
+    Probed,
+    ProbeLimits,
+    WithAttention,
+    attention_differences,
+    ranges,
+    unread_layers,
+)
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.report import SwitchTally
+
+logger = logging.getLogger("hybrid_engine")
+
+NUM_ROWS = 2
+"""Sequences per probe."""
+
+LENGTH = 64
+"""Tokens per sequence; more if a sliding window is to be exceeded."""
+
+LONGEST = 256
+"""Maximum tokens per sequence."""
+
+SHORTEST = 4
+"""Minimum tokens per sequence; shorter probes are not compared."""
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float32: 0.01,
+    torch.float16: 0.03,
+    torch.bfloat16: 0.1,
+}
+"""Dtype of the coarser side -> difference explained by rounding, as a fraction of the standard deviation of the
+trainer's log-probabilities. Two unrelated functions differ by about one standard deviation; see docs/failures.md."""
+
+LEAST_SPREAD = 0.2
+"""Minimum standard deviation in nats. An untrained model gives all tokens nearly the same log-probability, and its
+rounding errors are as large as those of a trained model."""
+
+_NUM_NAMED = 12
+"""Maximum number of settings in a message."""
+
+_MISMATCH = "vLLM does not compute what the trainer computes"
+_REMEDY = "Make the model and its config.json agree, or set generate_config.check_compute: off to skip this check"
+_PHASE = "looking at what can be compared"
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Layers of one rank that share the same attention settings."""
+
+    attention: Attention
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _RankDescription:
+    """Probe limits (trainer, inference) and layers of one rank, exchanged before anything is compared."""
+
+    limits: tuple[ProbeLimits, ProbeLimits]
+    trainer: tuple[_Layers, ...]
+    inference: tuple[_Layers, ...]
+
+
+@dataclass(frozen=True)
+class _JobProbe:
+    """Both sides, and token ids [B, L] that every rank of both sides can compute."""
+
+    trainer: Probed
+    inference: Probed
+    tokens: torch.Tensor
+
+
+class ProbingTrainer:
+    """Base class of a check that runs the trainer's forward pass in any state of the devices.
+
+    Attributes:
+        is_probing: True while the trainer computes for the check; guards then let it pass. A switch resets it at its
+            start because an interrupt may leave it set.
+    """
+
+    is_probing = False
+
+    @contextmanager
+    def _probing(self, device: torch.device) -> Iterator[None]:
+        """Let the trainer compute inside the context, and restore the state of random generators afterwards."""
+        devices = [device] if device.type == "cuda" else []
+        self.is_probing = True
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            self.is_probing = False
+
+
+class LogprobCheck(ProbingTrainer):
+    """Comparison of log-probabilities in one job; every rank has one.
+
+    Construction, `probe_trainer` and `compare` are collective.
+
+    Args:
+        trainer: compared if it is a `Probed`.
+        inference: compared with the trainer if it is a `Probed`.
+        job: job of all ranks.
+        when: "first": until one comparison has passed; "always": in every switch; "off": never.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        inference: InferenceCaches,
+        job: Job,
+        when: Literal["first", "always", "off"],
+    ) -> None:
+        self._trainer = trainer
+        self._inference = inference
+        self._job = job
+        self._when = when
+        self._probe = None if when == "off" else self._agree()
+        self._trained: ProbeAnswer | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next switch to INFER compares; the same on all ranks."""
+        return self._probe is not None and self._when != "off"
+
+    def probe_trainer(self, tally: SwitchTally) -> None:
+        """Run the trainer's forward pass, if `is_due`. Its parameters must be on the device."""
+        assert self._probe is not None, "call this only if is_due"
+        with (
+            tally.timed("compute"),
+            self._job.agreement.phase("compute", SHORT_PATIENCE),
+            self._probing(self._job.device),
+        ):
+            self._trained = self._probe.trainer.probe(self._probe.tokens)
+
+    def compare(self, tally: SwitchTally) -> None:
+        """Run vLLM's forward pass and compare, if `probe_trainer` was called before. vLLM must be able to generate.
+
+        Raises ComputationError on ranks on which the two sides differ by more than rounding.
+        """
+        probe = self._probe
+        trained = self._trained
+        self._trained = None
+        if probe is None or trained is None:
+            return
+        with tally.timed("compute"), self._job.agreement.phase("compute", SHORT_PATIENCE):
+            served = probe.inference.probe(probe.tokens)
+            self._inference.reset_caches()
+            gap = Gap(probe.tokens, trained, served)
+            if not gap.is_rounding:
+                settings = differing(
+                    probe.trainer.computed_settings(), probe.inference.computed_settings()
+                )
+                raise ComputationError(
+                    f"{_MISMATCH}: {gap}. {settings}", code="log-probabilities-differ"
+                )
+            if self._job.rank == 0:
+                logger.info("[Reshard] vLLM computes what the trainer computes: %s", gap)
+        if self._when == "first":
+            self._when = "off"
+
+    def _agree(self) -> _JobProbe | None:
+        """Compare the layers of both sides, and choose the tokens of the probe.
+
+        Returns None, and logs the reason, if any rank of either side cannot be probed. Raises ComputationError on all
+        ranks with every difference between layers.
+        """
+        trainer = self._trainer
+        inference = self._inference
+        with self._job.agreement.phase(_PHASE):
+            limits_here = (limits_of(trainer), limits_of(inference))
+            description = _RankDescription(limits_here, _layers_of(trainer), _layers_of(inference))
+        by_rank = self._job.agreement.gather(description, _RankDescription, _PHASE)
+        limits = [limit for rank in by_rank for limit in rank.limits]
+        by_trainer = _by_number(layers for rank in by_rank for layers in rank.trainer)
+        by_vllm = _by_number(layers for rank in by_rank for layers in rank.inference)
+        max_length = max_length_of(limits)
+        self._require_same_attention(by_trainer, by_vllm, max_length)
+
+        sizes = {attention.window or 0 for kinds in by_trainer.values() for attention in kinds}
+        # A window beyond the longest possible sequence hides no token.
+        windows = {size for size in sizes if max_length is None or size <= max_length}
+        refusal, tokens = tokens_within(limits, windows)
+        if tokens is not None:
+            length = tokens.shape[1]
+            uncovered = [size for size in windows if size >= length]
+            if uncovered:
+                self._log(
+                    logging.INFO,
+                    "log-probabilities of %d tokens are compared; for windows of %d tokens and more, settings alone",
+                    length,
+                    min(uncovered),
+                )
+        if isinstance(trainer, Probed) and isinstance(inference, Probed) and tokens is not None:
+            return _JobProbe(trainer, inference, tokens)
+        self._log(
+            logging.WARNING,
+            "vLLM's computation is not compared with the trainer's: %s",
+            refusal,
+        )
+        return None
+
+    def _require_same_attention(
+        self, trainer: Layers, inference: Layers, max_length: int | None
+    ) -> None:
+        differences = attention_differences(trainer, inference, max_length)
+        if differences:
+            raise ComputationError(
+                f"{_MISMATCH}: {'; '.join(differences)}. {_REMEDY}", code="attention-differs"
+            )
+        unread = unread_layers(trainer, inference)
+        if unread and isinstance(self._trainer, Probed):
+            layers = ranges(unread)
+            self._log(
+                logging.WARNING,
+                "the attention of %s is not compared: a side cannot be read",
+                layers,
+            )
+
+    def _log(self, level: int, message: str, *args: object) -> None:
+        if self._job.rank == 0:
+            logger.log(level, f"[Reshard] {message}", *args)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Difference between the trainer's and vLLM's answers to `tokens` [B, L]."""
+
+    tokens: torch.Tensor
+    trained: ProbeAnswer
+    served: ProbeAnswer
+
+    @property
+    def _differences(self) -> torch.Tensor:
+        """Absolute differences [B, L - 1] of the log-probabilities, in nats."""
+        return (self.trained.log_probs.double() - self.served.log_probs.double()).abs()
+
+    @property
+    def median(self) -> float:
+        """Median difference in nats, of the block of `LENGTH` positions in which it is largest.
+
+        Blocks, because an effect of long sequences moves only the later positions. The median, because rounding may
+        route a token to another expert of nearly equal score, which moves single tokens by about one nat, whereas a
+        different function moves all tokens.
+        """
+        num_blocks = -(-self.tokens.shape[1] // LENGTH)
+        blocks = self._differences.chunk(num_blocks, dim=1)
+        return torch.stack([block.median() for block in blocks]).max().item()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the coarser side."""
+        dtypes = (self.trained.dtype, self.served.dtype)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    @property
+    def tolerance(self) -> float:
+        """Median difference in nats that rounding explains."""
+        share = TOLERANCES.get(self.dtype, max(TOLERANCES.values()))
+        spread = self.trained.log_probs.double().std().item()
+        return share * max(LEAST_SPREAD, spread)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the difference; False for NaN."""
+        return self.median <= self.tolerance
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        differences = self._differences
+        farthest = int(differences.nan_to_num(torch.inf).argmax())
+        row, column = divmod(farthest, differences.shape[1])
+        token_id = int(self.tokens[row, column + 1])
+        by_trainer = self.trained.log_probs[row, column].item()
+        by_vllm = self.served.log_probs[row, column].item()
+        return (
+            f"log-probabilities of {differences.numel()} tokens are {self.median:.3g} nats apart (median), rounding of "
+            f"{dtype} explains {self.tolerance:g}; furthest apart is token {token_id} at "
+            f"position {column + 1} of sequence {row}, {by_trainer:.4f} by the trainer and {by_vllm:.4f} by vLLM"
+        )
+
+
+def limits_of(side: object) -> ProbeLimits:
+    """Return the probe limits of a side; a side that is not `Probed` refuses every probe."""
+    if isinstance(side, Probed):
+        return side.probe_limits()
+    return ProbeLimits(f"{type(side).__name__} cannot be probed")
+
+
+def max_length_of(limits: Sequence[ProbeLimits]) -> int | None:
+    """Return the maximum sequence length in tokens that all sides can compute; None if unlimited."""
+    return min((limit.max_length for limit in limits if limit.max_length is not None), default=None)
+
+
+def tokens_within(
+    limits: Sequence[ProbeLimits],
+    windows: Collection[int] = (),
+) -> tuple[str, torch.Tensor | None]:
+    """Return ("", token ids [B, L]) that all sides can compute, or (reason, None). Every job gets the same ids.
+
+    Sequences are `LENGTH` tokens longer than the longest of `windows` that fits within the limits.
+    """
+    refusal = next((limit.refusal for limit in limits if limit.refusal), "")
+    if refusal:
+        return refusal, None
+    multiple = math.lcm(*(limit.multiple for limit in limits))
+    max_length = max_length_of(limits)
+    bound = LONGEST if max_length is None else min(LONGEST, max_length)
+    reachable = [size for size in windows if LENGTH + size <= bound]
+    longest = LENGTH + max(reachable, default=0)
+    if max_length is not None:
+        longest = min(longest, max_length)
+    length = longest // multiple * multiple
+    if length < SHORTEST:
+        reason = (
+            f"sequences of at most {longest} tokens, and of a multiple of {multiple}, are too short"
+        )
+        return reason, None
+    vocab_size = min(limit.vocab_size for limit in limits)
+    generator = torch.Generator().manual_seed(0)
+    return "", torch.randint(vocab_size, (NUM_ROWS, length), generator=generator)
+
+
+def _layers_of(side: object) -> tuple[_Layers, ...]:
+    """Return the layers of a side, grouped by their settings because most layers are alike."""
+    numbers: dict[Attention, list[int]] = {}
+    if isinstance(side, WithAttention):
+        for number, attention in side.attention().items():
+            numbers.setdefault(attention, []).append(number)
+    return tuple(_Layers(attention, tuple(layers)) for attention, layers in numbers.items())
+
+
+def _by_number(layers: Iterable[_Layers]) -> Layers:
+    """Merge the layers of all ranks: layer number -> its distinct settings."""
+    attention: dict[int, list[Attention]] = {}
+    for alike in layers:
+        for number in alike.numbers:
+            known = attention.setdefault(number, [])
+            if alike.attention not in known:
+                known.append(alike.attention)
+    return attention
+
+
+def differing(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> str:
+    """Describe the settings that differ between the sides, and the remedy."""
+    differences = []
+    for name in sorted(trainer.keys() & inference.keys()):
+        if trainer[name] != inference[name]:
+            by_trainer = shortened(trainer[name], 80)
+            by_vllm = shortened(inference[name], 80)
+            differences.append(f"{name} is {by_trainer} for the trainer and {by_vllm} for vLLM")
+    for name in sorted(trainer.keys() - inference.keys()):
+        differences.append(f"the trainer has {name} {shortened(trainer[name], 80)}")
+    listed = "; ".join(differences[:_NUM_NAMED]) or "none of those with a name"
+    num_more = len(differences) - _NUM_NAMED
+    more = f"; and {num_more} more" if num_more > 0 else ""
+    return f"Settings that differ: {listed}{more}. {_REMEDY}"

@@ -1,0 +1,483 @@
+"""Set-up of the switch: ranks exchange their layouts, make the plan and connect the transports.
+
+    1  gather_side      training layouts of all ranks, once: by assembly.py, which orders the ranks by them, or here
+    2  peer access      test on which hosts ranks can read each other's memory. It fails if ranks belong to several
+                        users, or GPUs cannot reach each other. Discovered during a switch that would be an error;
+                        discovered here, the ranks of that host send messages
+       share            inference layouts, and the hosts that can relay: they receive messages for many ranks once
+       host_groups      handles of exported buffers, among the ranks of a host
+    3  plan             on every rank from the same records; each rank keeps its part
+    4  is_same          digests of the plans must be equal; then handles of relay buffers are exchanged
+    5  connect          process groups, transports, the container to be filled
+
+ShardingManager calls this once. A program with another destination, such as a second Megatron model, calls it too.
+Memory: during set-up, the records of all ranks; afterwards, this rank's plan and its relay buffers, if any.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
+from hybrid_engine.layouts.memory import MIB
+from hybrid_engine.memory.device_pages import DeviceHandle
+from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, reading
+from hybrid_engine.memory.host_pages import BufferHandle
+from hybrid_engine.messages import Record, decode, encode
+from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
+from hybrid_engine.planning.plan import ReshardPlan, rounding_faults
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
+from hybrid_engine.ranks.digests import text_digest
+from hybrid_engine.ranks.groups import MEETING_DIRECTORY, RankGroup
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import BufferId
+from hybrid_engine.records.sides import Side, layout_messages
+from hybrid_engine.switch.incremental import Incremental, Selection
+from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
+from hybrid_engine.switch.weight_container import WeightContainer
+from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
+from hybrid_engine.transports.deltas import Deltas
+from hybrid_engine.transports.pull import SharedMemoryTransport
+from hybrid_engine.transports.router import (
+    CONFIG_KEY,
+    TransportSet,
+    choose_transport,
+    export_handles,
+)
+
+logger = logging.getLogger("hybrid_engine")
+
+Timed = Callable[[str], AbstractContextManager[object]]
+"""Context manager factory that times a step, including its wait for the slowest rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Connection:
+    """Plan and connected parts with which one rank switches.
+
+    Attributes:
+        plan: this rank's plan.
+        releases: bucket -> parts of this rank's training buffers to release once all ranks have read the bucket.
+        router: transports, connected for the plan.
+        container: inference weights, filled through the router.
+        fence_group: ranks of this host, for the fences of a switch (release_fence.py).
+        verifier: verifies each switch; None without `generate_config.verify`.
+        incremental: record of delivered weights; None without `generate_config.incremental`.
+        ranges: check of values that are sent in another dtype; None without `generate_config.check_nan`.
+        is_apart: some rank of the job has one side only.
+    """
+
+    plan: ReshardPlan
+    releases: Sequence[Releases]
+    router: TransportSet
+    container: WeightContainer
+    fence_group: RankGroup
+    verifier: Verifier | None = None
+    incremental: Incremental | None = None
+    ranges: ValueRanges | None = None
+    is_apart: bool = False
+
+    def check_values(self, training: TrainingWeights, selection: Selection) -> None:
+        """Raise WeightError for values that are NaN or infinite, or become so in the dtype in which they are sent."""
+        training.check_values(selection.unread)
+        if self.ranges is not None:
+            self.ranges.require(training)
+
+
+class Offer(Record, frozen=True):
+    """Properties of a rank that the plan needs in addition to its layouts.
+
+    Most ranks offer the same, and equal offers are sent once.
+
+    Attributes:
+        can_relay: this rank can receive messages for other ranks of its host, and share them.
+        frozen: tensors of this rank that no optimizer step changes.
+    """
+
+    can_relay: bool
+    frozen: list[str]
+
+
+_Handles = tuple[dict[str, BufferHandle], dict[str, DeviceHandle]]
+"""Buffers of one rank that other ranks of its host can map: name -> handle, one mapping per kind of handle."""
+
+_HANDLE_KINDS = (BufferHandle, DeviceHandle)
+
+
+def gather_side(job: Job, weights: WeightAdaptor) -> Side:
+    """Gather one side's layouts from all ranks. Collective. Raises ParameterMismatchError on the rank at fault."""
+    with job.agreement.phase("layout"):
+        layout = layout_messages(weights.layout())
+    numbers, messages = job.agreement.share(layout, "exchange of layouts")
+    with job.agreement.phase("layout"):
+        return Side.from_messages(numbers, messages)
+
+
+def connect(
+    job: Job,
+    source: TrainingWeights,
+    destination: InferenceWeights,
+    config: GenerateConfig,
+    owner: ExitStack,
+    *,
+    may_stay_unread: Collection[str] = (),
+    frozen: Callable[[], Collection[str]] = tuple,
+    source_side: Side | None = None,
+    timed: Timed = nullcontext,
+) -> Connection:
+    """Agree on a plan with all ranks, and connect. Collective.
+
+    Args:
+        job: job whose ranks hold both sides.
+        source, destination: this rank's weights.
+        config: transport, bucket size and timeout; the same on all ranks.
+        owner: receives the callbacks that close everything created here.
+        may_stay_unread: source tensors that no destination needs to read.
+        frozen: with `config.incremental`, returns this rank's tensors that no optimizer step changes; they get separate
+            buckets.
+        source_side: training layouts of all ranks, if known (`gather_side`).
+        timed: called with "layout" and "plan" to time them; by default nothing is timed.
+
+    Raises on all ranks: PlanError with every inconsistency of the two sides; ConfigError if the transport cannot carry
+    the plan, or if the job has another device or timeout; DeviceMemoryError if relay buffers do not fit.
+    """
+    fence_group = job.new_host_group(owner)
+    with timed("layout"):
+        with job.agreement.phase("layout"):
+            job.require_timeout(config.timeout_seconds)
+            buffers = source.buffers()
+            _require_device(job, buffers)
+        reasons = hosts_without_access(job, config, fence_group)
+        shares_memory = job.hosts[job.rank] not in reasons
+        # One rank per host logs; so does a rank without training weights, because its log may be a server's.
+        is_first_of_host = job.rank == job.hosts.index(job.hosts[job.rank])
+        if config.transport == "auto" and (not buffers or is_first_of_host):
+            _log_transports(job, reasons)
+        with job.agreement.phase("layout"):
+            can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
+            unchanging = frozen() if config.incremental != "off" else ()
+            offer = Offer(can_relay, sorted(unchanging))
+            records = (*layout_messages(destination.layout()), encode(offer))
+            exported = export_handles(job.rank, buffers) if shares_memory else {}
+        if source_side is None:
+            source_side = gather_side(job, source)
+        numbers, messages = job.agreement.share(records, "exchange of layouts")
+        handles = _gather_handles(job, exported, fence_group)
+    with timed("plan"):
+        with job.agreement.phase("plan"):
+            rank_part = rank_plan(
+                job.rank,
+                job.hosts,
+                source_side,
+                numbers,
+                messages,
+                config,
+                may_stay_unread,
+                job.devices,
+            )
+            relays = RelayBuffers(job.rank, rank_part.plan.relays, job.device)
+            relay_handles = export_handles(job.rank, relays.tensors)
+        if not job.agreement.is_same([text_digest(rank_part.parameters)], "comparison of plans"):
+            raise PlanError(
+                ["the ranks made different plans: they do not run the same code or configuration"]
+            )
+        (has_relays,) = job.agreement.any_of([bool(relay_handles)], "comparison of plans")
+        if has_relays:
+            handles |= _gather_handles(job, relay_handles, fence_group)
+        # Every purpose has a separate group, because a group is unusable after a timeout.
+        transfer_group = _transfer_group(job, rank_part.plan, handles.keys(), config, owner)
+        notify_group = job.new_host_group(owner) if has_relays else None
+        with job.agreement.phase("plan"):
+            context = TransportContext(
+                job.rank,
+                source_side.buffers,
+                handles,
+                transfer_group,
+                destination_buffers=rank_part.destination.buffers,
+                relays=relays,
+                notify_group=notify_group,
+                buckets=rank_part.plan.buckets,
+                deltas=Deltas() if config.incremental == "delta" else None,
+                timeout=job.timeout_seconds,
+            )
+            router = TransportSet.connect(context, config.transport)
+            owner.callback(router.close)
+            router.check(rank_part.plan, exported=handles)
+            container = WeightContainer(
+                destination, rank_part.plan, router, num_ranks=job.world_size
+            )
+            verifier = None
+            if rank_part.regions is not None and config.verify != "off":
+                verifier = Verifier(rank_part.regions, job, config.verify)
+    return Connection(
+        rank_part.plan,
+        rank_part.releases,
+        router,
+        container,
+        fence_group,
+        verifier,
+        rank_part.incremental,
+        rank_part.ranges,
+        is_apart=rank_part.is_apart,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """Everything that one rank derives from the records of all ranks.
+
+    Attributes:
+        parameters: text of the plan's and the configuration's properties that must be equal on all ranks.
+        destination: inference layouts of all ranks.
+        plan, releases, incremental, ranges, is_apart: see `Connection`.
+        regions: regions that the verifier compares; None without `generate_config.verify`.
+    """
+
+    parameters: str
+    destination: Side
+    plan: ReshardPlan
+    releases: Sequence[Releases]
+    regions: CommonRegions | None
+    incremental: Incremental | None
+    ranges: ValueRanges | None
+    is_apart: bool
+
+
+def rank_plan(
+    rank: int,
+    hosts: Sequence[str],
+    source: Side,
+    numbers: Sequence[Sequence[int]],
+    messages: Sequence[bytes],
+    config: GenerateConfig,
+    may_stay_unread: Collection[str] = (),
+    devices: Sequence[str] = (),
+) -> RankPlan:
+    """Plan for one rank, without a collective. Raises PlanError, MessageError.
+
+    Args:
+        rank: global rank.
+        hosts: host of each rank. A host relays if all of its ranks can.
+        source: training layouts of all ranks.
+        numbers: per rank, indexes into `messages`: names and records of its inference layout, and its `Offer`.
+        messages: distinct messages that the ranks shared.
+        config, may_stay_unread: see `connect`.
+        devices: device of each rank; see `planner.plan`.
+    """
+    destination = Side.from_messages([of_rank[:2] for of_rank in numbers], messages)
+    is_apart = bool((source.holds_any() != destination.holds_any()).any())
+    # If every rank has both sides, one configuration key sets both dtypes, and they cannot differ.
+    dtypes = (source.placed.holdings.dtypes, destination.placed.holdings.dtypes)
+    if is_apart and not config.compress_reshard:
+        faults = rounding_faults(*dtypes)
+        if faults:
+            raise PlanError(faults)
+
+    offer_numbers = [of_rank[2] for of_rank in numbers]
+    decoded = {number: decode(messages[number], Offer) for number in set(offer_numbers)}
+    offers = [decoded[number] for number in offer_numbers]
+    cannot_relay = {host for host, offer in zip(hosts, offers, strict=True) if not offer.can_relay}
+    # Ranks with equal layouts and offers count once.
+    distinct = set(zip(source.kind_of.tolist(), offer_numbers, strict=True))
+    frozen = frozen_everywhere(
+        (source.kinds[kind].tensors, decoded[number].frozen) for kind, number in distinct
+    )
+    job_plan = plan(
+        source,
+        destination,
+        hosts,
+        config.bucket_mb * MIB,
+        may_stay_unread,
+        rank=rank,
+        relaying_hosts=set(hosts) - cannot_relay,
+        frozen=frozen,
+        devices=devices,
+    )
+    keys = (
+        config.bucket_mb,
+        config.transport,
+        config.verify,
+        config.incremental,
+        config.incremental_mb,
+        config.suspend_communicators,
+    )
+    layout = source.kind(rank)
+    incremental = None
+    if config.incremental != "off":
+        # Inference weights that are never released need no bound.
+        limit = config.incremental_mb * MIB if config.release_weights else None
+        groups = {buffer.group for buffer in destination.kind(rank).buffers.values()}
+        residency = Residency.of(job_plan.buckets, destination, rank, limit)
+        incremental = Incremental(job_plan.buckets, layout, groups, residency, frozen)
+    verifies = config.verify != "off"
+    return RankPlan(
+        f"{job_plan.fingerprint} {keys}",
+        destination,
+        job_plan,
+        release_schedule(layout.shards, [bucket.tensors for bucket in job_plan.buckets]),
+        CommonRegions(source, destination, rank) if verifies else None,
+        incremental,
+        ValueRanges(rank, layout, destination.placed.holdings.dtypes) if config.check_nan else None,
+        is_apart,
+    )
+
+
+def _gather_handles(
+    job: Job, exported: Mapping[BufferId, Handle], group: RankGroup
+) -> dict[BufferId, Handle]:
+    """Gather the handles of the ranks of this host. Collective."""
+    with job.agreement.phase("exchange of handles"):
+        by_kind = []
+        for kind in _HANDLE_KINDS:
+            of_kind = {
+                buffer_id.name: handle
+                for buffer_id, handle in exported.items()
+                if isinstance(handle, kind)
+            }
+            by_kind.append(of_kind)
+        message = encode(by_kind)
+    with job.agreement.phase("exchange of handles"):
+        handles: dict[BufferId, Handle] = {}
+        for rank, received in group.gather(message).items():
+            for handles_of_rank in decode(received, _Handles):
+                for name, handle in handles_of_rank.items():
+                    handles[BufferId(rank, name)] = handle
+        return handles
+
+
+def _transfer_group(
+    job: Job,
+    job_plan: ReshardPlan,
+    exported: Set[BufferId],
+    config: GenerateConfig,
+    owner: ExitStack,
+) -> Group | None:
+    """Create the group for messages; None if no rank exchanges any. Collective.
+
+    The group spans only ranks that exchange messages, directly or through others, because an NCCL communicator takes
+    hundreds of MB on every device.
+    """
+    ranks: list[int] = []
+    for transfer in job_plan.transfers():
+        if choose_transport(transfer, exported, config.transport) == CollectiveTransport.name:
+            ranks += (transfer.src_rank, transfer.dst_rank)
+    parts = job.parts_that_meet(ranks)
+    if parts is None:
+        return None
+    connect_parts = job.new_nccl_group if job.device.type == "cuda" else job.new_group
+    return connect_parts(owner, parts)
+
+
+def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError unless all training buffers are on the job's device.
+
+    A device without an index stands for any device of its type. Transports, relay buffers and process groups are
+    created for the job's device.
+    """
+    device = job.device
+    others = set()
+    for flat in buffers.values():
+        if flat.device.type != device.type or device.index not in (None, flat.device.index):
+            others.add(str(flat.device))
+    if others:
+        where = " and ".join(sorted(others))
+        problem = f"{device}, but training weights of rank {job.rank} are on {where}"
+        remedy = "Pass their device: Job.join(..., device=...)"
+        raise ConfigError([Violation("Job.device", problem, remedy, code="wrong-device")])
+
+
+_PHASE = "peer access"
+
+
+def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> Mapping[str, str]:
+    """Return hosts on which a rank cannot read another rank's memory -> the first reason. Collective.
+
+    All ranks return the same. Raises ConfigError on all ranks if `config.transport` requires such access.
+    """
+    reason = ""
+    with ExitStack() as probes:
+        with job.agreement.phase(_PHASE):
+            exported: dict[BufferId, Handle] = {}
+            try:
+                if is_elastic(job.device):
+                    exported = {BufferId(job.rank, "probe"): _probe(job, probes)}
+            except TransportError as error:
+                reason = f"rank {job.rank} cannot offer its memory: {error}"
+        handles = _gather_handles(job, exported, group)
+        with job.agreement.phase(_PHASE):
+            by_rank = {buffer_id.rank: handle for buffer_id, handle in handles.items()}
+            reason = reason or _obstacle(job, by_rank)
+        # Probes stay open until every rank has read them: this gather comes after all reads.
+        gathered: Sequence[str] = job.agreement.gather(reason, str, _PHASE)
+    reasons: dict[str, str] = {}
+    for host, host_reason in zip(job.hosts, gathered, strict=True):
+        if host_reason:
+            reasons.setdefault(host, host_reason)
+    if reasons and config.transport == SharedMemoryTransport.name:
+        remedy = "Choose auto or collective, or give the permission"
+        violations = []
+        for host_reason in reasons.values():
+            problem = f"{config.transport}, but {host_reason}"
+            violations.append(Violation(CONFIG_KEY, problem, remedy, code="no-peer-access"))
+        raise ConfigError(violations)
+    return reasons
+
+
+def _log_transports(job: Job, reasons: Mapping[str, str]) -> None:
+    """Log how the ranks of this host receive weights, and why other ranks' weights come in messages."""
+    host = job.hosts[job.rank]
+    reason = reasons.get(host)
+    if reason:
+        logger.warning(
+            "[Reshard] the ranks of this host send their weights instead of sharing memory: %s",
+            reason,
+        )
+        return
+    if not is_elastic(job.device):
+        return
+    ranks = [rank for rank, other in enumerate(job.hosts) if other == host]
+    num_remote = job.world_size - len(ranks)
+    remote = ""
+    if num_remote:
+        where = f"on another machine, or in a container with another {MEETING_DIRECTORY}"
+        remote = f"; by messages with {num_remote} others ({where})"
+    listed = ", ".join(map(str, ranks))
+    logger.info("[Reshard] ranks that read each other's memory: %s%s", listed, remote)
+
+
+def _probe(job: Job, owner: ExitStack) -> Handle:
+    """Export a buffer that contains this rank's number; `owner` closes it."""
+    probe = ElasticBuffer(1, torch.int64, "probe", job.device)
+    owner.callback(probe.close)
+    probe.tensor.fill_(job.rank)
+    if job.device.type == "cuda":
+        # Peers read without waiting for this rank's stream.
+        torch.cuda.synchronize(job.device)
+    return probe.export()
+
+
+def _obstacle(job: Job, handles: Mapping[int, Handle]) -> str:
+    """Read the probes of the other ranks of this host; return why one cannot be read, or "".
+
+    `handles`: rank -> handle of its probe.
+    """
+    for peer, handle in handles.items():
+        if peer == job.rank:
+            continue
+        try:
+            with reading(handle, job.device) as flat:
+                number = int(flat[0])
+        except TransportError as error:
+            return f"rank {job.rank} cannot read the memory of rank {peer}: {error}"
+        # An alias of another buffer would be read without an error.
+        if number != peer:
+            return f"rank {job.rank} reads {number} where rank {peer} wrote {peer}"
+    return ""

@@ -1,0 +1,81 @@
+"""Command line: `hybrid-engine plan …`, `verify …`, `certify …` and `env`; also `python -m hybrid_engine`.
+
+    plan_command.py       `plan`: options and their checks; tools/plan/ does the work
+    from_verl.py          `plan --from verl`: conversion of a verl configuration
+    search_output.py      `plan --search`: output
+    verify_command.py     `verify`: options, checks and verdict; tools/verify/ does the work
+    certify_command.py    `certify`: likewise
+    options.py            parts that the commands' options have in common
+    output.py             output of an answer to a terminal, a file or a pipe
+
+Exit status:
+    0   the command succeeded and found no fault
+    1   `verify` or `certify` found a difference
+    2   the request is invalid, and every reason was printed before anything started; or the answer
+        could not be written
+    3   `plan`: the job does not fit its devices or hosts, or with --search no job fits. `verify`,
+        `certify`: the ranks or engines ended without a verdict; their output is printed
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import hybrid_engine
+from hybrid_engine.tools.cli.certify_command import certify
+from hybrid_engine.tools.cli.output import write_answer
+from hybrid_engine.tools.cli.plan_command import plan
+from hybrid_engine.tools.cli.verify_command import verify
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables truncate option names in narrow terminals
+)
+
+
+def _print_version(is_set: bool) -> None:
+    if is_set:
+        typer.echo(f"hybrid-engine {hybrid_engine.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Train with Megatron or FSDP2 and generate with vLLM in turn, on one set of devices."""
+
+
+app.command()(plan)
+app.command()(verify)
+app.command()(certify)
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+) -> None:
+    """Print facts on which the GPU paths depend, for bug reports: GPUs, driver, packages, limits.
+
+    In a checkout `make gpu-check` tries these paths; see docs/gpu.md.
+    """
+    from hybrid_engine.tools.verify.machine import facts_of, this_machine
+
+    facts = facts_of(this_machine())
+    lines = "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+    write_answer(facts, lambda: typer.echo(lines), as_json=as_json)
+
+
+__all__ = ["app"]

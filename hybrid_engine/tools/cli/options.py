@@ -1,0 +1,147 @@
+"""Options that the commands share, and the refusal of all invalid options at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config.loading import parsed_config
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    FileError,
+    ModelError,
+    ReshardError,
+    Violation,
+    collect,
+    shortened,
+)
+from hybrid_engine.files.documents import apply_overrides, read_yaml
+
+MOST_RANKS = 2**17
+"""Largest number of ranks. Beyond it a plan takes minutes, and more memory than the planned job."""
+_OVERRIDE = re.compile(r"[\w.]+=")
+
+
+def integer_option(meaning: str) -> OptionInfo:
+    """Return an option for a number in the digits 0 to 9.
+
+    `int()` would also accept `_` and the digits of other scripts.
+    """
+    option: OptionInfo = typer.Option(help=meaning, parser=_parse_integer, metavar="INTEGER")
+    return option
+
+
+def config_argument() -> ArgumentInfo:
+    """Return the argument for the configuration file and overrides of its keys."""
+    argument: ArgumentInfo = typer.Argument(
+        metavar="CONFIG.yaml|KEY=VALUE",
+        help="The job's configuration, and keys to set in it, for example "
+        "actor_config.tensor_model_parallel_size=4. Without a file, keys alone, of which `model` is "
+        "required: a Hugging Face id (org/name) or a directory with a config.json. Needs no weights.",
+        show_default=False,
+    )
+    return argument
+
+
+def read_config(words: Sequence[str], ranks: int, *, sizes_are_open: bool = False) -> HybridConfig:
+    """Return the checked configuration from the words of `config_argument`.
+
+    Args:
+        words: at most one file, and overrides KEY=VALUE.
+        ranks: number of ranks.
+        sizes_are_open: sizes may be missing, so rules are not checked yet.
+
+    Raises:
+        ConfigError: with every violation.
+    """
+    files = [word for word in words if not _OVERRIDE.match(word)]
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    violations = [
+        Violation("CONFIG", f"more than one file: {shortened(file)}", "Name one", code="many-files")
+        for file in files[1:]
+    ]
+    violations += _rank_violations(ranks)
+    values = None
+    if files:
+        values = collect(violations, read_yaml, files[0], "CONFIG")
+    values = values or {}
+    violations += apply_overrides(values, overrides)
+    if violations:
+        raise ConfigError(violations)
+    directory = Path(files[0]).absolute().parent if files else None
+    return check_config(values, ranks, directory, sizes_are_open=sizes_are_open)
+
+
+def check_config(
+    values: Mapping[str, Any],
+    ranks: int,
+    directory: Path | None,
+    *,
+    sizes_are_open: bool = False,
+) -> HybridConfig:
+    """Return the checked configuration of a mapping; see `read_config` and `load_config`.
+
+    Raises ConfigError.
+    """
+    violations = list(_rank_violations(ranks))
+    if violations:
+        raise ConfigError(violations)
+    try:
+        if sizes_are_open:
+            config, _ = parsed_config(values, directory)
+            return config
+        return load_config(
+            values,
+            ranks,
+            weights_only=True,
+            own_weights=True,
+            directory=directory,
+        )
+    except DependencyError as error:  # a model on the Hub, without huggingface_hub
+        violation = Violation("model", str(error), "Or name a directory", code="needs-package")
+        raise ConfigError([violation]) from error
+
+
+def _rank_violations(ranks: int) -> Iterator[Violation]:
+    if not 1 <= ranks <= MOST_RANKS:
+        remedy = f"Use 1 to {MOST_RANKS}"
+        yield Violation("--ranks", f"{ranks} ranks", remedy, code="out-of-range")
+
+
+def _parse_integer(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,30}", str(text)):
+        raise typer.BadParameter(f"{shortened(text)} is not a whole number")
+    return int(text)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the command with a message if the block raises an error of the engine.
+
+    The exit status is 2, or 3 if ranks or engines ended without a verdict.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        refuse(error.findings)
+    except (FileError, ModelError, ReshardError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(3 if isinstance(error, ReshardError) else 2) from None
+
+
+def refuse(violations: Sequence[Violation]) -> NoReturn:
+    """End the command with status 2 and every violation on stderr."""
+    if len(violations) == 1:
+        typer.echo(f"Error: {violations[0]}", err=True)
+    else:
+        _, *lines = str(ConfigError(violations)).splitlines()
+        typer.echo("\n".join((f"{len(violations)} errors:", *lines)), err=True)
+    raise typer.Exit(2)

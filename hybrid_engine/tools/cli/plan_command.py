@@ -1,0 +1,314 @@
+"""Command `plan`: checks the request, plans the job with `hybrid_engine.tools.plan`, prints the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from hybrid_engine.config import HybridConfig, find_violations
+from hybrid_engine.errors import ConfigError, Violation, collect, shortened
+from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
+from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.tools.cli.from_verl import read_verl
+from hybrid_engine.tools.cli.options import (
+    config_argument,
+    integer_option,
+    read_config,
+    refuse,
+    refusing,
+)
+from hybrid_engine.tools.cli.output import Console, new_table, progress, write_answer
+from hybrid_engine.tools.cli.search_output import search_and_print
+from hybrid_engine.tools.plan.answer import (
+    UNITS,
+    Answer,
+    JobVerdict,
+    Unit,
+    assumptions,
+    facts_of_rank,
+    later_switches,
+    tables_of,
+)
+from hybrid_engine.tools.plan.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
+
+_DEVICES = Path("/dev")
+_RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
+
+
+def plan(
+    words: Annotated[list[str], config_argument()],
+    ranks: Annotated[
+        int | None, integer_option("Number of ranks: one for each device. Needed without --from.")
+    ] = None,
+    hosts_of: Annotated[
+        int | None, integer_option("Ranks of one host; default: 8, or what --from reads.")
+    ] = None,
+    source: Annotated[
+        Literal["verl"] | None,
+        typer.Option(
+            "--from",
+            help="Whose configuration CONFIG.yaml is, if not this project's; its keys can be set too. --ranks is "
+            "read from it.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"Memory by name: {', '.join(DEVICE_GIB)}.")
+    ] = None,
+    device_gib: Annotated[
+        float | None,
+        typer.Option(help=f"Memory of one device, GiB; default: {Cluster().device_gib:g}."),
+    ] = None,
+    host_gib: Annotated[
+        float | None, typer.Option(help="Memory of one host, GiB; not checked without.")
+    ] = None,
+    link_gbps: Annotated[
+        str,
+        typer.Option(
+            help="10^9 bytes per second of one rank, each direction: self, host, network."
+        ),
+    ] = _RATES,
+    elastic: Annotated[
+        bool | None,
+        typer.Option(
+            help="Parameters leave a device page by page, which on GPUs needs cuda-bindings. Default: yes, since "
+            "requirements.txt installs it; on a machine with a GPU, if it is installed there."
+        ),
+    ] = None,
+    rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
+    frozen: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of a checkpoint's tensors (* and ?, separated by commas) that are not trained: also what later "
+            "switches move with incremental: auto, or at most with delta."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")
+    ] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Find the sizes that the configuration leaves out: the best pairs of layouts, planned.",
+        ),
+    ] = False,
+) -> None:
+    """Say whether a job fits its devices and what a switch between its two layouts moves. Needs no device, no weights.
+
+    The verdict comes first, then the numbers. Exits with 3 if the job does not fit, or with --search if no job does.
+    """
+    violations = list(_option_violations(hosts_of, device_gib, host_gib))
+    size = collect(violations, _size_of_device, device, device_gib)
+    rates = collect(violations, _parse_rates, link_gbps)
+    remarks: Sequence[str] = ()
+    config = None
+    if source is not None:
+        verl_job = collect(violations, read_verl, words, ranks, hosts_of)
+        if verl_job is not None:
+            config = verl_job.config
+            ranks = verl_job.ranks
+            hosts_of = verl_job.hosts_of
+            remarks = verl_job.remarks
+    elif ranks is None:
+        remedy = "Give the number of ranks: one for each device"
+        violations.append(Violation("--ranks", "is missing", remedy, code="is-missing"))
+    else:
+        config = collect(violations, read_config, words, ranks, sizes_are_open=search)
+    if rank is not None and ranks is not None and not 0 <= rank < ranks:
+        problem = f"{rank} of {ranks} ranks, counted from 0"
+        violations.append(Violation("--rank", problem, "Name one of them", code="out-of-range"))
+    for name, value in (("--rank", rank), ("--frozen", frozen), ("--from", source)):
+        if search and value is not None:
+            remedy = "Plan one of the pairs that it finds"
+            violation = Violation(
+                name, "cannot be combined with --search", remedy, code="not-with-search"
+            )
+            violations.append(violation)
+    if violations or config is None or rates is None or size is None or ranks is None:
+        refuse(violations)
+    hosts_of = 8 if hosts_of is None else hosts_of
+    is_elastic = _has_elastic_buffers() if elastic is None else elastic
+    cluster = Cluster(hosts_of, size, host_gib, rates, is_elastic)
+    if search:
+        of_checkpoint = list(_checkpoint_remarks(config))
+        raise typer.Exit(search_and_print(config, ranks, cluster, of_checkpoint, as_json=as_json))
+    with progress() as show_step:
+        answer = _answer(config, ranks, cluster, rank, frozen, remarks, show_step)
+    write_answer(answer.as_dict(), lambda: _print_answer(answer), as_json=as_json)
+    raise typer.Exit(0 if JobVerdict(answer.job).fits else 3)
+
+
+def _answer(
+    config: HybridConfig,
+    ranks: int,
+    cluster: Cluster,
+    rank: int | None,
+    frozen: str | None,
+    remarks: Sequence[str],
+    show_step: Callable[[str], None],
+) -> Answer:
+    """Plan the job, and the rank and later switches if requested. Ends the command on errors."""
+    started = time.perf_counter()
+    later = None
+    with refusing():
+        job = plan_job(config, ranks, cluster, show_step)
+        if frozen is not None:
+            later = later_switches(job, frozen.replace(" ", "").split(","))
+    cost = {"seconds": time.perf_counter() - started, "peak_memory": _peak_memory()}
+    of_rank = None
+    if rank is not None:
+        show_step(f"every transfer of rank {rank}")
+        started = time.perf_counter()
+        rank_plan = job.plan_of(rank)
+        of_rank = facts_of_rank(rank_plan, rank, time.perf_counter() - started)
+    return Answer(job, cost, of_rank, later, [*remarks, *_remarks(config, ranks)])
+
+
+def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
+    """Yield reasons why a planned job could not train, and limits of the numbers."""
+    for violation in find_violations(config, ranks):
+        yield f"Training with this project's own loop is refused: {violation}"
+    if config.actor_config.lora is not None or config.actor_config.frozen_parameters:
+        yield (
+            "Memory is counted as if every weight was trained: adapters and frozen weights take less."
+        )
+    yield from _checkpoint_remarks(config)
+
+
+def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
+    """Yield the reason why the model's checkpoint is refused, judged by its config.json."""
+    quantization = config.hf_config().get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "no method")
+    yield (
+        f"The model's weights are stored quantised ({shortened(method)}): such a checkpoint is "
+        "refused, so convert it first."
+    )
+
+
+def _size_of_device(name: str | None, gib: float | None) -> float:
+    """Return the memory of a device in GiB. Raises ConfigError for an unknown name, or for both."""
+    if name is None:
+        return Cluster().device_gib if gib is None else gib
+    if gib is not None:
+        problem = f"{shortened(name)}, and --device-gib {gib:g}"
+        raise ConfigError([Violation("--device", problem, "Leave out one", code="set-twice")])
+    if name.lower() not in DEVICE_GIB:
+        problem = f"unknown device {shortened(name)}"
+        remedy = f"Use one of {', '.join(DEVICE_GIB)}, or --device-gib"
+        raise ConfigError([Violation("--device", problem, remedy, code="unknown-device")])
+    return DEVICE_GIB[name.lower()]
+
+
+def _has_elastic_buffers() -> bool:
+    """Return whether cuda-bindings is installed; True without GPUs, as requirements.txt installs it."""
+    if not any(_DEVICES.glob("nvidia[0-9]*")):
+        return True
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+def _option_violations(
+    hosts_of: int | None, device_gib: float | None, host_gib: float | None
+) -> Iterator[Violation]:
+    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
+    for key, value in numbers.items():
+        if value is not None and not 0 < value <= LARGEST_SIZE:
+            problem = f"{value:g} is not a valid size"
+            remedy = f"Use a number above 0, at most {LARGEST_SIZE}"
+            yield Violation(key, problem, remedy, code="out-of-range")
+
+
+def _parse_rates(text: str) -> dict[Link, float]:
+    """Return the rate of each link; links that are not named keep their default.
+
+    Raises ConfigError.
+    """
+    rates = dict(LINK_GBPS)
+    violations = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        key, _, value = part.partition("=")
+        try:
+            rates[Link(key)] = float(value)
+        except ValueError:
+            problem = f"{shortened(part)} cannot be read"
+            remedy = f"For example {_RATES}"
+            violations.append(Violation("--link-gbps", problem, remedy, code="cannot-be-read"))
+    for link, rate in rates.items():
+        if not 0 < rate <= 1e9:
+            problem = f"{link.value}={rate:g} is not a valid rate"
+            remedy = "Use a number above 0, at most 1e9"
+            violations.append(Violation("--link-gbps", problem, remedy, code="out-of-range"))
+    if violations:
+        raise ConfigError(violations)
+    return rates
+
+
+def _peak_memory() -> int:
+    """Return the peak memory of this process in bytes.
+
+    getrusage would include that of the parent process before the fork.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return int(status["VmHWM"].split()[0]) * 1024
+
+
+# -- output on a terminal -------------------------------------------------------------------------
+
+
+def _print_answer(answer: Answer) -> None:
+    console = Console(highlight=False)
+    job = answer.job
+    styles = {"Fits": "bold green", "Does not fit": "bold red"}
+    for head, sentence in JobVerdict(job).sentences().items():
+        console.print(Text.assemble((f"{head}: ", styles.get(head, "bold")), sentence))
+    for remark in answer.remarks:
+        # A remark of several lines is a configuration to paste, so its lines must not be broken.
+        console.print(remark, markup=False, soft_wrap="\n" in remark)
+    console.print()
+    for section in tables_of(answer):
+        table = new_table(section.title, "", "min", "mean", "max")
+        for label, numbers in section.rows.items():
+            table.add_row(label, *numbers)
+        console.print(table)
+        if section.note:
+            console.print(section.note, markup=False)
+    console.print(assumptions(job), markup=False)
+    console.print(NOT_COUNTED, markup=False)
+    rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
+    console.print(f"Assumed speeds, 10^9 bytes per second of one rank, each direction: {rates}.")
+    if answer.rank is not None:
+        console.print(_rank_table(answer.rank, Unit.of(job)))
+    console.print(UNITS)
+    cost = answer.planning
+    console.print(
+        f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB."
+    )
+
+
+def _rank_table(facts: Mapping[str, Any], unit: Unit) -> Table:
+    table = new_table(f"Rank {facts['rank']}", "", "")
+    for name in ("transfers", "buckets", "peers"):
+        table.add_row(name, str(facts[name]))
+    for direction in ("received", "sent"):
+        for link, nbytes in facts[direction].items():
+            is_local = link == Link.SELF
+            name = "copied within the rank" if is_local else f"{direction}, {_LINKS[link]}"
+            table.add_row(f"{name}, {unit.name}", unit.number(nbytes))
+    table.add_row(f"messages between hosts, {unit.name} of memory", unit.number(facts["staging"]))
+    table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
+    return table
+
+
+_LINKS = {Link.HOST.value: "same host", Link.NETWORK.value: "other hosts"}

@@ -1,0 +1,586 @@
+"""Plan of a job on a cluster: both layouts, transfers, memory, and time.
+
+load_config(YAML, number of ranks)  ->  plan_job(config, number of ranks, cluster)  ->  JobPlan
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
+from hybrid_engine.errors import ConfigError, DependencyError, Violation
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.memory import (
+    GIB,
+    MIB,
+    MemoryPeaks,
+    Phase,
+    Stays,
+    TrainingMemory,
+    plan_memory,
+    sharded_memory,
+)
+from hybrid_engine.layouts.parallelism import (
+    InferenceParallelism,
+    ShardedParallelism,
+    TrainParallelism,
+)
+from hybrid_engine.layouts.sharded import PackedModel, sharded_side
+from hybrid_engine.models.families import read_model, require_written
+from hybrid_engine.models.table import ModelDims, ModelTable
+from hybrid_engine.planning.plan import Link, ReshardPlan
+from hybrid_engine.planning.planner import largest_bucket, plan_sides
+from hybrid_engine.planning.rank_order import rank_order
+from hybrid_engine.planning.summary import ByteSummary, summarize
+from hybrid_engine.records.holdings import SideLayout
+from hybrid_engine.records.layout import DTYPE_NBYTES
+from hybrid_engine.tools.plan.activations import (
+    Step,
+    activation_nbytes,
+    gathered_nbytes,
+    vllm_step_nbytes,
+)
+
+LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
+"""Assumed rates of one rank in each direction, in gigabytes (10^9 bytes) per second.
+
+They are somewhat below the nominal rates of a copy within an H200's memory, NVLink 4, and one
+400 Gbit/s adapter for each GPU."""
+
+DEVICE_GIB: Mapping[str, float] = {
+    "a100-40": 39.3,
+    "a100-80": 79.1,
+    "l40s": 44.3,
+    "h100": 79.1,
+    "h200": 139.7,
+    "b200": 178.3,
+}
+"""Device -> memory in GiB as CUDA reports it, less than the nominal size.
+
+Boards of one name differ by about 0.2 GiB."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, devices and links of a job.
+
+    Attributes:
+        ranks_per_host: number of consecutive ranks on each host.
+        device_gib: memory of one device.
+        host_gib: memory of one host; None: not checked.
+        link_gbps: 10^9 bytes per second of one rank, by link.
+        has_elastic_buffers: training buffers release memory page by page, and peers on a host can
+            read them; on GPUs this needs cuda-bindings.
+    """
+
+    ranks_per_host: int = 8
+    device_gib: float = DEVICE_GIB["h200"]
+    host_gib: float | None = None
+    link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
+    has_elastic_buffers: bool = True
+
+    def hosts(self, num_ranks: int) -> list[int]:
+        """Return the host number of every rank."""
+        return [rank // self.ranks_per_host for rank in range(num_ranks)]
+
+    def relaying_hosts(self, num_ranks: int) -> set[int]:
+        """Return the hosts that receive each byte only once, for all their ranks.
+
+        Their ranks read it from each other's memory.
+        """
+        return set(self.hosts(num_ranks)) if self.has_elastic_buffers else set()
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """Room for the KV cache in vLLM's share of a device, on the rank with the least; sizes in bytes.
+
+    vLLM does not start unless one sequence of `max_model_len` fits. Captured graphs also take memory
+    from the share, which is not known here. Layers with a window need less than counted.
+
+    Attributes:
+        device: memory of the device.
+        utilization: vLLM's fraction of it.
+        weights: bytes of vLLM's weights.
+        step: estimated bytes of vLLM's largest step.
+        per_token: bytes of a token in the cache.
+        longest: tokens of the longest sequence (`max_model_len`); 0: not known.
+        given: size of the cache if the configuration sets it (`kv_cache_mb`), independent of the
+            share.
+        beside: bytes of training state that stay on the device while vLLM generates.
+    """
+
+    device: float
+    utilization: float
+    weights: int
+    step: int
+    per_token: int
+    longest: int
+    given: int | None = None
+    beside: int = 0
+
+    @property
+    def share(self) -> int:
+        """Bytes of vLLM's share of the device, rounded as in vLLM (`request_memory`)."""
+        return math.ceil(self.device * self.utilization)
+
+    @property
+    def room(self) -> float:
+        """Bytes left for the cache; negative if weights and a step alone do not fit."""
+        return self.share - self.weights - self.step if self.given is None else self.given
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that fit in the cache."""
+        return max(0, int(self.room // self.per_token))
+
+    @property
+    def num_sequences(self) -> float:
+        """Number of longest sequences that fit at once; 0 if their length is not known."""
+        return self.num_tokens / self.longest if self.longest else 0.0
+
+    @property
+    def least(self) -> int:
+        """Bytes that vLLM needs to start: weights, a step, one sequence."""
+        return self.weights + self.step + max(1, self.longest) * self.per_token
+
+    @property
+    def needed(self) -> float:
+        """Smallest sufficient fraction of the device, in steps of 0.01; above 1 if none is sufficient."""
+        return math.ceil(100 * self.least / self.device) / 100
+
+    @property
+    def taken(self) -> float:
+        """Bytes used on the device while vLLM generates, by vLLM and by training state that stays."""
+        vllm = self.share if self.given is None else self.weights + self.step + self.given
+        return vllm + self.beside
+
+    @property
+    def left(self) -> float:
+        """Bytes of the device not used then; negative if they do not suffice."""
+        return self.device - self.taken
+
+    @property
+    def lack(self) -> float:
+        """Bytes missing for vLLM to start, alone or with training state that stays; 0 if it starts."""
+        sequence = max(1, self.longest) * self.per_token
+        return max(0.0, sequence - self.room, -self.left)
+
+    @property
+    def fits(self) -> bool:
+        """True if vLLM starts."""
+        return self.lack == 0
+
+
+def token_nbytes(dims: ModelDims, infer: InferenceParallelism, itemsize: int) -> int:
+    """Return the bytes of a token in the cache of the rank with the most layers.
+
+    Each layer has a key and a value for each of the rank's key/value heads (one if there are fewer
+    heads than ranks). Multi-head latent attention has a latent vector instead, whole on every rank.
+    `itemsize`: bytes of an element.
+    """
+    heads = max(1, dims.num_kv_heads // infer.tensor)
+    numel = dims.latent_kv_size or 2 * heads * dims.head_dim
+    num_layers = -(-dims.num_layers // infer.pipeline)
+    return numel * num_layers * itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Working:
+    """Estimated bytes of training steps in addition to state; int arrays by rank or pipeline stage.
+
+    Attributes:
+        activations: activations of the actor.
+        critic: activations of the critic.
+        gathered: parameters and gradients that FSDP2 gathers.
+    """
+
+    activations: np.ndarray
+    critic: np.ndarray
+    gathered: np.ndarray
+
+    @classmethod
+    def of_megatron(cls, config: HybridConfig, table: ModelTable, world_size: int) -> Working:
+        """Return the estimates by pipeline stage, for training with Megatron."""
+        actor = config.actor_config
+        activations = activation_nbytes(table, Step.of(actor, actor.sizes(world_size)))
+        of_critic = np.zeros_like(activations)
+        if config.critic_config is not None:
+            critic = critic_of(config, world_size)
+            step = Step.of(critic.actor, critic.actor.sizes(world_size))
+            of_critic = activation_nbytes(critic.table, step)
+        return cls(activations, of_critic, np.zeros_like(activations))
+
+    def by_rank(self, num_ranks: int) -> Working:
+        """Return the estimates by rank; the ranks of a stage are consecutive."""
+        times = num_ranks // len(self.activations)
+        return Working(
+            activations=np.repeat(self.activations, times),
+            critic=np.repeat(self.critic, times),
+            gathered=np.repeat(self.gathered, times),
+        )
+
+
+def job_phases(
+    config: HybridConfig,
+    state: TrainingMemory,
+    inference: np.ndarray,
+    bucket: int,
+    critic: TrainingMemory | None,
+    working: Working,
+) -> dict[str, Phase]:
+    """Return phase -> bytes on a device, without the optional reference policy's phase.
+
+    Args:
+        config: configuration of the job.
+        state: training state of the actor.
+        inference: bytes of vLLM's weights.
+        bucket: bytes of the largest bucket.
+        critic: training state of the critic.
+        working: estimates of training steps.
+
+    All arrays are by rank, or all by pipeline stage.
+    """
+    plan = plan_memory(state, inference, bucket, critic, stays=what_stays(config))
+    phases = dict(plan.phases)
+    del phases["reference"]
+    steps = {"train": working.activations + working.gathered, "critic train": working.critic}
+    for name, nbytes in steps.items():
+        if name in phases:
+            by_model = {**phases[name].by_model, "activations": nbytes}
+            phases[name] = replace(phases[name], by_model=by_model)
+    return phases
+
+
+def stays_beside(phases: Mapping[str, Phase]) -> int:
+    """Return the bytes of training state on a device while vLLM generates, on the rank with most.
+
+    Prefetches are not included, because they use only free memory.
+    """
+    by_model = phases["generate"].by_model
+    training = [nbytes for model, nbytes in by_model.items() if model != "vLLM"]
+    return int(np.max(sum(training), initial=0))
+
+
+def cache_room(
+    config: HybridConfig,
+    table: ModelTable,
+    infer: InferenceParallelism,
+    device: float,
+    weights: int,
+    longest: int,
+    beside: int,
+) -> CacheRoom:
+    """Return the room for the KV cache on a device; see `CacheRoom` for the arguments."""
+    generate = config.generate_config
+    itemsize = DTYPE_NBYTES[config.served_dtype]
+    is_fp8 = str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
+    cache_mb = generate.kv_cache_mb
+    return CacheRoom(
+        device=device,
+        utilization=generate.gpu_memory_utilization,
+        weights=weights,
+        step=vllm_step_nbytes(table, infer, generate, itemsize, device),
+        per_token=token_nbytes(table.dims, infer, 1 if is_fp8 else itemsize),
+        longest=longest,
+        given=None if cache_mb is None else cache_mb * MIB,
+        beside=beside,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class JobPlan:
+    """Layouts, traffic and memory of a job; arrays are by rank.
+
+    Attributes:
+        config: configuration of the job.
+        table: parameter table of its model.
+        train, infer: parallel sizes; `infer.rank_order` is the chosen order, None if sequential.
+        cluster: hosts, devices and links.
+        source, destination: layouts of both sides.
+        bytes: bytes of a switch in the chosen order.
+        sequential: bytes of a switch in sequential order.
+        memory: training state, and peaks of a switch alone.
+        phases: phase of the job -> bytes on a device, with all state that the configuration keeps
+            there.
+        working: estimates of training steps.
+        on_host: bytes of offloaded state in host memory while vLLM generates, and of copies of
+            messages.
+        max_model_len: tokens of the longest sequence that vLLM serves; 0: not known.
+    """
+
+    config: HybridConfig
+    table: ModelTable
+    train: TrainParallelism | ShardedParallelism
+    infer: InferenceParallelism
+    cluster: Cluster
+    source: SideLayout
+    destination: SideLayout
+    bytes: ByteSummary
+    sequential: ByteSummary
+    memory: MemoryPeaks
+    phases: Mapping[str, Phase]
+    working: Working
+    on_host: np.ndarray
+    max_model_len: int
+
+    @property
+    def world_size(self) -> int:
+        return self.infer.world_size
+
+    @property
+    def bucket_nbytes(self) -> int:
+        """Bytes at which the planner closes a bucket."""
+        return self.config.generate_config.bucket_mb * MIB
+
+    @property
+    def model_nbytes(self) -> int:
+        """Bytes of all tensors that vLLM serves, without replicas."""
+        return self.destination.holdings.model_nbytes
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Estimated seconds of each rank's transfers: links in turn, each with its larger direction."""
+        rates = {link: rate * 1e9 for link, rate in self.cluster.link_gbps.items()}
+        moved = self.bytes
+        return (
+            moved.own / rates[Link.SELF]
+            + np.maximum(moved.host, moved.sent_host) / rates[Link.HOST]
+            + np.maximum(moved.network, moved.sent_network) / rates[Link.NETWORK]
+        )
+
+    @cached_property
+    def received_by_host(self) -> np.ndarray:
+        """Bytes that each host receives from others; int array by host."""
+        hosts = self.cluster.hosts(self.world_size)
+        return np.bincount(hosts, weights=self.bytes.network).astype(np.int64)
+
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """Bytes that each rank would receive in a gather of all parameters on every rank."""
+        return self.source.holdings.model_nbytes - self.source.holdings.nbytes_by_rank()
+
+    @cached_property
+    def peak(self) -> np.ndarray:
+        """Peak bytes of each device over all phases, without vLLM's KV cache."""
+        return np.max([phase.total for phase in self.phases.values()], axis=0)
+
+    @cached_property
+    def taken(self) -> dict[str, float]:
+        """Phase -> bytes on the device with most; `generate` includes all of vLLM's share if it starts."""
+        taken = {name: float(phase.total.max()) for name, phase in self.phases.items()}
+        if self.cache.fits:
+            taken["generate"] = max(taken["generate"], self.cache.taken)
+        return taken
+
+    @property
+    def fullest_phase(self) -> str:
+        """Phase with the largest use of a device."""
+        return max(self.taken, key=self.taken.__getitem__)
+
+    @property
+    def left(self) -> float:
+        """Bytes of the device not used in that phase; negative if they do not suffice."""
+        return self.cluster.device_gib * GIB - self.taken[self.fullest_phase]
+
+    @property
+    def fits_device(self) -> bool:
+        """True if every rank's peak is within its device."""
+        return bool(self.peak.max() <= self.cluster.device_gib * GIB)
+
+    @cached_property
+    def cache(self) -> CacheRoom:
+        """Room for the KV cache in vLLM's share of a device."""
+        return cache_room(
+            self.config,
+            self.table,
+            self.infer,
+            device=self.cluster.device_gib * GIB,
+            weights=int(self.memory.inference.max()),
+            longest=self.max_model_len,
+            beside=stays_beside(self.phases),
+        )
+
+    @cached_property
+    def host_nbytes(self) -> np.ndarray:
+        """Bytes of host memory used while vLLM generates; int array by host."""
+        hosts = self.cluster.hosts(self.world_size)
+        return np.bincount(hosts, weights=self.on_host).astype(np.int64)
+
+    @property
+    def fits_host(self) -> bool | None:
+        """True if every host has memory for its ranks' state; None if its size is not known."""
+        if self.cluster.host_gib is None:
+            return None
+        return bool(self.host_nbytes.max() <= self.cluster.host_gib * GIB)
+
+    def plan_of(self, rank: int) -> ReshardPlan:
+        """Return all transfers of one rank."""
+        return plan_sides(
+            self.source,
+            self.destination,
+            self.cluster.hosts(self.world_size),
+            self.bucket_nbytes,
+            [name for name in self.table.shapes if not self.table.is_served(name)],
+            rank,
+            relaying_hosts=self.cluster.relaying_hosts(self.world_size),
+        )
+
+
+def plan_job(
+    config: HybridConfig,
+    world_size: int,
+    cluster: Cluster | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    inference: Callable[[ModelTable, InferenceParallelism, str], SideLayout] = inference_side,
+) -> JobPlan:
+    """Lay out both sides, choose the order of ranks, and count bytes and memory.
+
+    Args:
+        config: configuration, checked for `world_size` ranks (`load_config`).
+        world_size: number of ranks.
+        cluster: hosts, devices and links; default: hosts of 8 H200.
+        progress: callback with the name of each step.
+        inference: lays out vLLM's side; plans of several jobs of a model may pass a cached function.
+
+    Raises:
+        ConfigError: if FSDP2 trains and transformers cannot build the model, and for the order "auto"
+            without scipy.
+    """
+    cluster = cluster or Cluster()
+    generate = config.generate_config
+    dtype = config.served_dtype
+    table, hf_config = read_model(config.model)
+    # Both sides are laid out by rules.
+    require_written(table)
+    progress("laying out both sides")
+    source, state, working = _training(config, world_size, table)
+    infer = generate.sizes(world_size)
+    positions = inference(table, infer, dtype)
+    hosts = cluster.hosts(world_size)
+    relaying = cluster.relaying_hosts(world_size)
+    progress("counting bytes")
+    sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
+    progress("choosing the order of ranks")
+    try:
+        order = rank_order(
+            generate.infer_rank_order,
+            source.holdings,
+            positions.holdings,
+            hosts,
+            infer.tensor,
+        )
+    except DependencyError as error:
+        key = "generate_config.infer_rank_order"
+        remedy = "Install it or set it to sequential"
+        violation = Violation(key, str(error), remedy, code="needs-package")
+        raise ConfigError([violation]) from error
+    destination = positions
+    moved = sequential
+    if order != tuple(range(world_size)):
+        progress("counting bytes in that order")
+        infer = replace(infer, rank_order=order)
+        destination = inference_side(table, infer, dtype)
+        moved = summarize(source.holdings, destination.holdings, hosts, relaying)
+    if not cluster.has_elastic_buffers:
+        state = state.leaving_whole()
+    weights = destination.num_elements * DTYPE_NBYTES[dtype]
+    progress("making buckets")
+    bucket = largest_bucket(source, destination, generate.bucket_mb * MIB)
+    critic = critic_memory(config, world_size)
+    keeps_inference = not generate.release_weights
+    on_host = host_bytes(state, critic, what_stays(config))
+    return JobPlan(
+        config=config,
+        table=table,
+        train=config.train_sizes(world_size),
+        infer=infer,
+        cluster=cluster,
+        source=source,
+        destination=destination,
+        bytes=moved,
+        sequential=sequential,
+        memory=MemoryPeaks(state, weights, bucket, keeps_inference=keeps_inference),
+        phases=job_phases(config, state, weights, bucket, critic, working),
+        working=working,
+        on_host=on_host + copied_messages(config, cluster, moved),
+        max_model_len=longest_sequence(config, hf_config),
+    )
+
+
+def _training(
+    config: HybridConfig, world_size: int, table: ModelTable
+) -> tuple[SideLayout, TrainingMemory, Working]:
+    """Return the training layout, its memory, and the estimates of training steps, by rank."""
+    actor = config.actor_config
+    if actor.fsdp is None:
+        source, state = megatron_training(actor, table, world_size)
+        working = Working.of_megatron(config, table, world_size)
+        return source, state, working.by_rank(world_size)
+    sizes = actor.fsdp.sizes(world_size)
+    model = sharded_model(config, table)
+    source = sharded_side(table, model, sizes, actor.params_dtype)
+    state = sharded_memory(source, model, sizes, actor.params_dtype)
+    working = sharded_working(config, table, model)
+    return source, state, working.by_rank(world_size)
+
+
+def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
+    """Return the model that FSDP2 shards. Raises ConfigError if transformers cannot build it."""
+    try:
+        from hybrid_engine.backends.fsdp.names import packed_model_of
+    except ImportError as error:
+        problem = f"transformers and torch determine how FSDP2 splits a model: {error}"
+        violation = Violation("actor_config.fsdp", problem, "Install both", code="needs-package")
+        raise ConfigError([violation]) from error
+    return packed_model_of(config.model, table)
+
+
+def sharded_working(config: HybridConfig, table: ModelTable, model: PackedModel) -> Working:
+    """Return the estimates of training steps with FSDP2, equal on all ranks; arrays of one element."""
+    actor = config.actor_config
+    step = Step.of(actor, ShardedParallelism(1))
+    activations = activation_nbytes(table, step)
+    gathered = np.array([gathered_nbytes(model, actor)])
+    return Working(activations, np.zeros_like(activations), gathered)
+
+
+def host_bytes(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
+    """Return the bytes offloaded to host memory while vLLM generates; an array as those of `state`."""
+    by_kind = {
+        "param": state.params,
+        "optimizer": state.optimizer,
+        "grad": state.copied - state.params - state.optimizer,
+    }
+    kept = sum((by_kind[kind] for kind in stays.kinds), np.zeros_like(state.copied))
+    copied = state.copied - kept
+    if critic is None or stays.critic:
+        return copied
+    return copied + critic.copied
+
+
+def copied_messages(config: HybridConfig, cluster: Cluster, moved: ByteSummary) -> np.ndarray:
+    """Return the bytes of host memory by rank that hold the last messages, with `incremental: delta`."""
+    generate = config.generate_config
+    within_host = moved.host + moved.sent_host
+    between_hosts = moved.network + moved.sent_network
+    if generate.incremental != "delta":
+        return np.zeros_like(within_host)
+    # Without shared memory, ranks of a host also send messages to each other.
+    if generate.transport == "collective" or not cluster.has_elastic_buffers:
+        return between_hosts + within_host
+    return between_hosts
+
+
+def longest_sequence(config: HybridConfig, hf_config: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest sequence that vLLM accepts; 0 if not known."""
+    positions = hf_config.get("max_position_embeddings", hf_config.get("n_positions"))
+    of_model = positions if isinstance(positions, int) else 0
+    return config.generate_config.max_model_len or of_model

@@ -1,0 +1,444 @@
+"""Batches made of prompts and completions: one sequence a row (`build_batch`), or several (`pack`).
+
+Packed rows contain less padding:
+
+    num_parts = dp_size * micro_batch_size
+    packed = pack(prompts, completions, seq_length, multiple_of=num_parts)
+    packed.batch["advantages"] = packed.spread(advantages)      # one value a sequence -> [R, S]
+    packed.batch["old_log_probs"] = worker.compute_log_probs(packed.batch)
+    packed.unpack(packed.batch["old_log_probs"])                # [R, S] -> one tensor a sequence
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hybrid_engine.errors import BatchError, Violation, shortened
+
+# -- checks of arguments ---------------------------------------------------------------------------
+
+
+def described(value: object) -> str:
+    """Describe a value for a message, e.g. `has shape [4]` or `is list`."""
+    if isinstance(value, torch.Tensor):
+        return f"has shape {list(value.shape)}"
+    return f"is {type(value).__name__}"
+
+
+def require_alike(num_dims: int | None, remedies: Mapping[str, str], **tensors: object) -> None:
+    """Raise BatchError unless all arguments are tensors of the same shape.
+
+    Args:
+        num_dims: number of dims of the first one; None: any.
+        remedies: name -> remedy if that tensor differs; default: to pass a tensor of that shape.
+        tensors: by their names in messages; the first one is the reference.
+    """
+    reference, *others = tensors
+    first = tensors[reference]
+    if not isinstance(first, torch.Tensor) or num_dims not in (None, first.dim()):
+        remedy = "Pass a tensor [B, S]" if num_dims == 2 else "Pass a tensor"
+        raise BatchError([Violation(reference, described(first), remedy, code="wrong-shape")])
+    shape = str(list(first.shape))
+    violations = []
+    for name in others:
+        value = tensors[name]
+        if not isinstance(value, torch.Tensor) or value.shape != first.shape:
+            problem = f"{described(value)}, but {reference} has {shape}"
+            remedy = remedies.get(name, f"Pass a tensor of shape {shape}")
+            violations.append(Violation(name, problem, remedy, code="wrong-shape"))
+    if violations:
+        raise BatchError(violations)
+
+
+def required_whole(
+    value: object, key: str, remedy: str, least: int | None = None
+) -> Iterator[Violation]:
+    """Yield a violation unless `value` is a whole number, and at least `least` if that is given."""
+    # Python counts True as 1
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        yield Violation(key, f"is {shortened(value)}", remedy, code="not-a-whole-number")
+    elif least is not None and value < least:
+        yield Violation(key, f"is {shortened(value)}", remedy, code="out-of-range")
+
+
+def mask_of(batch: object) -> torch.Tensor:
+    """Return `mask` of a batch. Raises BatchError if there is none, e.g. for a mask alone."""
+    problem = described(batch)
+    if isinstance(batch, Mapping):
+        mask = batch.get("mask")
+        if isinstance(mask, torch.Tensor):
+            return mask
+        problem = f"is a dict of {shortened(list(batch))}"
+    remedy = "Pass the batch with its mask: its other keys separate the sequences of packed rows"
+    raise BatchError([Violation("batch", problem, remedy, code="no-mask")])
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+TokenIds = Sequence[int]
+
+
+class Drawn(Protocol):
+    """Completion as an engine returns it.
+
+    May also have `is_drawn`, a bool for each token: False for tokens that were not sampled, such as
+    the replies of an environment.
+    """
+
+    @property
+    def token_ids(self) -> TokenIds: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its completion.
+
+    Attributes:
+        token_ids: of both.
+        prompt_length: number of tokens of the prompt.
+        is_drawn: for each token of the completion, whether it was sampled.
+        temperature: at which it was sampled.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt_length: int
+    is_drawn: tuple[bool, ...]
+    temperature: float
+
+    @property
+    def length(self) -> int:
+        """Number of columns in a row: the last token is only a label."""
+        return len(self.token_ids) - 1
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Mask [length] fp32, 1 where the label is a token that was sampled."""
+        # labels are shifted by one, so the first token of the prompt is not a label
+        is_label_drawn = [False] * (self.prompt_length - 1) + list(self.is_drawn)
+        return torch.tensor(is_label_drawn).float()
+
+
+def _samples_of(
+    prompts: Sequence[TokenIds],
+    completions: Sequence[TokenIds | Drawn],
+    seq_length: int,
+    pad_token_id: int,
+) -> list[Sample]:
+    """Return one sample for each completion. Raises BatchError as `build_batch`."""
+    violations = list(
+        required_whole(seq_length, "seq_length", "Pass the number of tokens of a row", least=1)
+    )
+    remedy = "Pass any token id, such as 0: padding has no weight"
+    violations += required_whole(pad_token_id, "pad_token_id", remedy)
+    listed_prompts = _to_list("prompts", prompts, violations)
+    prompt_ids = _all_token_ids("prompts", listed_prompts, violations)
+    listed_completions = _to_list("completions", completions, violations)
+    completion_ids = _all_token_ids(
+        "completions",
+        [getattr(completion, "token_ids", completion) for completion in listed_completions],
+        violations,
+    )
+    # values without token ids were left out, so the numbers may differ because of them
+    if not violations and len(prompt_ids) != len(completion_ids):
+        problem = f"there are {len(prompt_ids)}, but {len(completion_ids)} completions"
+        remedy = "Pass one prompt for each completion: repeat the prompt of a group"
+        violations.append(Violation("prompts", problem, remedy, code="different-lengths"))
+    if violations:
+        raise BatchError(violations)
+    samples = []
+    for prompt, tokens, completion in zip(
+        prompt_ids, completion_ids, listed_completions, strict=True
+    ):
+        is_drawn = tuple(getattr(completion, "is_drawn", (True,) * len(tokens)))
+        temperature = float(getattr(completion, "temperature", 1.0))
+        samples.append(Sample((*prompt, *tokens), len(prompt), is_drawn, temperature))
+    for number, sample in enumerate(samples):
+        key = f"prompts[{number}]"
+        if sample.prompt_length == 0:
+            remedy = "Leave it out, with its completion"
+            violations.append(Violation(key, "has no tokens", remedy, code="empty-prompt"))
+        elif sample.length > seq_length:
+            problem = (
+                f"has {sample.length + 1} tokens with its completion, but at most "
+                f"{seq_length + 1} fit into seq_length {seq_length}"
+            )
+            remedy = "Raise seq_length, or cut the completion"
+            violations.append(Violation(key, problem, remedy, code="sequence-too-long"))
+    if violations:
+        raise BatchError(violations)
+    return samples
+
+
+def _to_list(key: str, sequences: object, violations: list[Violation]) -> list[Any]:
+    """Return the sequences as a list. Adds a violation and returns [] if that is impossible."""
+    # a str can be iterated as well, but not as token ids
+    if isinstance(sequences, str) or not hasattr(sequences, "__iter__"):
+        problem = f"is {shortened(sequences, 80)}"
+        remedy = "Pass a list that contains token ids for each sequence"
+        violations.append(Violation(key, problem, remedy, code="not-a-list"))
+        return []
+    return list(sequences)
+
+
+def _all_token_ids(
+    key: str, sequences: Sequence[Any], violations: list[Violation]
+) -> list[tuple[int, ...]]:
+    """Return the token ids of each sequence; those that have none are left out.
+
+    Adds one violation for all of these, which shows the first one.
+    """
+    ids_or_none = [_token_ids(sequence) for sequence in sequences]
+    if None in ids_or_none:
+        index = ids_or_none.index(None)
+        value = sequences[index]
+        num_others = ids_or_none.count(None) - 1
+        others = f", and {num_others} more" if num_others else ""
+        problem = f"is not a list of token ids but {shortened(value, 80)}{others}"
+        remedy = _token_ids_remedy(value)
+        violations.append(Violation(f"{key}[{index}]", problem, remedy, code="not-token-ids"))
+    return [ids for ids in ids_or_none if ids is not None]
+
+
+def _token_ids(value: object) -> tuple[int, ...] | None:
+    values = value.tolist() if hasattr(value, "tolist") else value  # tensors and arrays
+    if isinstance(values, str | bytes | bytearray) or not hasattr(values, "__iter__"):
+        return None
+    listed = list(values)
+    # Python converts bools to 0 and 1: that is a mask, not token ids
+    if bool in set(map(type, listed)):
+        return None
+    try:
+        # numpy integers are accepted, 1.0 is not
+        return tuple(map(operator.index, listed))
+    except TypeError:
+        return None
+
+
+def _token_ids_remedy(value: object) -> str:
+    """Return the remedy for a value that was passed instead of token ids."""
+    if hasattr(value, "prompt_token_ids"):
+        return "Pass its prompt_token_ids"
+    if isinstance(value, str):
+        return "Pass token ids: tokenizer(text).input_ids, or token_ids of a completion"
+    if isinstance(value, Sequence) and value:
+        first = value[0]
+        if hasattr(first, "token_ids") or hasattr(first, "__iter__"):
+            return (
+                "Flatten the groups, flat = [member for group in groups for member in group], "
+                "and pass prompt_token_ids of each as prompts"
+            )
+    return "Pass a list of token ids for each sequence"
+
+
+# -- one sequence a row ----------------------------------------------------------------------------
+
+
+def build_batch(
+    prompts: Sequence[TokenIds],
+    completions: Sequence[TokenIds | Drawn],
+    seq_length: int,
+    pad_token_id: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Return rows that consist of a prompt and its completion, padded on the right.
+
+    Args:
+        prompts: token ids of B prompts, one per completion.
+        completions: B `Completion`s or conversations, which know their temperature; or token ids
+            of each, sampled at temperature 1.
+        seq_length: S; a sequence may have S + 1 tokens, of which the last is only predicted.
+        pad_token_id: token id of padding; any will do.
+
+    Returns:
+        `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`;
+        `mask` [B, S] fp32, 1 where the label is a token that was sampled: of the completion, or of
+        an answer in a conversation; `weights` [B, S], see `mean_weights`; and `temperature` [B]
+        unless all are 1.
+
+    Raises BatchError, a ValueError, which names every value that is not token ids and every
+    sequence that does not fit.
+    """
+    samples = _samples_of(prompts, completions, seq_length, pad_token_id)
+    # one column more than the batch: tokens and labels are the same row, shifted
+    rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros(len(samples), seq_length, dtype=torch.float32)
+    for row, row_mask, sample in zip(rows, mask, samples, strict=True):
+        row[: len(sample.token_ids)] = torch.tensor(sample.token_ids)
+        row_mask[: sample.length] = sample.mask
+    batch = {
+        # copies, so that a change of the tokens does not change the labels
+        "tokens": rows[:, :-1].contiguous(),
+        "labels": rows[:, 1:].contiguous(),
+        "mask": mask,
+        "weights": mean_weights(mask),
+    }
+    temperature = torch.tensor([sample.temperature for sample in samples])
+    if not bool((temperature == 1).all()):
+        batch["temperature"] = temperature
+    return batch
+
+
+def mean_weights(
+    mask: torch.Tensor, count: float | None = None, rows: float | None = None
+) -> torch.Tensor:
+    """Return weights [B, S] for the mean over all tokens of the mask.
+
+    The sum over tokens of weighted values, averaged over rows, is that mean. Micro batches have
+    different numbers of tokens; with weights computed from the whole batch, the average of their
+    losses is the loss of the batch, however it was split. Weights that a rank computes from its own
+    rows alone (`data="local"`) give the mean of the ranks' means, in which a token counts for more
+    on a rank with fewer tokens.
+
+    Args:
+        mask: [B, S].
+        count, rows: sum of the mask and number of rows of all data parallel ranks; both may be
+            multiplied by the same number. Default: those of `mask`.
+
+    Raises BatchError if the mask is 0 everywhere.
+    """
+    total = mask.sum() if count is None else count
+    if total == 0:
+        problem = "is 0 everywhere: there is no token to learn from"
+        remedy = "Pass completions that have tokens"
+        raise BatchError([Violation("mask", problem, remedy, code="mask-is-zero")])
+    num_rows = mask.shape[0] if rows is None else rows
+    # mean over rows of sum(mask * x * rows / total) = sum(mask * x) / total
+    return mask * (num_rows / total)
+
+
+# -- several sequences a row -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Columns `start` to `start + length` of a row, which hold one sequence."""
+
+    row: int
+    start: int
+    length: int
+
+    @property
+    def columns(self) -> slice:
+        """Slice of the row's columns."""
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A batch of R rows of several sequences.
+
+    Attributes:
+        batch: `tokens`, `labels`, `sequence_ids` (number of the sequence from 1, 0 for padding),
+            `mask`, `weights` and, unless it is 1 everywhere, `temperature`; all [R, S] and as in
+            `build_batch`.
+        places: location of each sequence, in the order of `pack`'s arguments.
+    """
+
+    batch: dict[str, torch.Tensor]
+    places: tuple[RowSlice, ...]
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the values [length, ...] of each sequence, from values [R, S, ...] of the rows.
+
+        Raises BatchError for another shape.
+        """
+        tokens = self.batch["tokens"]
+        if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
+            problem = f"{described(values)}, but the rows have {list(tokens.shape)}"
+            remedy = "Pass a value for each token of the packed rows"
+            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
+        return [values[place.row, place.columns] for place in self.places]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each token's sequence [R, S], from one value a sequence [N].
+
+        Padding gets 0. Raises BatchError for another shape.
+        """
+        if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
+            problem = f"{described(values)}, but there are {len(self.places)} sequences"
+            remedy = "Pass a tensor with one value for each sequence"
+            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
+        # sequence ids are indices: 0 is padding, sequences count from 1
+        with_padding = torch.cat([values.new_zeros(1), values])
+        return with_padding[self.batch["sequence_ids"].to(values.device)]
+
+
+def pack(
+    prompts: Sequence[TokenIds],
+    completions: Sequence[TokenIds | Drawn],
+    seq_length: int,
+    *,
+    multiple_of: int = 1,
+    pad_token_id: int = 0,
+) -> PackedRows:
+    """Pack prompts with their completions into rows of `seq_length` tokens.
+
+    Long sequences are placed first, each into the first row in which it fits.
+
+    Args:
+        prompts: token ids of N prompts.
+        completions: N completions; both as in `build_batch`.
+        seq_length: S; a sequence takes a column for each token but its last, which is only
+            predicted.
+        multiple_of: the number of rows is a multiple of this. `update` requires data parallel
+            ranks times micro batch size. Added rows are padding, with weights of 0.
+        pad_token_id: token id of padding.
+
+    Raises BatchError as `build_batch`, and if no token was sampled.
+    """
+    remedy = "Pass a number of rows, at least 1"
+    violations = list(required_whole(multiple_of, "multiple_of", remedy, least=1))
+    if violations:
+        raise BatchError(violations)
+    samples = _samples_of(prompts, completions, seq_length, pad_token_id)
+    places = _first_fit([sample.length for sample in samples], seq_length)
+    num_used_rows = max((place.row + 1 for place in places), default=0)
+    # at least one row, so that `mean_weights` reports an empty batch
+    num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
+
+    tokens = torch.full((num_rows, seq_length), pad_token_id, dtype=torch.int64)
+    labels = tokens.clone()
+    sequence_ids = torch.zeros_like(tokens)
+    mask = torch.zeros(num_rows, seq_length, dtype=torch.float32)
+    temperature = torch.ones_like(mask)
+    for number, (sample, place) in enumerate(zip(samples, places, strict=True), start=1):
+        token_ids = torch.tensor(sample.token_ids)
+        tokens[place.row, place.columns] = token_ids[:-1]
+        labels[place.row, place.columns] = token_ids[1:]
+        sequence_ids[place.row, place.columns] = number
+        mask[place.row, place.columns] = sample.mask
+        temperature[place.row, place.columns] = sample.temperature
+    batch = {
+        "tokens": tokens,
+        "labels": labels,
+        "sequence_ids": sequence_ids,
+        "mask": mask,
+        "weights": mean_weights(mask),
+    }
+    if not bool((temperature == 1).all()):
+        batch["temperature"] = temperature
+    return PackedRows(batch, tuple(places))
+
+
+def _first_fit(lengths: Sequence[int], size: int) -> list[RowSlice]:
+    """Return a place for each length: the longest first, into the first row with room for it."""
+    used: list[int] = []
+    places: dict[int, RowSlice] = {}
+    # the sort is stable, so sequences of one length keep their order
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        fitting = (row for row, num_used in enumerate(used) if num_used + length <= size)
+        row = next(fitting, len(used))
+        if row == len(used):
+            used.append(0)
+        places[index] = RowSlice(row, used[row], length)
+        used[row] += length
+    return [places[index] for index in range(len(lengths))]

@@ -1,0 +1,249 @@
+"""Collects what the checks of tests/gpu need on a machine without registries: `make offline-bundle DIR=… [HAVE=…]`.
+
+python -m tests.gpu.offline.bundle DIRECTORY [--have FILE] [--last-stage N]
+
+DIRECTORY/1/manifest.json, run.py, stage1.tar.xz.000, …    tree/ is this checkout, packages/ what wheels.txt lists
+DIRECTORY/2/manifest.json, run.py, stage2.tar.xz.001, …    folders are small enough to be carried one by one
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[2]
+PYTHON, TORCH = "3.12", "2.11"
+FOLDER_NBYTES = 56 * 2**20
+"""With this checkout, of which a copy may travel along, no more than 64 MiB."""
+_KEPT_FREE = 2**18
+"""Bytes of a folder for the manifest and run.py."""
+_GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35, 39)
+"""Minor versions of glibc that wheels are tagged with; pip takes the names literally."""
+_PLATFORMS = (
+    "linux_x86_64",
+    "manylinux2014_x86_64",
+    *(f"manylinux_2_{minor}_x86_64" for minor in _GLIBC),
+)
+_EXTENSIONS = {"_C_stable_libtorch.abi3.so": 2, "_moe_C_stable_libtorch.abi3.so": 3}
+"""Large extensions of vLLM -> the first stage that needs them; the second is for experts."""
+_SMALL = 64 * 1024
+"""Bytes up to which other extensions of vLLM are carried."""
+_FLASH_ATTENTION = "vllm_flash_attn/_vllm_fa2_C.py"
+"""Stands in for FlashAttention's extension, which its package wants to import; attention is Triton's."""
+
+
+def read_list(path: Path = HERE / "wheels.txt") -> dict[str, tuple[int, str]]:
+    """Name -> the first stage that needs it (0: left out), and the requirement: a name, or `name==version`."""
+    found, stage = {}, 0
+    for line in path.read_text().splitlines():
+        if heading := re.fullmatch(r"# (?:stage (\d)|left out: .+)", line):
+            stage = int(heading[1] or 0)
+        elif line and not line.startswith("#"):
+            found[canonicalize_name(Requirement(line).name)] = (stage, line)
+    return found
+
+
+def read_installed(path: Path) -> dict[str, str]:
+    """Versions by name, from what `pip list` prints on the machine there, in either of its formats."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    pairs = [re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==|\s+)([0-9]\S*).*", line) for line in lines]
+    return {canonicalize_name(pair[1]): pair[2] for pair in pairs if pair}
+
+
+def install(requirements: Sequence[str], target: Path, cache: Path) -> None:
+    """Put wheels for the machine there into a folder, without what they require. Raises SystemExit when pip cannot."""
+    pip = [sys.executable, "-m", "pip"]
+    wheels = [
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+    ]
+    wheels += [word for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none") for word in ("--abi", abi)]
+    wheels += [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    wheels += ["--constraint", str(REPOSITORY / "requirements-cpu.txt"), *requirements]
+    for command in (
+        [*pip, "download", "--find-links", str(cache), "--dest", str(cache)],
+        [
+            *pip,
+            "install",
+            "--no-index",
+            "--find-links",
+            str(cache),
+            "--no-compile",
+            "--target",
+            str(target),
+        ],
+    ):
+        if status := subprocess.run([*command, *wheels]).returncode:
+            sys.exit(status)
+
+
+def packages_in(*folders: Path) -> dict[str, metadata.Distribution]:
+    """Packages that `install` has put into folders, by name."""
+    return {canonicalize_name(each.name): each for each in metadata.distributions(path=[*map(str, folders)])}
+
+
+def required(packages: Mapping[str, metadata.Distribution]) -> Iterator[tuple[str, Requirement]]:
+    """Yield what packages require on the machine there, after the name of the one that requires it.
+
+    Requirements of an extra count if one of the packages requires another with this extra.
+    """
+    there = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0"}
+    asked = [(name, "") for name in packages]
+    for name, extra in asked:  # grows in the loop
+        for one in map(Requirement, packages[name].requires or ()):
+            if one.marker is None or one.marker.evaluate({**there, "extra": extra}):
+                yield name, one
+                pairs = [(canonicalize_name(one.name), each) for each in sorted(one.extras)]
+                asked += [pair for pair in pairs if pair[0] in packages and pair not in asked]
+
+
+def unsuitable(packages: Mapping[str, metadata.Distribution], installed: Mapping[str, str]) -> set[str]:
+    """Names of what is installed there in a version that one of the packages does not take."""
+    return {
+        name
+        for _, one in required(packages)
+        if (name := canonicalize_name(one.name)) in installed
+        and not one.specifier.contains(installed[name], prereleases=True)
+    }
+
+
+def unlisted(packages: Mapping[str, metadata.Distribution], there: Collection[str]) -> list[str]:
+    """Say what packages require that is neither among them, nor there, nor left out on purpose."""
+    known = {*packages, *there, *read_list()}
+    pairs = {(canonicalize_name(one.name), by) for by, one in required(packages)}
+    return [f"{name}, which {by} requires" for name, by in sorted(pairs) if name not in known]
+
+
+def with_torch() -> set[str]:
+    """Names of torch and of what it requires, which are there wherever it is."""
+    ours = {"torch": metadata.distribution("torch")}  # for the CPU, so without Triton
+    return {"torch", "triton", *(canonicalize_name(one.name) for _, one in required(ours))}
+
+
+def prune(vllm: Path, last_stage: int) -> None:
+    """Take from vLLM what the stages do not need: 280 MB of 330."""
+    for path in [path for path in vllm.rglob("*") if path.is_file()]:
+        is_kept = path.stat().st_size <= _SMALL or _EXTENSIONS.get(path.name, 4) <= last_stage
+        is_source = path.suffix in (".h", ".hpp", ".cuh", ".cu", ".inl") and "third_party" in path.parts
+        if (path.suffix == ".so" and not is_kept) or path.name == "vllm-rs" or is_source:
+            path.unlink()
+    (vllm / _FLASH_ATTENTION).parent.mkdir(parents=True, exist_ok=True)
+    (vllm / _FLASH_ATTENTION).touch()
+
+
+def write_metadata(packages: Path) -> None:
+    """Name this project and its entry points, by which vLLM finds its plugin, as where it is installed."""
+    project = metadata.distribution("hybrid-engine")
+    directory = packages / f"hybrid_engine-{project.version}.dist-info"
+    directory.mkdir()
+    (directory / "METADATA").write_text(str(project.metadata))
+    (directory / "entry_points.txt").write_text(project.read_text("entry_points.txt") or "")
+
+
+def tracked() -> Iterator[Path]:
+    """Files of this checkout that git knows, relative to it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    paths = (Path(name) for name in listed.stdout.split("\0") if name)
+    return (path for path in paths if (REPOSITORY / path).is_file())
+
+
+def write_folders(directory: Path, archives: Sequence[Path], facts: Mapping[str, Any], limit: int) -> list[int]:
+    """Cut archives, one after the other, into the folders 1, 2, … of at most `limit` bytes; returns their sizes.
+
+    What an earlier bundle left in `directory` is removed.
+    """
+    for old in directory.glob("[0-9]*"):
+        if (old / "manifest.json").is_file():
+            shutil.rmtree(old)
+    folder, room, listed = 1, limit - _KEPT_FREE, []
+    for archive in archives:
+        parts: list[dict[str, Any]] = []
+        with archive.open("rb") as file:
+            while contents := file.read(room):
+                path = directory / str(folder) / f"{archive.name}.{len(parts):03}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(contents)
+                digest = hashlib.sha256(contents).hexdigest()
+                parts.append({"folder": folder, "file": path.name, "sha256": digest})
+                room -= len(contents)
+                if not room:
+                    folder, room = folder + 1, limit - _KEPT_FREE
+        listed.append({"name": archive.name, "parts": parts})
+    folders = sorted(directory.glob("[0-9]*"), key=lambda path: int(path.name))
+    for path in folders:
+        (path / "manifest.json").write_text(json.dumps({**facts, "archives": listed}, indent=1))
+        shutil.copyfile(HERE / "run.py", path / "run.py")
+    return [sum(file.stat().st_size for file in path.iterdir()) for path in folders]
+
+
+def pack(archive: Path, folders: Mapping[str, Path], names: Collection[Path] | None = None) -> None:
+    """Compress folders; of the checkout only the files `names`."""
+    with tarfile.open(archive, "w:xz", preset=3) as tar:  # 6 takes twice the time and saves a twentieth
+        for name, folder in folders.items():
+            for path in names if name == "tree" and names is not None else [Path()]:
+                tar.add(folder / path, Path(name) / path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the bundle."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="gets the folders 1, 2, …")
+    parser.add_argument("--have", type=Path, help="what `pip list` prints there: what it has is not carried")
+    parser.add_argument("--last-stage", type=int, choices=(2, 3), default=2, help="3: for several GPUs there")
+    given = parser.parse_args(arguments)
+    installed = read_installed(given.have) if given.have else {}
+    if given.have and not installed:
+        parser.error(f"--have {given.have} names no package; write what `pip list` prints there to it")
+    wanted = {name: (stage, line) for name, (stage, line) in read_list().items() if stage}
+    cache = REPOSITORY / "build" / "offline-wheels"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="offline-bundle-") as scratch:
+        stages = {stage: Path(scratch) / str(stage) for stage in (1, 2)}
+        for stage, packages in stages.items():
+            todo = {name for name, (first, _) in wanted.items() if first == stage and name not in installed}
+            while todo:
+                install([wanted[name][1] for name in sorted(todo)], packages, cache)
+                for name in todo:
+                    installed.pop(name, None)
+                todo = unsuitable(packages_in(packages), installed) & wanted.keys()
+            packages.mkdir(exist_ok=True)
+        write_metadata(stages[1])
+        if faults := unlisted(packages_in(*stages.values()), {*installed, *with_torch()}):
+            sys.exit("List in tests/gpu/offline/wheels.txt, by its stage or as left out:\n" + "\n".join(faults))
+        archives = []
+        for stage, packages in stages.items():
+            if (packages / "vllm").is_dir():
+                prune(packages / "vllm", given.last_stage)
+            archives.append(Path(scratch) / f"stage{stage}.tar.xz")
+            folders = {"packages": packages} | ({"tree": REPOSITORY} if stage == 1 else {})
+            pack(archives[-1], folders, [*tracked()])
+        for number, nbytes in enumerate(
+            write_folders(given.directory, archives, {"python": PYTHON, "torch": TORCH}, FOLDER_NBYTES),
+            1,
+        ):
+            print(f"{given.directory / str(number)}: {nbytes / 2**20:.1f} MiB")
+    print("There, for each folder: python3 FOLDER/run.py PLACE --unpack; with the last: python3 FOLDER/run.py PLACE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Checks of errors by type, key and code, for `pytest.raises(..., check=...)`.
+
+    with pytest.raises(StateError, check=has_code("worker-is-closed")):
+        worker.update_actor(batch)
+    with pytest.raises(ConfigError, check=has_violations(("actor.lr", "out-of-range"))):
+        load_config(settings)
+
+Messages are for people, so tests do not compare sentences. A test may look for a number or a name
+that a message must carry, as in ``check=has_code("too-few-ranks", "8")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hybrid_engine.errors import HybridEngineError, Violation
+
+
+def has_code(code: str, *values: str) -> Callable[[BaseException], bool]:
+    """Return a check that an error has `code` and that its message contains each of `values`."""
+
+    def check(error: BaseException) -> bool:
+        assert isinstance(error, HybridEngineError)
+        assert error.code == code, f"code is {error.code!r}, expected {code!r}: {error}"
+        missing = [value for value in values if value not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+        return True
+
+    return check
+
+
+def violations_of(error: BaseException) -> list[tuple[str, str]]:
+    """Return (key, code) of each violation that `error` lists, in its order."""
+    findings = getattr(error, "findings", ())
+    return [(violation.key, violation.code) for violation in findings if isinstance(violation, Violation)]
+
+
+def has_violations(*expected: tuple[str, str], exactly: bool = True) -> Callable[[BaseException], bool]:
+    """Return a check that an error lists the violations `expected`, given as (key, code).
+
+    With `exactly` it lists no others. The order does not matter.
+    """
+
+    def check(error: BaseException) -> bool:
+        listed = violations_of(error)
+        missing = [pair for pair in expected if pair not in listed]
+        assert not missing, f"missing {missing}, listed {listed}: {error}"
+        if exactly:
+            assert sorted(listed) == sorted(expected), f"listed {listed}: {error}"
+        return True
+
+    return check
+
+
+def has_violation(key: str, code: str, *values: str) -> Callable[[BaseException], bool]:
+    """Return a check that an error lists this violation and no other, and that its text contains each of `values`."""
+
+    def check(error: BaseException) -> bool:
+        assert violations_of(error) == [(key, code)], str(error)
+        missing = [value for value in values if value not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+        return True
+
+    return check

@@ -1,0 +1,204 @@
+"""Megatron models without a name table, attached: their layouts follow from names, and are verified by computing."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+
+import hybrid_engine
+from hybrid_engine.errors import ComputationError, ConfigError
+from hybrid_engine.ranks.job import join_process_group
+from tests.harness.errors import violations_of
+from tests.hybrid_engine.models.small_configs import small_config
+
+PROMPTS = [[3, 5, 7, 9], [11, 13]]
+NUM_TOKENS = 6
+GENERATE = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "verify": "full"}
+EXPERTS = {
+    "num_moe_experts": 8,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_ffn_hidden_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Megatron model of a user's own.
+
+    Attributes:
+        architecture: of `small_configs`.
+        layers: settings of TransformerConfig beside the usual ones.
+        outside: settings of GPTModel.
+        parallel: parallel sizes of Megatron.
+        infer: parallel sizes of vLLM.
+    """
+
+    architecture: str
+    layers: dict[str, Any] = field(default_factory=dict)
+    outside: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, int] = field(default_factory=lambda: {"tensor_model_parallel_size": 2})
+    infer: dict[str, int] = field(default_factory=lambda: {"infer_tensor_parallel_size": 2})
+
+
+GLM = Model(
+    "Glm4MoeForCausalLM",
+    layers={**EXPERTS, "add_qkv_bias": True, "qk_layernorm": True, "layernorm_epsilon": 1e-5},
+    outside={"rotary_percent": 0.5},
+    parallel={"expert_model_parallel_size": 2},
+)
+MODELS = [
+    Model("MistralForCausalLM"),
+    Model("MistralForCausalLM", parallel={"pipeline_model_parallel_size": 2}, infer={}),
+    Model("Phi3ForCausalLM", layers={"layernorm_epsilon": 1e-5}),
+    Model("SeedOssForCausalLM", layers={"add_qkv_bias": True}),
+    GLM,
+]
+
+
+def switched() -> list[dict[str, Any]]:
+    """Return what each model's engine generated, and what transformers generates with the same weights."""
+    join_process_group(120)
+    hybrid_engine.prepare()
+    return [_switched(model) for model in MODELS]
+
+
+def refused() -> dict[str, Any]:
+    """Return the refusals of models that compute or are otherwise than their names suggest."""
+    join_process_group(120)
+    hybrid_engine.prepare()
+    results: dict[str, Any] = {}
+    whole_heads = Model(GLM.architecture, GLM.layers, {"rotary_percent": 1.0}, GLM.parallel)
+    with pytest.raises(ComputationError) as caught, _attached(whole_heads):
+        pass
+    results["other rotation"] = str(caught.value)
+    parallel_state.destroy_model_parallel()
+    # No module shows how many experts a token has.
+    one_expert = Model(GLM.architecture, {**GLM.layers, "moe_router_topk": 1}, GLM.outside, GLM.parallel)
+    with _attached(one_expert) as engine, pytest.raises(ComputationError) as caught:
+        engine.rollout_context().__enter__()
+    results["other experts"] = str(caught.value)
+    fewer = Model("MistralForCausalLM", layers={"num_query_groups": 4})
+    with pytest.raises(ConfigError) as invalid, _attached(fewer):
+        pass
+    results["other sizes"] = violations_of(invalid.value)
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ConfigError) as invalid, _attached(MODELS[0], check_compute="off"):
+        pass
+    results["unchecked"] = violations_of(invalid.value)
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def _switched(model: Model) -> dict[str, Any]:
+    with _attached(model) as engine:
+        with engine.rollout_context():
+            sampling = hybrid_engine.Sampling(temperature=0.0, max_tokens=NUM_TOKENS)
+            answers = engine.generate(PROMPTS, sampling)
+        report = engine.sharding.last_report
+        with tempfile.TemporaryDirectory() as directory:
+            place = Path(directory) / "saved"
+            shared = [str(place)]
+            torch.distributed.broadcast_object_list(shared)
+            with engine.train_context():
+                engine.save_hf_checkpoint(shared[0])
+            expected = _generated(shared[0], model.architecture)
+            torch.distributed.barrier()
+    return {
+        "model": model.architecture,
+        "vllm": [list(completions[0].token_ids) for completions in answers],
+        "transformers": expected,
+        "bytes": (report.bytes_received, report.bytes_least),
+    }
+
+
+def _generated(directory: str, architecture: str) -> list[list[int]]:
+    import transformers
+
+    model = getattr(transformers, architecture).from_pretrained(directory, dtype=torch.float32)
+    results = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            logits = model(torch.tensor([tokens])).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        results.append(tokens[len(prompt) :])
+    return results
+
+
+@contextmanager
+def _attached(model: Model, **generate: Any) -> Iterator[Any]:
+    parallel_state.initialize_model_parallel(**model.parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    torch.manual_seed(0)
+    hf_config = small_config(model.architecture)
+    chunk, optimizer = _built(model, hf_config)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(hf_config))
+        values = {"model": directory, "generate_config": {**GENERATE, **model.infer, **generate}}
+        engine = hybrid_engine.attach(chunk, optimizer, values)
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
+            parallel_state.destroy_model_parallel()
+
+
+def _built(model: Model, hf_config: dict[str, Any]) -> tuple[Any, Any]:
+    sizes = {
+        "num_layers": hf_config["num_hidden_layers"],
+        "hidden_size": hf_config["hidden_size"],
+        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_attention_heads": hf_config["num_attention_heads"],
+        "num_query_groups": hf_config["num_key_value_heads"],
+        "kv_channels": hf_config["head_dim"],
+    }
+    usual = {
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0,
+        "attention_dropout": 0,
+        "use_cpu_initialization": True,
+        "pipeline_dtype": torch.float32,
+        # Larger values than usual, so that the tokens differ.
+        "init_method_std": 0.2,
+    }
+    config = TransformerConfig(**{**sizes, **usual, **model.parallel, **model.layers})
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    chunk = GPTModel(
+        config,
+        spec,
+        vocab_size=hf_config["vocab_size"],
+        max_sequence_length=hf_config["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        **model.outside,
+    )
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(config, ddp_config, chunk)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [wrapped])
+    return wrapped, optimizer

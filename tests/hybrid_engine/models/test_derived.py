@@ -1,0 +1,131 @@
+"""Tables derived from transformers' classes, beside what transformers saves and the written tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from hybrid_engine.config import load_config
+from hybrid_engine.errors import ConfigError, UnknownModelError
+from hybrid_engine.models import TABLES, table_for
+from hybrid_engine.models.conventions import conventional_rules
+from hybrid_engine.models.derived import derived_table, model_class
+from hybrid_engine.tools.plan.cluster_plan import plan_job
+from tests.harness.errors import has_code, has_violations
+from tests.hybrid_engine.models.small_configs import SMALL, small_config
+from tests.zoo.families import FAMILIES, tiny_config
+
+UNUSUAL = {"gpt2", "gemma2", "gemma3", "mixtral"}
+"""Families whose checkpoints have other names."""
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
+
+
+@pytest.mark.parametrize("architecture", SMALL)
+def test_a_derived_table_lists_what_transformers_saves(architecture: str, tmp_path: Path) -> None:
+    config = small_config(architecture)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hf_config = AutoConfig.from_pretrained(tmp_path)
+    model = model_class(architecture)._from_config(hf_config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    shapes, dtypes = {}, {}
+    with safe_open(tmp_path / "saved" / "model.safetensors", "torch") as file:
+        names = file.keys()
+        for name in names:
+            tensor = file.get_slice(name)
+            shapes[name] = tuple(tensor.get_shape())
+            if tensor.get_dtype() != "BF16":
+                dtypes[name] = DTYPES[tensor.get_dtype()]
+    table = table_for(config)
+    assert (table.architecture, table.is_derived) == (architecture, True)
+    assert table.shapes == shapes
+    assert table.dtypes == dtypes
+    assert not table.left_out & table.shapes.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_derived_table_agrees_with_a_written_one(family: str) -> None:
+    config = tiny_config(family)
+    written = table_for(config)
+    derived = derived_table(config, written.architecture)
+    assert derived.shapes == {name: shape for name, shape in written.shapes.items() if written.is_served(name)}
+    for size in ("num_layers", "hidden_size", "vocab_size", "num_heads", "tied_embeddings", "num_experts"):
+        assert getattr(derived.dims, size) == getattr(written.dims, size), size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_by_convention_are_those_that_are_written(family: str) -> None:
+    config = tiny_config(family)
+    written = table_for(config)
+    derived = derived_table(config, written.architecture)
+    assert bool(derived.rules) == (family not in UNUSUAL)
+    for rule in derived.rules:
+        for name in rule.names:
+            numbered = name.format(layer=1, expert=1)
+            match = written.match(numbered)
+            assert match is not None, name
+            assert match == derived.match(numbered)
+
+
+def test_rules_by_convention_cover_a_checkpoint_or_there_are_none() -> None:
+    with_rules = {name for name in SMALL if table_for(small_config(name)).rules}
+    assert with_rules == {
+        "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GraniteForCausalLM",
+        "Ministral3ForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+    }
+    table = table_for(small_config("MistralForCausalLM"))
+    more = {**table.shapes, "model.layers.2.self_attn.sinks": (4,)}
+    assert conventional_rules(more, table.dims) == ()
+
+
+def test_names_that_a_class_ignores_are_ignored_in_a_checkpoint() -> None:
+    table = table_for(small_config("Qwen3NextForCausalLM"))
+    assert table.is_ignored("mtp.layers.0.mlp.gate.weight")
+    assert not table.is_ignored("model.layers.0.mlp.gate.weight")
+    tied = table_for({**small_config("SmolLM3ForCausalLM"), "tie_word_embeddings": True})
+    assert tied.dims.tied_embeddings
+    assert tied.is_ignored("lm_head.weight")
+    assert "lm_head.weight" not in tied.shapes
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, ("NoSuchForCausalLM", "no such class")),
+        ({"architectures": ["AutoModelForCausalLM"]}, ("no such class",)),
+        ({**small_config("MistralForCausalLM"), "num_attention_heads": "x"}, ("builds no",)),
+        ({**small_config("MistralForCausalLM"), "model_type": "nothing"}, ("builds no", "nothing")),
+    ],
+)
+def test_a_model_without_a_class_is_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(UnknownModelError, check=has_code("unknown-architecture", *words)):
+        table_for(config)
+
+
+def test_megatron_needs_rules_and_models_of_its_own(tmp_path: Path) -> None:
+    actor = {"seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
+    values = {"model": str(tmp_path), "random_weights": True, "generate_config": {"max_model_len": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(small_config("GptOssForCausalLM")))
+    without_rules = has_violations(("model", "unknown-architecture"))
+    with pytest.raises(ConfigError, check=without_rules) as refusal:
+        load_config({**values, "actor_config": actor}, 1)
+    assert all(name in str(refusal.value) for name in ("GptOssForCausalLM", *TABLES))
+    load_config({**values, "actor_config": {**actor, "fsdp": {}}}, 1)
+
+    (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))
+    with pytest.raises(ConfigError, check=has_violations(("model", "not-built"))):
+        load_config({**values, "actor_config": actor}, 1)
+    config = load_config({**values, "actor_config": actor}, 1, own_loop=True, own_weights=True)
+    with pytest.raises(ConfigError, check=without_rules):
+        plan_job(config, 1)

@@ -1,0 +1,183 @@
+"""User callbacks: functions run in turn, coroutines together; an error names the callback that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_engine.errors import ArgumentError
+from hybrid_engine.rl.losses import group_advantages
+from hybrid_engine.rl.user_callbacks import rewards_of, run_callbacks
+from tests.harness.errors import has_violation, has_violations
+
+
+class Judge:
+    """Waits until `number` calls are running; its barrier belongs to the event loop of the first call."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._barrier: asyncio.Barrier | None = None
+
+    async def __call__(self, value: int) -> int:
+        self._barrier = self._barrier or asyncio.Barrier(self._number)
+        async with asyncio.timeout(60):
+            await self._barrier.wait()
+        return value * 10
+
+
+def test_coroutines_run_together_in_one_event_loop_and_answers_are_in_order() -> None:
+    order: list[int] = []
+
+    def plain(value: int) -> int:
+        order.append(value)
+        return -value
+
+    judge = Judge(3)
+    for _ in range(2):
+        calls: list[Any] = [(str(value), plain if value in (1, 4) else judge, (value,)) for value in range(5)]
+        assert run_callbacks("reward", calls, 60) == [0, -1, 20, 30, -4]
+    assert order == [1, 4, 1, 4]
+    assert run_callbacks("reward", [("", partial(Judge(1).__call__, 7), ())], 60) == [70]
+    assert run_callbacks("reward", [], 60) == []
+
+
+def test_a_coroutine_that_fails_is_named_and_the_others_are_cancelled() -> None:
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("cancelled")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise LookupError("no such tool")
+
+    failed = has_violation("environment", "callback-failed", "LookupError for prompt 1: no such tool", f"{__file__}:")
+    with pytest.raises(ArgumentError, check=failed):
+        run_callbacks("environment", [("prompt 0", waits, ()), ("prompt 1", fails, ())], 60)
+    # The loop still runs, and has cancelled the other coroutine before this one.
+    run_callbacks("environment", [("", partial(asyncio.sleep, 0), ())], 60)
+    assert ended == ["cancelled"]
+
+
+def test_what_takes_too_long_or_is_cancelled_is_named() -> None:
+    async def waits() -> None:
+        await asyncio.sleep(600)
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    calls: list[Any] = [(f"prompt {number}", waits if number else partial(asyncio.sleep, 0), ()) for number in range(6)]
+    late = has_violation("environment", "callback-timeout", "0.09 s", "prompt 1; prompt 2; prompt 3 and 2 more")
+    with pytest.raises(ArgumentError, check=late):
+        run_callbacks("environment", calls, 0.1)
+    failed = has_violation("environment", "callback-failed", "CancelledError for prompt 0", f"{__file__}:")
+    with pytest.raises(ArgumentError, check=failed):
+        run_callbacks("environment", [("prompt 0", cancelled, ())], 60)
+
+
+def test_a_function_may_return_a_coroutine_and_none_is_left_unawaited(recwarn: pytest.WarningsRecorder) -> None:
+    judge = Judge(2)
+    calls: list[Any] = [("prompt 0", lambda value: judge(value), (1,)), ("prompt 0", judge, (2,))]
+    assert run_callbacks("reward", calls, 60) == [10, 20]
+    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "TypeError for prompt 1: ")):
+        run_callbacks("reward", [*calls, ("prompt 1", judge, ())], 60)
+    gc.collect()
+    assert not recwarn.list
+
+
+async def exits() -> None:
+    sys.exit(3)
+
+
+async def exits_in_a_task() -> None:
+    await asyncio.create_task(exits())
+
+
+async def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        (exits, "SystemExit for prompt 0: 3"),
+        (exits_in_a_task, "SystemExit for prompt 0: 3"),
+        (interrupts, "KeyboardInterrupt for prompt 0"),
+    ],
+)
+def test_a_coroutine_that_ends_the_process_is_an_error_and_the_loop_goes_on(ends: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", text, f"{__file__}:")):
+        run_callbacks("reward", [("prompt 0", ends, ())], 60)
+    assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+
+
+def test_a_coroutine_that_blocks_the_loop_is_named_and_left_behind() -> None:
+    async def blocks() -> None:
+        time.sleep(2)
+
+    line = blocks.__code__.co_firstlineno + 1
+    started = time.monotonic()
+    with pytest.raises(
+        ArgumentError, check=has_violation("reward", "event-loop-blocked", "0.095 s", f"{__file__}:{line}.")
+    ):
+        run_callbacks("reward", [("prompt 0", blocks, ())], 0.1)
+    assert run_callbacks("reward", [("prompt 0", partial(asyncio.sleep, 0, 7), ())], 60) == [7]
+    assert time.monotonic() - started < 1
+
+
+def test_the_text_of_an_error_is_cut_and_need_not_be_there() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, text in ((ValueError("x" * 100_000), "x" * 1999 + "…"), (Unprintable(), "<exception str() failed>")):
+        failed = has_violation("reward", "callback-failed", f"for prompt 0: {text}. ")
+        with pytest.raises(ArgumentError, check=failed) as caught:
+            run_callbacks("reward", [("prompt 0", fails, (error,))], 60)
+        assert len(str(caught.value)) < 2500
+
+
+class Unreal:
+    def __float__(self) -> float:
+        raise KeyError("no number")
+
+
+NUMBERS = (1, 0.5, True, -1e18, Fraction(1, 2), np.float16(0.5), np.int8(-3), np.bool_(True), np.ones(1))
+NUMBERS += (torch.tensor(0.5), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.int64))
+NOT_NUMBERS = (None, "0.5", b"1", [1.0], {}, 1j, Unreal(), np.ones(2), torch.ones(2), np.str_("1"), torch.ones(0))
+NOT_NUMBERS += (float("nan"), float("-inf"), 1e39, -2e18, 10**400, np.float64("nan"), torch.tensor(float("inf")))
+
+
+def test_a_reward_is_a_number_whose_square_is_finite_in_float32() -> None:
+    rewards = rewards_of(NUMBERS, [str(place) for place in range(len(NUMBERS))])
+    assert rewards == [1, 0.5, 1, -1e18, 0.5, 0.5, -3, 1, 1, 0.5, 1, 1]
+    assert {type(reward) for reward in rewards} == {float}
+    for scale in (True, False):
+        advantages = group_advantages(torch.tensor([[1e18] * 63 + [-1e18]]), scale=scale)
+        assert torch.isfinite(advantages).all()
+        assert torch.isfinite(advantages.square().sum())
+
+
+def test_every_reward_that_is_none_is_named() -> None:
+    values = [0.5, *NOT_NUMBERS]
+    expected = [("reward", "invalid-reward")] * len(NOT_NUMBERS)
+    with pytest.raises(ArgumentError, check=has_violations(*expected)) as caught:
+        rewards_of(values, [f"prompt {place}, completion 0" for place in range(len(values))])
+    assert "'0.5' for prompt 2, completion 0" in str(caught.value.findings[1])
+    assert "1e+18" in caught.value.findings[1].remedy

@@ -1,0 +1,304 @@
+"""`generate_config.check_compute` with fakes of both engines: when it is asked, of what, and what a difference does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.errors import ComputationError, GenerationError, StateError
+from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.probes import Attention, ProbeAnswer, ProbeLimits
+from hybrid_engine.switch.logprob_check import LENGTH, LONGEST, NUM_ROWS, TOLERANCES, Gap, LogprobCheck, tokens_within
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
+
+
+def log_probs_of(tokens: torch.Tensor) -> torch.Tensor:
+    """What both fakes compute; spread over 3 nats."""
+    return -3.0 - (tokens[:, 1:] % 7).float()
+
+
+class ProbedTraining(FakeTraining):
+    """A trainer that can be asked: `offset` is what it computes otherwise than vLLM."""
+
+    limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)
+    offset = 0.0
+    is_there = False
+    layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
+
+    def probe_limits(self) -> ProbeLimits:
+        return self.limits
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        self.script.reach("trainer computes")
+        self.guard(["param"])
+        torch.rand(3)
+        self.is_there = bool(self.param.any())
+        return ProbeAnswer(log_probs_of(tokens) + self.offset, torch.float32)
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
+
+    def attention(self) -> Mapping[int, Attention]:
+        return self.layers
+
+
+class ProbedInference(FakeInference):
+    """An engine that can be asked."""
+
+    limits = ProbeLimits(max_length=63, vocab_size=40)
+    layers = ProbedTraining.layers
+
+    def probe_limits(self) -> ProbeLimits:
+        return self.limits
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        self.script.reach("vLLM computes")
+        self.asked = tokens
+        return ProbeAnswer(log_probs_of(tokens), torch.float32)
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
+
+    def attention(self) -> Mapping[int, Attention]:
+        return self.layers
+
+
+class ProbedRig(Rig):
+    """A rank whose two sides can be asked."""
+
+    training: ProbedTraining
+    inference: ProbedInference
+
+    def __init__(
+        self,
+        limits: ProbeLimits = ProbedTraining.limits,
+        layers: Mapping[int, Attention] = ProbedTraining.layers,
+        served: Mapping[int, Attention] = ProbedTraining.layers,
+        **settings: object,
+    ) -> None:
+        super().__init__(build=False, **settings)
+        rank, num_ranks = self.job.rank, self.job.world_size
+        self.training = ProbedTraining(self.script, rank, num_ranks, elastic=False)
+        self.training.limits, self.training.layers = limits, layers
+        self.inference = ProbedInference(self.script, rank)
+        self.inference.layers = served
+        self.offloader = type(self.offloader)(self.script, self.training)
+        self.build()
+
+    def asked(self) -> int:
+        """How often both were asked since the last time; one is not asked without the other."""
+        calls = self.script.take()
+        assert calls.count("trainer computes") == calls.count("vLLM computes")
+        return calls.count("vLLM computes")
+
+
+@pytest.fixture
+def probed(job: None) -> ProbedRig:
+    return ProbedRig()
+
+
+@pytest.mark.parametrize(("when", "expected"), [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("off", [0, 0, 0])])
+def test_it_is_asked_when_it_is_due(job: None, when: str, expected: list[int]) -> None:
+    rig, found, has_seconds = ProbedRig(check_compute=when), [], []
+    for before in (TRAIN, FORWARD, IDLE):
+        rig.manager.enter(before)
+        report = rig.manager.enter(INFER)
+        found.append(rig.asked())
+        has_seconds.append("compute" in report.seconds_by_phase)
+        rig.assert_is(INFER)
+    assert found == expected
+    assert has_seconds == [bool(count) for count in expected]
+
+
+def test_the_trainer_computes_before_anything_leaves_and_vllm_last(probed: ProbedRig) -> None:
+    probed.manager.enter(INFER)
+    calls = probed.script.take()
+    assert calls[0] == "trainer computes"
+    assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # nothing of the tokens stays in the caches
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is_left: bool) -> None:
+    """Also where it comes before the switch notes that the trainer is done."""
+    rig = ProbedRig(check_compute="always")
+    rig.script.arm("trainer computes", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        rig.manager.enter(INFER)
+    rig.manager._logprob_check.is_probing = is_left
+    with pytest.raises(StateError):
+        rig.training.guard(KINDS)
+    rig.manager.enter(IDLE)
+    with pytest.raises(StateError):
+        rig.training.guard(["param"])
+    rig.manager.enter(INFER)
+    assert rig.training.is_there
+
+
+def test_generators_stay_where_they_are(probed: ProbedRig) -> None:
+    before = torch.get_rng_state()
+    probed.manager.enter(INFER)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tokens_suit_all_sides_and_are_always_the_same(probed: ProbedRig) -> None:
+    probed.manager.enter(INFER)
+    tokens = probed.inference.asked
+    assert tokens.shape == (NUM_ROWS, 20)
+    assert tokens.max() < 40
+    _, again = tokens_within([probed.training.limits, probed.inference.limits])
+    assert again is not None
+    assert torch.equal(tokens, again)
+    _, longest = tokens_within([ProbeLimits(), ProbeLimits()])
+    assert longest is not None
+    assert longest.shape == (NUM_ROWS, LENGTH)
+
+
+def test_layers_that_differ_are_refused_at_set_up(job: None) -> None:
+    layers = {0: Attention(0.5, window=20), 1: Attention(0.5, window=20, softcap=30.0)}
+    with pytest.raises(ComputationError) as caught:
+        ProbedRig(layers=layers)
+    text = str(caught.value)
+    assert "in layers 0 to 1, the sliding window is 20 tokens for the trainer and none for vLLM; " in text
+    assert "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM. Make the model" in text
+    ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # of at most 21 tokens it hides none
+    ProbedRig(layers=layers, check_compute="off")
+
+
+class LayersUnread(ProbedTraining):
+    attention = None  # type: ignore[assignment]
+
+
+def test_a_trainer_whose_layers_cannot_be_read_computes_all_the_same(
+    probed: ProbedRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = LayersUnread(probed.script, 0, 1, elastic=False)
+    computation = LogprobCheck(trainer, probed.inference, probed.job, "first")
+    assert computation.is_due
+    assert "the attention of layers 0 to 1 is not compared" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("windows", "most", "length"),
+    [
+        ([100], None, LENGTH + 100),
+        ([100, 16], None, LENGTH + 100),
+        ([100, 4096], None, LENGTH + 100),
+        ([4096], None, LENGTH),
+        ([LONGEST], None, LENGTH),
+        ([100], 127, LENGTH),
+        ([50], 127, LENGTH + 50),
+    ],
+)
+def test_tokens_reach_beyond_windows_as_far_as_it_is_cheap(windows: list[int], most: int | None, length: int) -> None:
+    _, tokens = tokens_within([ProbeLimits(max_length=most)], windows)
+    assert tokens is not None
+    assert tokens.shape == (NUM_ROWS, length)
+
+
+def test_a_window_beyond_the_tokens_is_said(job: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hybrid_engine"):
+        for size in (20, 22):  # of at most 21 tokens the latter hides none
+            layers = {0: Attention(0.5, window=size), 1: Attention(0.5)}
+            ProbedRig(layers=layers, served=layers)
+    (line,) = [record.getMessage() for record in caplog.records if "settings alone" in record.getMessage()]
+    assert "log-probabilities of 20 tokens are compared; for windows of 20 tokens" in line
+
+
+def test_what_only_the_end_of_long_sequences_shows_is_another_function() -> None:
+    gap = answers(0.0, torch.float32)
+    long = Gap(
+        torch.arange(3 * LENGTH)[None],
+        ProbeAnswer(gap.trained.log_probs.repeat(1, 5)[:, : 3 * LENGTH - 1], torch.float32),
+        ProbeAnswer(gap.trained.log_probs.repeat(1, 5)[:, : 3 * LENGTH - 1].clone(), torch.float32),
+    )
+    assert long.is_rounding
+    long.served.log_probs[0, -LENGTH:] += 1.0
+    assert not long.is_rounding
+
+
+def test_another_function_fails_the_switch_and_names_numbers_and_settings(probed: ProbedRig) -> None:
+    probed.training.offset = 0.5
+    for _ in range(2):  # what has failed is asked again
+        with pytest.raises(ComputationError) as caught:
+            probed.manager.enter(INFER)
+        probed.assert_is(TRAIN)
+    text = str(caught.value)
+    assert "38 tokens are 0.5 nats apart (median)" in text
+    at = probed.inference.asked[0, 1].item()
+    assert f"token {at} at position 1 of sequence 0, {-2.5 - at % 7:.4f} by the trainer" in text
+    assert f"and {-3 - at % 7:.4f} by vLLM" in text
+    assert "rms_norm_eps is 1e-05 for the trainer and 1e-06 for vLLM" in text
+    assert "the trainer has glu_linear_offset 1.0" in text
+    assert "hidden_size" not in text
+    probed.training.offset = 0.0
+    probed.manager.enter(INFER)
+    probed.assert_is(INFER)
+
+
+@pytest.mark.parametrize("call", ["trainer computes", "vLLM computes"])
+def test_a_side_that_fails_fails_the_switch(probed: ProbedRig, call: str) -> None:
+    probed.script.arm(call, GenerationError("NaN"))
+    with pytest.raises(GenerationError):
+        probed.manager.enter(INFER)
+    probed.assert_is(TRAIN)
+    probed.script.take()
+    probed.manager.enter(INFER)
+    assert probed.asked() == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"refusal": "the trainer splits sequences"}, "the trainer splits sequences"),
+        ({"max_length": 3}, "at most 3 tokens"),
+        ({"multiple": 128}, "a multiple of 128"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_once(
+    job: None, caplog: pytest.LogCaptureFixture, limits: dict[str, Any], reason: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        rig = ProbedRig(limits=replace(ProbedTraining.limits, **limits))
+        for state in (INFER, TRAIN, INFER):
+            rig.manager.enter(state)
+    assert rig.asked() == 0
+    (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    assert reason in line
+
+
+def test_a_trainer_without_a_forward_pass_is_not_compared(job: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        rig = Rig()
+        rig.manager.enter(INFER)
+    assert "FakeTraining cannot be probed" in caplog.text
+    rig.assert_is(INFER)
+
+
+def answers(gap: float, dtype: torch.dtype, spread: float = 1.0) -> Gap:
+    """Two answers that are `gap` apart everywhere."""
+    tokens = torch.arange(40)[None]
+    values = torch.linspace(-1, 1, 39)[None]
+    values *= spread / values.std()
+    return Gap(tokens, ProbeAnswer(values, torch.float32), ProbeAnswer(values + gap, dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_coarser_side_and_the_spread_say_what_rounding_is(dtype: torch.dtype) -> None:
+    most = TOLERANCES[dtype]
+    assert answers(0.99 * most, dtype).is_rounding
+    assert not answers(1.01 * most, dtype).is_rounding
+    assert answers(2.9 * most, dtype, spread=3.0).is_rounding
+    assert answers(0.19 * most, dtype, spread=0.0).is_rounding
+
+
+def test_tokens_for_which_rounding_chooses_other_experts_are_no_other_function() -> None:
+    gap = answers(0.0, torch.bfloat16)
+    gap.served.log_probs[0, ::3] += 2.0
+    assert gap.is_rounding
+    gap.served.log_probs[0, 1::3] += 2.0
+    assert not gap.is_rounding

@@ -1,0 +1,216 @@
+"""What set-up refuses of a job, and what it says of its time, with fakes of both engines."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ConfigError, ReshardError, TransportError
+from hybrid_engine.memory import descriptors, device_pages
+from hybrid_engine.ranks import groups
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch import setup
+from hybrid_engine.switch.setup import hosts_without_access
+from tests.harness.errors import violations_of
+from tests.harness.launch import Ranks
+from tests.harness.namespaces import enter_a_process_namespace
+from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
+from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
+
+
+def refusal_of(rig: Rig) -> str:
+    """Before there is a group, or anything is moved."""
+    with mock.patch.object(Job, "new_group") as new_group, pytest.raises(ConfigError) as caught:
+        rig.build()
+    assert not new_group.called
+    assert not rig.offloader.is_offloaded("param")
+    return str(caught.value)
+
+
+def test_a_job_on_another_device_than_the_training_weights_is_refused(job: None) -> None:
+    assert refusal_of(Rig(build=False, device="meta")).endswith(
+        "Job.device: meta, but training weights of rank 0 are on cpu. Pass their device: Job.join(..., device=...)"
+    )
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cuda", False), ("cuda:1", False), ("cuda:0", True)])
+def test_a_device_without_a_number_is_any_of_its_kind(job: None, device: str, refused: bool) -> None:
+    rig = Rig(build=False, device=device)
+    rig.training.param = mock.Mock(device=torch.device("cuda", 1))  # no further than that: it has no memory to export
+    with pytest.raises(ConfigError if refused else ReshardError) as caught:
+        rig.build()
+    assert refused == (("Job.device", "wrong-device") in violations_of(caught.value))
+
+
+def test_a_job_of_another_timeout_than_the_configuration_is_refused(job: None) -> None:
+    rig = Rig(build=False)
+    rig.config = rig.config.model_copy(update={"timeout_seconds": 61.0})
+    assert "generate_config.timeout_seconds: 61, but the job was joined with 60" in refusal_of(rig)
+
+
+@pytest.mark.slow
+def test_waits_for_what_other_ranks_hold_count_as_set_up(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    conclude = Agreement.conclude
+
+    def slow(self: Agreement, phase: str, *rest: Any, **named: Any) -> None:
+        time.sleep(0.2 if phase in ("exchange of layouts", "comparison of plans") else 0)
+        conclude(self, phase, *rest, **named)
+
+    monkeypatch.setattr(Agreement, "conclude", slow)
+    seconds = Rig().manager.enter(INFER).seconds_by_phase
+    assert seconds["layout"] > 0.4  # of both sides
+    assert seconds["plan"] > 0.2
+
+
+REASON = "rank 1 cannot read the memory of rank 0: not permitted"
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(everything, 2)
+
+
+def everything() -> dict[str, object]:
+    dist.init_process_group("gloo")
+    results = {"switches": on_rank_1_denied(switches), "refusal": on_rank_1_denied(refusal), "devices": devices()}
+    dist.destroy_process_group()
+    return results
+
+
+def on_rank_1_denied(scenario: Callable[[], object]) -> object:
+    if dist.get_rank() == 0:
+        return scenario()
+    with mock.patch.object(setup, "reading", side_effect=TransportError("not permitted")):
+        return scenario()
+
+
+def switches(host: str | None = "here") -> dict[str, object]:
+    """What a rank reads by messages in two switches with "auto", and what it logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    setup.logger.addHandler(handler)
+    setup.logger.setLevel(logging.INFO)
+    rig = Rig(elastic=True, host=host or groups.host_id())
+    setup.logger.removeHandler(handler)
+    by_transport = []
+    for _ in range(2):
+        by_transport.append(set(rig.manager.enter(INFER).bytes_by_transport))
+        rig.assert_is(INFER)
+        rig.manager.enter(TRAIN)
+        rig.training.step()
+    rig.close()
+    return {"transports": by_transport, "log": [line for line in lines if "memory" in line]}
+
+
+def refusal() -> str:
+    try:
+        Rig(elastic=True, transport="shared_memory")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def devices(host: str | None = "here") -> list[list[str]]:
+    """With device memory, whose driver is the tests' model: where descriptors pass, and where not on rank 1."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
+        DeviceRig(patch)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        job = Job.join(60, host=host, device=torch.device("cuda", 0))
+        group = job.new_host_group(ends)
+        results = [list(hosts_without_access(job, GenerateConfig(), group))]
+        if job.rank == 1:
+            patch.setattr(device_pages, "fetch", mock.Mock(side_effect=TransportError("not permitted")))
+        results.append(list(hosts_without_access(job, GenerateConfig(), group)))
+        job.close()
+    return results
+
+
+def test_all_ranks_of_the_host_send_messages(found: list[dict[str, object]]) -> None:
+    logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {REASON}"
+    for rank, results in enumerate(found):
+        assert results["switches"] == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
+
+
+def test_shared_memory_alone_is_refused_with_the_reason(found: list[dict[str, object]]) -> None:
+    for results in found:
+        assert f"generate_config.transport: shared_memory, but {REASON}. Choose auto or" in str(results["refusal"])
+
+
+def test_device_memory_is_tried_with_the_driver(found: list[dict[str, object]]) -> None:
+    assert [results["devices"] for results in found] == [[[], ["here"]]] * 2
+
+
+READ = "[Reshard] ranks that read each other's memory: "
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root")
+def test_containers_of_one_meeting_directory_share_memory(ranks: Ranks) -> None:
+    found = [ranks.launch(in_two_containers, 2, scenario) for scenario in (switches, devices)]
+    for rank, (switched, on_devices) in enumerate(zip(*found, strict=True)):
+        assert switched == {"transports": [{"shared_memory"}] * 2, "log": [f"{READ}0, 1"] * (rank == 0)}
+        assert on_devices[0] == []
+
+
+def in_two_containers(scenario: Callable[[None], object]) -> object:
+    if os.environ["RANK"] == "0":
+        return in_a_group(scenario)
+    enter_a_process_namespace()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    if not os.fork():
+        assert os.getpid() == 1
+        writer.send(in_a_group(scenario))
+        os._exit(0)
+    writer.close()
+    return reader.recv()
+
+
+def in_a_group(scenario: Callable[[None], Any]) -> Any:
+    """Where hosts are what the system says."""
+    dist.init_process_group("gloo")
+    try:
+        return scenario(None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_container_with_another_meeting_directory_gets_messages(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks.launch(with_another_directory, 2, str(tmp_path))):
+        place = tmp_path if rank else groups.MEETING_DIRECTORY
+        others = f"by messages with 1 others (on another machine, or in a container with another {place})"
+        assert found == {"transports": [{"collective"}] * 2, "log": [f"{READ}{rank}; {others}"]}
+
+
+def with_another_directory(other: str) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (groups, descriptors, setup) if os.environ["RANK"] == "1" else ():
+            patch.setattr(module, "MEETING_DIRECTORY", other)
+        return in_a_group(switches)
+
+
+def test_where_there_can_be_no_socket_all_send_messages(ranks: Ranks) -> None:
+    why = "rank 1 cannot offer its memory: no socket in /tmp: Read-only file system"
+    logged = f"[Reshard] the ranks of this host send their weights instead of sharing memory: {why}"
+    for rank, found in enumerate(ranks.launch(without_sockets, 2)):
+        assert found == {"transports": [{"collective"}] * 2, "log": [logged] * (rank == 0)}
+
+
+def without_sockets() -> object:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS)) if os.environ["RANK"] == "1" else None
+    with mock.patch.object(tempfile, "mkdtemp", side_effect=error, wraps=tempfile.mkdtemp):
+        return in_a_group(switches)

@@ -1,0 +1,303 @@
+"""Memory of a job, on sizes that can be counted by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from hybrid_engine.config import load_config
+from hybrid_engine.config.job_rules import memory_plan
+from hybrid_engine.errors import ConfigError, DependencyError
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.memory import (
+    GIB,
+    MemoryPeaks,
+    MemoryPlan,
+    Stays,
+    TrainingMemory,
+    largest_shard,
+    megatron_memory,
+    plan_memory,
+    sharded_memory,
+)
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
+from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.records.regions import StridedView, contiguous_strides
+from hybrid_engine.tools.plan import cluster_plan
+from hybrid_engine.tools.plan.answer import device_memory
+from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
+from tests.harness.errors import has_violations
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
+from tests.zoo.families import write_config
+from tests.zoo.published_configs import QWEN3_30B_A3B
+
+PlanIt = Callable[..., JobPlan]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> PlanIt:
+    def plan(
+        train: TrainParallelism,
+        infer: InferenceParallelism,
+        cluster: Cluster | None = None,
+        model: dict[str, Any] = EXPERTS,
+        **generate: Any,
+    ) -> JobPlan:
+        values = {
+            "model": str(write_config(tmp_path, model)),
+            "actor_config": named(train, "key"),
+            "generate_config": {**named(infer, "key"), **generate},
+        }
+        config = load_config(values, train.world_size, weights_only=True, own_weights=True)
+        return plan_job(config, train.world_size, cluster)
+
+    return plan
+
+
+def test_memory_is_counted_with_padding_and_shards() -> None:
+    """Two tensor parallel ranks x two replicas; experts whole on two ranks."""
+    table = table_for(EXPERTS)
+    hidden, vocab = 3, 152  # 150 up to a multiple of 4 * 2
+    attention = 4 * 24 * hidden // 2 + 2 * 2  # q, k, v, o cut in two; norms of query and key
+    norms = 2 * hidden
+    router, expert = 6 * hidden, 3 * 12 * hidden
+    dense = 2 * vocab * hidden // 2 + hidden + 4 * (attention + norms) + 3 * router + 3 * 12 * hidden // 2
+    experts = 3 * 3 * expert
+    train = TrainParallelism(4, tensor=2, expert=2, expert_tensor=1, make_vocab_size_divisible_by=4)
+    infer = InferenceParallelism(4, tensor=2)
+    source, destination = training_side(table, train), inference_side(table, infer)
+    assert source.num_elements.tolist() == [dense + experts] * 4
+    state = megatron_memory(source, train, "bfloat16")
+    peaks = MemoryPeaks(state, 2 * destination.num_elements, bucket=100)
+    assert state.params.tolist() == [2 * (dense + experts)] * 4
+    assert state.grads.tolist() == [4 * (dense + experts)] * 4
+    shards = math.ceil(dense / 2) + math.ceil(experts / 2)
+    narrow = megatron_memory(source, train, "bfloat16", float32_grads=False).grads
+    assert narrow.tolist() == [2 * (dense + experts) + 4 * shards] * 4, "those of the main parameters are converted"
+    assert state.optimizer.tolist() == [12 * shards] * 4
+    served = 2 * 192 * hidden // 2 + dense - 2 * vocab * hidden // 2 + 3 * 6 * expert // 2  # vLLM pads to 192
+    assert peaks.inference.tolist() == [2 * served] * 4
+    assert (peaks.switch == state.params + peaks.inference).all()
+    assert (peaks.interleaved_switch == np.maximum(state.params, peaks.inference) + 200).all()
+    assert (peaks.device == np.maximum(state.total, peaks.interleaved_switch)).all()
+    assert (state.copied == state.params + state.optimizer).all()
+    assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
+
+
+def test_the_peak_counts_the_buckets_that_the_planner_makes(job: PlanIt) -> None:
+    """All experts of a layer are in one bucket: 128 x 3 x 2,048 x 768 elements of 2 bytes, half of them on a rank."""
+    model = {**QWEN3_30B_A3B, "num_hidden_layers": 8}
+    plan = job(TrainParallelism(8, expert=8), InferenceParallelism(8, tensor=2), model=model)
+    buckets = plan.plan_of(0).buckets
+    for bucket in buckets:
+        assert sum(".mlp.experts." in name for name in bucket.tensors) % (3 * 128) == 0, "a layer's, as in vLLM"
+    assert plan.memory.bucket == max(bucket.nbytes for bucket in buckets)
+    assert plan.memory.bucket >= 603_979_776 > plan.bucket_nbytes
+    peak = np.maximum(plan.memory.state.params, plan.memory.inference) + 2 * plan.memory.bucket
+    assert (plan.phases["switch"].total == peak).all()
+    assert (memory_plan(plan.config, 8).phases["switch"].total == plan.phases["switch"].total).all()
+    assert device_memory(plan)["largest_bucket"]["max"] == plan.memory.bucket
+
+
+def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
+    """Three ranks: 7 rows are 3 on each, 6 rows are 2; a router's bias is whole on all of them."""
+    shapes = {"uneven": (7, 5), "even": (6, 2), "bias": (4,)}
+    tensors = {name: Packed(name, StridedView(0, shape, contiguous_strides(shape))) for name, shape in shapes.items()}
+    model = PackedModel(tensors, shapes, whole={"bias"})
+    sizes = ShardedParallelism(3)
+    source = sharded_side(replace(table_for(DENSE), shapes=shapes), model, sizes)
+    assert source.num_elements.tolist() == [3 * 5 + 2 * 2 + 4] * 3
+    state = sharded_memory(source, model, sizes, "float32")
+    assert state.params.tolist() == state.grads.tolist() == [4 * 23] * 3
+    assert state.optimizer.tolist() == [8 * 23, 8 * 23, 8 * (1 * 5 + 2 * 2 + 4)], "the last one has one row of 7"
+    assert (state.copied == 2 * 92 + state.optimizer).all()
+    assert state.inelastic is not None
+    assert state.inelastic.tolist() == [4 * (3 * 5 + 4)] * 3
+    peaks = MemoryPeaks(state, np.array([400, 10, 1]), bucket=1)
+    assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
+    largest = largest_shard(model, sizes, "float32")
+    for name in ("params", "grads", "optimizer", "copied", "inelastic"):
+        assert getattr(largest, name).tolist() == [getattr(state, name).max()], name
+
+
+def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:
+    """Both ranks of a host need the half that is on the other: it comes once, or to each."""
+    train, infer = TrainParallelism(4, pipeline=2), InferenceParallelism(4)
+    apart = Cluster(ranks_per_host=2)
+    once, each = (job(train, infer, replace(apart, has_elastic_buffers=flag)) for flag in (True, False))
+    assert once.received_by_host.tolist() == once.bytes.network_lower_bound.tolist()
+    assert each.received_by_host.sum() > once.received_by_host.sum()
+    planned = [sum(one.plan_of(rank).bytes_by_rank[rank].network for rank in range(4)) for one in (once, each)]
+    assert planned == [once.bytes.network.sum(), each.bytes.network.sum()]
+
+
+def test_fit_and_time(job: PlanIt) -> None:
+    rates = {Link.SELF: 1e-3, Link.HOST: 1e-6, Link.NETWORK: 1e-9}
+    train, infer = TrainParallelism(4, tensor=2), InferenceParallelism(4)
+    small = job(train, infer, Cluster(ranks_per_host=2, device_gib=1e-6, host_gib=1e-6, link_gbps=rates))
+    assert (small.fits_device, small.fits_host) == (False, False)
+    moved = small.bytes
+    expected = moved.own / 1e6 + np.maximum(moved.host, moved.sent_host) / 1e3
+    assert moved.network.sum() == 0
+    np.testing.assert_allclose(small.seconds, expected)
+    exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
+    assert (job(train, infer, exact).fits_device, job(train, infer, exact).fits_host) == (True, True)
+    assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
+
+
+def test_copies_of_messages_count_as_host_memory(job: PlanIt) -> None:
+    """At both ends: of what crosses between hosts, or of all that one rank has from another."""
+    train, infer, cluster = TrainParallelism(4, pipeline=2), InferenceParallelism(4), Cluster(ranks_per_host=2)
+    without = job(train, infer, cluster).on_host
+    for transport, linked in (("auto", cluster), ("collective", cluster), ("auto", replace(cluster, **INELASTIC))):
+        plan = job(train, infer, linked, incremental="delta", transport=transport)
+        moved, is_relayed = plan.bytes, transport == "auto" and linked is cluster
+        expected = moved.network + moved.sent_network if is_relayed else moved.received + moved.sent
+        assert (plan.on_host - without).tolist() == expected.tolist()
+        assert expected.sum() == 2 * (moved.network if is_relayed else moved.received).sum() > 0
+
+
+INELASTIC: dict[str, Any] = {"has_elastic_buffers": False}
+
+
+def test_an_order_that_saves_is_kept(job: PlanIt) -> None:
+    train, infer = TrainParallelism(8, tensor=4), InferenceParallelism(8, tensor=2)
+    plan = job(train, infer)
+    assert plan.infer.rank_order is not None
+    assert plan.bytes.own.sum() > plan.sequential.own.sum()
+    same = job(TrainParallelism(8, tensor=2, make_vocab_size_divisible_by=96), infer)  # 192 rows on both sides
+    assert same.infer.rank_order is None
+    assert same.bytes is same.sequential
+    assert same.bytes.received.sum() == 0
+
+
+def test_an_order_that_nothing_can_find_is_a_key_to_set(job: PlanIt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_plan, "rank_order", mock.Mock(side_effect=DependencyError("needs scipy")))
+    missing = has_violations(("generate_config.infer_rank_order", "needs-package"))
+    with pytest.raises(ConfigError, check=missing):
+        job(TrainParallelism(2), InferenceParallelism(2))
+
+
+def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:
+    """The same as a plan for vLLM without tensor parallelism."""
+    plan = job(TrainParallelism(4, tensor=2, pipeline=2), InferenceParallelism(4))
+    assert plan.gathered.tolist() == plan.bytes.received.tolist()
+
+
+def memory(params: int, grads: int, optimizer: int) -> TrainingMemory:
+    """Of two ranks, the second of which has ten times as much."""
+    each = [np.array([nbytes, 10 * nbytes]) for nbytes in (params, grads, optimizer)]
+    return TrainingMemory(*each, copied=each[0] + each[2])
+
+
+ACTOR, CRITIC, WEIGHTS = memory(100, 200, 300), memory(10, 20, 30), np.array([150, 50])
+BUCKET = 5
+
+
+def totals(**stays: object) -> dict[str, list[int]]:
+    plan = plan_memory(ACTOR, WEIGHTS, BUCKET, CRITIC, stays=Stays(**stays))  # type: ignore[arg-type]
+    return {name: phase.total.tolist() for name, phase in plan.phases.items()}
+
+
+ALONE = {
+    "train": [600, 6000],
+    "forward": [100, 1000],
+    "switch": [160, 1010],  # the larger of parameters and inference weights, and two buckets
+    "generate": [150, 50],
+    "reference": [100, 1000],
+    "critic train": [60, 600],
+    "critic forward": [10, 100],
+}
+
+
+@pytest.mark.parametrize(
+    ("stays", "changed"),
+    [
+        ({}, {}),
+        (
+            {"kinds": frozenset({"grad"})},
+            {
+                "forward": [300, 3000],
+                "switch": [360, 3010],
+                "generate": [350, 2050],
+                "reference": [300, 3000],
+                "critic train": [260, 2600],
+                "critic forward": [210, 2100],
+            },
+        ),
+        (
+            {"inference_nbytes": None},
+            {
+                "train": [750, 6050],
+                "forward": [250, 1050],
+                "switch": [255, 1055],  # all at once, and a bucket
+                "reference": [250, 1050],
+                "critic train": [210, 650],
+                "critic forward": [160, 150],
+            },
+        ),
+        (
+            {"inference_nbytes": 60},
+            {
+                "train": [660, 6050],
+                "forward": [160, 1050],
+                "switch": [220, 1060],
+                "reference": [160, 1050],
+                "critic train": [120, 650],
+                "critic forward": [70, 150],
+            },
+        ),
+        (
+            {"critic": True},
+            {
+                "train": [660, 6600],
+                "forward": [160, 1600],
+                "switch": [220, 1610],
+                "generate": [210, 650],
+                "reference": [160, 1600],
+                "critic forward": [60, 600],
+            },
+        ),
+        ({"prefetches": True}, {"switch": [600, 6000], "generate": [600, 6000]}),
+    ],
+    ids=["nothing", "gradients", "all weights", "some weights", "the critic", "prefetched"],
+)
+def test_a_phase_takes_what_it_needs_and_what_stays(stays: dict[str, object], changed: dict[str, list[int]]) -> None:
+    assert totals(**stays) == {**ALONE, **changed}
+
+
+def test_phases_over_the_budget_are_found_on_any_rank() -> None:
+    def over(budget: int | None) -> list[str]:
+        plan = plan_memory(ACTOR, WEIGHTS, BUCKET, CRITIC, budget=budget)
+        return [phase.name for phase in plan.over_budget()]
+
+    assert over(None) == over(6000) == []
+    assert over(5999) == ["train"]
+    assert over(599) == ["train", "forward", "switch", "reference", "critic train"]
+
+
+def test_without_a_critic_there_are_no_phases_of_one() -> None:
+    assert list(plan_memory(ACTOR, WEIGHTS, BUCKET).phases) == list(ALONE)[:5]
+
+
+@pytest.fixture
+def plan() -> MemoryPlan:
+    mib = 2**20
+    return plan_memory(memory(mib, 2 * mib, 3 * mib), mib * np.array([4, 5]), 1, budget=100 * mib)
+
+
+def test_the_table_shows_the_rank_with_most(plan: MemoryPlan) -> None:
+    title, heads, train, *_ = str(plan).splitlines()
+    assert "MiB on the rank with most, of a budget of 100.00" in title
+    assert heads.split() == ["phase", "actor", "vLLM", "reference", "critic", "all"]
+    assert train.split() == ["train", "60.00", "-", "-", "-", "60.00"]

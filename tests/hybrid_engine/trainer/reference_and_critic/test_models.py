@@ -1,0 +1,53 @@
+"""Offload of a model that shares the devices: together with all ranks, or alone after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from hybrid_engine.memory.offload_items import Items, OffloadItem
+from hybrid_engine.trainer.reference_and_critic.models import PARAMETERS, AuxiliaryModel
+
+
+class RecordingAgreement:
+    """Notes the phases that all ranks ended together."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+        self.ended.append(name)
+
+
+def test_it_leaves_with_all_ranks_and_alone_after_an_error() -> None:
+    agreement, parameter = RecordingAgreement(), torch.ones(1000)
+    worker: Any = SimpleNamespace(
+        job=SimpleNamespace(agreement=agreement, device=torch.device("cpu")),
+        sharding=SimpleNamespace(entered=lambda state: nullcontext()),
+        colocated_models=WeakSet(),
+    )
+    model = AuxiliaryModel("critic", worker, Items(lambda: [OffloadItem("weight", "param", parameter)]))
+    assert agreement.ended == ["offload of the critic"]
+    contexts = (
+        lambda: model.exclusive_context(PARAMETERS, "critic forward"),
+        lambda: model.shared_context(PARAMETERS, read_only=True),
+    )
+    for context in contexts:
+        agreement.ended.clear()
+        with context():
+            assert model.resident_nbytes() == parameter.nbytes
+        assert model.resident_nbytes() == 0
+        assert agreement.ended == ["onload of the critic", "offload of the critic"]
+        agreement.ended.clear()
+        with pytest.raises(ZeroDivisionError), context():
+            raise ZeroDivisionError
+        assert model.resident_nbytes() == 0
+        assert agreement.ended == ["onload of the critic"]

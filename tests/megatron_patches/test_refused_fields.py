@@ -1,0 +1,151 @@
+"""Configurations of Megatron that do not go with a switch are refused; what is in no list passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megatron_patches.refused_fields import (
+    FUNCTION_FIELDS,
+    READ_OFF_THE_MODEL,
+    REFUSED,
+    FieldRefusal,
+    argument_refusals,
+    declared_fields,
+    live_refusals,
+    refusal,
+)
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+OTHER_VALUE = "another value"
+
+
+def refused(transformer: Any = None, ddp: Any = None, optimizer: Any = None) -> list[FieldRefusal]:
+    """Refusals of objects as a live model has them, of Megatron's own classes where none are given."""
+    chunk = torch.nn.Module()
+    chunk.config = transformer or TransformerConfig(**SIZES)
+    chunk.ddp_config = ddp or DistributedDataParallelConfig()
+    member = SimpleNamespace(config=optimizer or OptimizerConfig())
+    return live_refusals([chunk, chunk], SimpleNamespace(chained_optimizers=[member, member]))
+
+
+def test_megatrons_own_defaults_are_accepted() -> None:
+    assert refused() == []
+    assert refused(MLATransformerConfig(**SIZES)) == []
+
+
+OF_OTHERS = {
+    # of heterogeneous models, whose class is another
+    *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("per_block_parameters", "moe_use_legacy_grouped_gemm"),  # the last is gone since 0.17
+    # since 0.17 to 0.19
+    *("use_mup", "mla_down_proj_fusion", "mtp_use_repeated_layer", "mtp_hybrid_override_pattern", "fp4_param_gather"),
+    *("moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight", "moe_mlp_glu_interleave_size"),
+    *("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "optimizer_cuda_graph"),
+    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+    "use_layer_wise_distributed_optimizer",
+}
+
+
+def test_the_list_names_fields_of_the_installed_version_but_for_some_of_others() -> None:
+    listed = {(section, field) for section, fields in REFUSED.items() for field in fields}
+    listed |= {("TransformerConfig", field) for field in (*FUNCTION_FIELDS, *READ_OFF_THE_MODEL)}
+    of_others = {field for section, field in listed - declared_fields().keys()}
+    assert of_others <= OF_OTHERS
+    assert len(listed) > 100
+
+
+@pytest.mark.parametrize("section", REFUSED)
+def test_everything_that_is_refused_is_said_at_once_with_a_remedy(section: str) -> None:
+    """By live objects, also where the field is one of another version."""
+    objects = {
+        "TransformerConfig": MLATransformerConfig(**SIZES),
+        "DistributedDataParallelConfig": DistributedDataParallelConfig(),
+        "OptimizerConfig": OptimizerConfig(),
+    }
+    expected = {}
+    for field, rule in REFUSED[section].items():
+        setattr(objects[section], field, OTHER_VALUE)
+        expected[field] = None if refusal(section, field, OTHER_VALUE) is None else f"{OTHER_VALUE}: {rule.reason}"
+    found = {one.field: one for one in refused(*objects.values())}
+    assert {field: one.problem for field, one in found.items()} == {k: v for k, v in expected.items() if v}
+    assert all(str(REFUSED[section][field].accepted[0]) in one.remedy for field, one in found.items())
+    for field, rule in REFUSED[section].items():
+        for value in rule.accepted:
+            assert refusal(section, field, value) is None
+
+
+def test_what_a_later_version_reads_off_the_model_is_refused_before() -> None:
+    before, since = (
+        refusal("TransformerConfig", "moe_single_grouped_weight", True, version) for version in ("0.18.2", "0.19.2")
+    )
+    assert before is not None
+    assert (before.section, before.field) == ("TransformerConfig", "moe_single_grouped_weight")
+    assert before.remedy == "Leave it at False"
+    assert since is None
+
+
+def test_a_list_of_values_is_accepted_where_each_of_them_is() -> None:
+    name = "moe_router_load_balancing_type"
+    assert refusal("TransformerConfig", name, ["aux_loss", "seq_aux_loss"]) is None
+    found = refusal("TransformerConfig", name, ["aux_loss", "quantile_balancing"])
+    assert found is not None
+    assert found.remedy == "Use aux_loss or seq_aux_loss or global_aux_loss or none"
+
+
+def test_a_layer_wise_optimizer_is_refused_whatever_its_configuration_says() -> None:
+    """0.16 overwrites `dist_muon` with the name of a member while it builds it."""
+    layer_wise = pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
+    member = SimpleNamespace(config=OptimizerConfig(optimizer="adam"))
+    optimizer = layer_wise.__new__(layer_wise)  # its constructor takes optimizers of a model
+    optimizer.config, optimizer.chained_optimizers = member.config, [member]
+    for given in (optimizer, SimpleNamespace(chained_optimizers=[optimizer])):
+        (found,) = live_refusals([], given)
+        assert (found.section, found.field) == ("OptimizerConfig", "optimizer")
+        assert found.problem.startswith("dist_muon: ")
+    assert live_refusals([], SimpleNamespace(chained_optimizers=[member])) == []
+
+
+def test_a_field_that_is_in_no_list_passes_with_a_debug_line(caplog: pytest.LogCaptureFixture) -> None:
+    """As a later megatron-core would declare its TransformerConfig."""
+    fields = [("weight_folding", Any, None), ("weight_lists", list[int], dataclasses.field(default_factory=list))]
+    later = dataclasses.make_dataclass("TransformerConfig", fields, bases=(TransformerConfig,))
+    with caplog.at_level(logging.DEBUG, "megatron_patches"):
+        config = later(**SIZES, weight_folding=3, bias_dropout_fusion=True)
+        config.fp8_param = True
+        assert [found.field for found in refused(config)] == ["fp8_param"]
+    (line,) = {message for message in caplog.messages if message.startswith("TransformerConfig")}
+    names = set(line.rpartition("not at their default: ")[2].split(", "))
+    assert {"bias_dropout_fusion", "weight_folding"} <= names
+    assert not names & {"fp8_param", "hidden_size"}
+
+
+def test_the_default_of_a_class_of_ones_own_does_not_count() -> None:
+    @dataclasses.dataclass
+    class Provider(TransformerConfig):
+        checkpoint: str = ""
+        quant_recipe: Any = "recipe"
+
+    (found,) = refused(Provider(**SIZES, checkpoint="here"))
+    assert found.field == "quant_recipe"
+
+
+def test_arguments_of_a_script_are_those_of_ddp_and_optimizer_too() -> None:
+    core = TransformerConfig(**SIZES)
+    core.fp8_param = True
+    found = argument_refusals(Namespace(nccl_ub=True, optimizer="adamw", lr=1.0), core)
+    assert [(one.section, one.field) for one in found] == [
+        ("TransformerConfig", "fp8_param"),
+        ("DistributedDataParallelConfig", "nccl_ub"),
+        ("OptimizerConfig", "optimizer"),
+    ]

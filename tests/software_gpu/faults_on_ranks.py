@@ -1,0 +1,255 @@
+"""Faults of NCCL, and of ranks that die, while the product switches: two ranks, of which the first has the fault.
+
+python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME     on each rank: leaves an `Outcome`, by its number
+
+Every fault has a launch of its own, since most end the job.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.memory import device_pages
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.states import State
+from hybrid_engine.tools.launching import run_ranks
+from hybrid_engine.transports.collective import CollectiveTransport
+from tests.software_gpu import small_switch
+from tests.software_gpu.conftest import open_files
+from tests.software_gpu.device import failing, virtual_memory
+from tests.zoo import workers
+
+SECONDS = 90.0
+"""Of a launch, after which it counts as a hang."""
+TIMEOUT_SECONDS = 8.0
+"""`generate_config.timeout_seconds` of the jobs."""
+_SECONDS_TO_END = 10.0
+_FILES_OF_TORCH = ("/memfd:software_gpu.device", "socket:", "pipe:", "anon_inode:")
+_INTERNAL_ERROR, _REMOTE_ERROR = 3, 6  # ncclInternalError, ncclRemoteError
+
+
+@dataclass
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        errors: type and text of what each step raised, by the step; "" where it passed.
+        seconds: of each step.
+        state: of the switch after the fault.
+        is_intact: the training weights have the bits that they had.
+        left: what the process has more than before the engine was built, once it is closed.
+    """
+
+    errors: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    state: str = ""
+    is_intact: bool = False
+    left: dict[str, int] = field(default_factory=dict)
+
+    def step(self, name: str, act: Callable[[], object]) -> bool:
+        """Whether it passed."""
+        started, self.errors[name] = time.monotonic(), ""
+        try:
+            act()
+        except Exception as error:
+            self.errors[name] = f"{type(error).__name__}: {error}"
+        self.seconds[name] = time.monotonic() - started
+        return not self.errors[name]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the first rank.
+
+    Attributes:
+        begin: lets it happen within the block, on the first rank.
+        at_start: it happens while the engine is built, not in its third switch.
+        generate: keys of `generate_config`.
+    """
+
+    begin: Callable[[], AbstractContextManager[object]]
+    at_start: bool = False
+    generate: Mapping[str, Any] = field(default_factory=lambda: {"transport": "collective"})
+
+
+@contextmanager
+def aborting_its_communicator() -> Iterator[None]:
+    """Before the messages of a bucket begin, for which the other rank waits."""
+    launch = CollectiveTransport._launch
+
+    def abort_and_launch(self: CollectiveTransport, *arguments: Any) -> Any:
+        assert isinstance(self._group, dist.ProcessGroup)
+        self._group.abort()
+        return launch(self, *arguments)
+
+    with mock.patch.object(CollectiveTransport, "_launch", abort_and_launch):
+        yield
+
+
+@contextmanager
+def failing_while_gpus_connect(name: str) -> Iterator[None]:
+    new_group = Job.new_nccl_group
+
+    def new_failing_group(self: Job, *arguments: Any) -> dist.ProcessGroup:
+        with failing(name, error=_INTERNAL_ERROR):
+            return new_group(self, *arguments)
+
+    with mock.patch.object(Job, "new_nccl_group", new_failing_group):
+        yield
+
+
+def dying(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def dying_in_a_bucket() -> Iterator[None]:
+    with mock.patch.object(CollectiveTransport, "run", side_effect=dying):
+        yield
+
+
+@contextmanager
+def dying_once_its_descriptors_are_fetched() -> Iterator[None]:
+    """The other rank has them, and imports them then (`importing_from_the_dead`)."""
+    place = Path(os.environ["FETCHED"])
+    with mock.patch.object(device_pages.DevicePeer, "_map", side_effect=partial(_die_when, place)):
+        yield
+
+
+def _die_when(place: Path, *_: object) -> None:
+    while not place.exists():
+        time.sleep(0.01)
+    dying()
+
+
+@contextmanager
+def importing_from_the_dead() -> Iterator[None]:
+    """Descriptors are fetched from a living rank, and imported once it is dead."""
+    fetch, pid = device_pages.fetch, int(Path(os.environ["PID"]).read_text())
+
+    def fetch_and_wait(*arguments: Any) -> list[int]:
+        descriptors = fetch(*arguments)
+        Path(os.environ["FETCHED"]).touch()
+        while Path(f"/proc/{pid}/status").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+            time.sleep(0.01)
+        return descriptors
+
+    with mock.patch.object(device_pages, "fetch", fetch_and_wait):
+        yield
+
+
+FAULTS: Mapping[str, Fault] = {
+    "none": Fault(nullcontext),
+    "a send fails": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR)),
+    "a later receive fails": Fault(partial(failing, "ncclRecv", first=2, error=_INTERNAL_ERROR)),
+    "messages fail as they begin": Fault(partial(failing, "ncclGroupEnd", first=2, error=_INTERNAL_ERROR)),
+    "messages fail on their way": Fault(partial(failing, "ncclSend on its way", first=2, error=_REMOTE_ERROR)),
+    "a communicator is aborted": Fault(aborting_its_communicator),
+    "the first collective fails": Fault(partial(failing_while_gpus_connect, "ncclAllReduce"), at_start=True),
+    "a rank dies in a bucket": Fault(dying_in_a_bucket),
+    "a rank dies before an import": Fault(dying_once_its_descriptors_are_fetched, generate={}),
+}
+OF_THE_OTHER: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
+    "a rank dies before an import": importing_from_the_dead
+}
+"""What the second rank does at the same time."""
+
+
+def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
+    """Of both ranks, None of one that left none; and all that they printed."""
+    environment = {
+        "SMALL_MODEL": str(small_switch.write_model(directory / "model")),
+        "PYTHONWARNINGS": "ignore",
+        "PID": str(directory / "pid"),
+        "FETCHED": str(directory / "fetched"),
+    }
+    arguments = ["-m", "tests.software_gpu.faults_on_ranks", str(directory), name]
+    ended = run_ranks(arguments, 2, SECONDS, environment=environment)
+    assert ended.status is not None, f"a hang:\n{ended.output}"
+    places = [directory / str(rank) for rank in range(2)]
+    return [Outcome(**json.loads(place.read_text())) if place.is_file() else None for place in places], ended.output
+
+
+def left_of(before: Counter[str]) -> Counter[str]:
+    """What there is more than before. Threads of torch that end meanwhile have a few seconds for what they hold."""
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while (left := held() - before) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
+
+
+def held() -> Counter[str]:
+    """What this process has of the device, and its files but for torch's: memory, and sockets and pipes of groups."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    files = (name for name in open_files() if not name.startswith(_FILES_OF_TORCH))
+    return Counter({**asdict(virtual_memory()), **Counter(files)})
+
+
+def contents(engine: HybridEngine[Any]) -> dict[str, torch.Tensor]:
+    return {name: flat.cpu() for name, flat in engine.sharding.training.buffers().items()}
+
+
+def run(fault: Fault, name: str, outcome: Outcome) -> None:
+    is_first = dist.get_rank() == 0
+    at_fault = fault.begin if is_first else OF_THE_OTHER.get(name, nullcontext)
+    settings = {"timeout_seconds": TIMEOUT_SECONDS, **fault.generate}
+    engine_of = partial(small_switch.engine_of, Path(os.environ["SMALL_MODEL"]), {}, settings)
+    with ExitStack() as ends:
+        if fault.at_start:
+            with at_fault():
+                outcome.step("start", lambda: ends.enter_context(engine_of()))
+            return
+        engine = ends.enter_context(engine_of())
+        small_switch.switch(engine, 1)
+        before = contents(engine)
+        with at_fault():
+            outcome.step("switch", partial(engine.sharding.enter, State.INFER))
+        outcome.state = engine.sharding.state.value
+        if engine.sharding.state is State.TRAIN:
+            after = contents(engine)
+            outcome.is_intact = all(torch.equal(after[key], flat) for key, flat in before.items())
+            batch = workers.batch(0)
+            outcome.step("train", lambda: engine.train.train_step(batch, workers.cross_entropy))
+        outcome.step("again", partial(engine.sharding.enter, State.INFER))
+        outcome.step("close", ends.close)
+
+
+def main(directory: Path, name: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if rank == 0:
+        (directory / "pid").write_text(str(os.getpid()))
+    ones = torch.ones(1, device="cuda")
+    dist.all_reduce(ones)
+    torch.cuda.synchronize()
+    del ones
+    before, outcome = held(), Outcome()
+    outcome.step("end", partial(run, FAULTS[name], name, outcome))
+    outcome.left = dict(left_of(before))
+    (directory / str(rank)).write_text(json.dumps(asdict(outcome)))
+    sys.stdout.flush()
+    os._exit(0)  # the ranks may have parted: nobody waits for the other's end
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

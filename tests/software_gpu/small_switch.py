@@ -1,0 +1,67 @@
+"""A job whose switch is real: Megatron's model on two ranks, and inference weights of the device without vLLM.
+
+Each rank trains half of every matrix and serves all of it, so that it reads half of each from the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.assembly import parts_with_engine
+from hybrid_engine.attaching.attachment import apply_patches
+from hybrid_engine.memory import device_pages
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.states import State
+from tests.walk.inference import MemoryInference
+from tests.zoo import workers
+
+if TYPE_CHECKING:
+    from hybrid_engine.trainer.megatron.actor import MegatronActor
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 256, "vocab_size": 8192}
+CHUNK_NBYTES = 2 * 2**20
+
+
+def write_model(directory: Path) -> Path:
+    """A model whose weights are several buckets and chunks."""
+    return workers.write_model(directory, "qwen3", **SIZES)
+
+
+@contextmanager
+def engine_of(
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
+) -> Iterator[HybridEngine[MegatronActor]]:
+    """In state TRAIN. Args: keys of `actor_config` and of `generate_config`."""
+    apply_patches()
+    from hybrid_engine.trainer.megatron.actor import build_actor
+
+    settings = {"bucket_mb": 1, "timeout_seconds": 30, "verify": "full", "check_compute": "off", **generate}
+    config = workers.configuration(model, {"tensor_model_parallel_size": 2, **actor}, settings)
+    table = table_for(config.hf_config())
+    shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
+    with ExitStack() as ends:
+        ends.enter_context(mock.patch.object(device_pages, "CHUNK_NBYTES", CHUNK_NBYTES))
+        job = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
+        train = build_actor(config, table, job, ends)
+        inference = MemoryInference(job, shapes, "float32")
+        engine = HybridEngine.from_parts(parts_with_engine(train, inference, config))
+        ends.callback(engine.sharding.close)
+        engine.start()
+        yield engine
+
+
+def switch(engine: HybridEngine[MegatronActor], num_rounds: int = 2) -> None:
+    """Train, switch to inference and back, so many times."""
+    limits = engine.train.limits
+    for seed in range(num_rounds):
+        batch = {name: rows.chunk(limits.dp_size)[limits.dp_rank] for name, rows in workers.batch(seed).items()}
+        engine.train.train_step(batch, workers.cross_entropy)
+        engine.sharding.enter(State.INFER)
+        engine.prefetch()
+        engine.sharding.enter(State.TRAIN)

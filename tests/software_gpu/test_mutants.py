@@ -1,0 +1,332 @@
+"""Each wait of the product is needed: without it the checker reports, or the product itself says what is wrong."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm import requests
+from hybrid_engine.backends.vllm.process_state import ProcessSettings, process_settings_kept
+from hybrid_engine.errors import DeviceMemoryError, OffloadError
+from hybrid_engine.memory import arena
+from hybrid_engine.memory.arena import BackgroundCopy, Copier
+from hybrid_engine.memory.cuda_driver import CudaDriver
+from hybrid_engine.memory.device_pages import DeviceMemory, DevicePeer, _Chunks
+from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
+from hybrid_engine.memory.offload_items import Storage
+from hybrid_engine.memory.offloader import Offloader
+from tests.software_gpu import mutants_on_ranks as on_ranks
+from tests.software_gpu.device import Reports
+from tests.software_gpu.mutants import Mutant
+from tests.software_gpu.training_state import TrainingState, leave_and_come_back
+
+DEVICE = torch.device("cuda", 0)
+CHUNK_NBYTES = 2 * 2**20
+NUMEL = 500_000
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> None:
+    """A job that was broken on purpose may leave something."""
+
+
+# -- training state that leaves and comes back -------------------------------------------------------------------------
+
+
+def trained() -> TrainingState:
+    state = TrainingState(0, CHUNK_NBYTES)
+    state.train()
+    return state
+
+
+def moved(leave: str, come: str = "whole") -> None:
+    leave_and_come_back(TrainingState(0, CHUNK_NBYTES), leave, come, 0)
+
+
+def memory_that_others_take() -> None:
+    state = trained()
+    state.offloader.offload()
+    kept = [torch.full_like(tensor, 7, device=DEVICE) for tensor in state.kept]
+    state.offloader.onload()
+    state.require_intact()
+    assert all(bool((tensor == 7).all()) for tensor in kept)
+
+
+def read_while_it_is_saved() -> None:
+    """As a bucket does: it is read on the current stream when its copy to the host has begun, and goes then."""
+    state = trained()
+    torch.cuda.synchronize()
+    parts = state.parts(random.Random(0))
+    state.offloader.save_parts("param", parts)
+    sums = [part.flat[part.start : part.stop].sum() for part in parts]
+    state.offloader.offload_parts("param", parts)
+    state.offloader.onload()
+    state.require_intact(has_dropped=False)
+    del sums
+
+
+def ended_while_it_is_saved() -> None:
+    """As after a lost rank: nobody waits for what began to be saved, and its owner ends."""
+    state = trained()
+    torch.cuda.synchronize()
+    state.offloader.save_parts("param", state.parts(random.Random(0)))
+    del state
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def saved_and_kept() -> None:
+    """Parameters begin to be saved, stay after all, and are trained."""
+    state = trained()
+    torch.cuda.synchronize()
+    state.offloader.save_parts("param", state.parts(random.Random(0)))
+    state.offloader.onload()
+    state.train()
+    torch.cuda.synchronize()
+
+
+def interrupted_on_the_way_back() -> None:
+    """Ctrl-C before the copies to the device are over; then everything leaves again."""
+    state = trained()
+    state.offloader.offload()
+    with mock.patch.object(Offloader, "_complete", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+        state.offloader.onload()
+    state.offloader.offload()
+    state.offloader.onload()
+    state.require_intact()
+
+
+def given_up_on_the_way_back() -> None:
+    """The second tensor finds no memory; its owner ends, and others take that of the first."""
+    state = trained()
+    state.offloader.offload()
+    take_back, numbers = Storage.take_back, itertools.count()
+
+    def taken_back(storage: Storage) -> Iterator[tuple[int, int]]:
+        if next(numbers) == 1:
+            raise DeviceMemoryError("no memory", is_out_of_memory=True)
+        return take_back(storage)
+
+    with mock.patch.object(Storage, "take_back", taken_back), pytest.raises(OffloadError):
+        state.offloader.onload(["optimizer"])
+    numel = state.kept[1].numel()
+    with mock.patch.object(Copier, "finish_all"):  # host memory may end first, and would wait for the copies
+        del state
+        gc.collect()
+    others = [torch.full((numel,), 7.0, device=DEVICE) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 7).all()) for tensor in others)
+
+
+# -- memory that others read -------------------------------------------------------------------------------------------
+
+
+def ended_while_it_is_written() -> None:
+    ones, stream = torch.ones(NUMEL, pin_memory=True), torch.cuda.Stream()
+    with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            buffer.tensor.copy_(ones, non_blocking=True)
+    del buffer
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def read_as_a_peer(keep: tuple[int, ...] = ()) -> Iterator[None]:
+    """Read memory through a mapping of its own, which goes while the read is queued; within the block it is there."""
+    on_host = torch.zeros(NUMEL, pin_memory=True)
+    with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
+        buffer.tensor.fill_(1)
+        torch.cuda.synchronize()
+        with (
+            closing(open_peer(buffer.export(), DEVICE)) as peer,
+            suppress(ZeroDivisionError),
+            peer.mapped(keep=keep) as flat,
+        ):
+            on_host.copy_(flat, non_blocking=True)
+            yield
+        torch.cuda.synchronize()
+        assert on_host.sum().item() == NUMEL
+
+
+def read() -> None:
+    with read_as_a_peer():
+        pass
+
+
+def read_and_kept() -> None:
+    with read_as_a_peer((0,)):
+        pass
+
+
+def read_until_a_failure() -> None:
+    with read_as_a_peer():
+        raise ZeroDivisionError
+
+
+# -- vLLM's steps ------------------------------------------------------------------------------------------------------
+
+
+def written_after_a_failed_step() -> None:
+    """A step is queued on vLLM's own stream when the call fails; the next switch writes the weights."""
+    weights, drawn, stream = torch.ones(NUMEL, device=DEVICE), torch.zeros(NUMEL, pin_memory=True), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        drawn.copy_(weights, non_blocking=True)
+    requests.abandon(idle_llm())
+    weights.fill_(2)
+    torch.cuda.synchronize()
+
+
+def computed_on_a_stream_of_vllm() -> None:
+    """Caches are zeroed, vLLM computes on its own stream, as with tensor parallelism, and they are zeroed again."""
+    on_host = torch.ones(NUMEL, pin_memory=True)
+    cache = torch.empty(NUMEL, device=DEVICE)
+    settings = replace(ProcessSettings.now(), stream=torch.cuda.Stream())
+    torch.cuda.synchronize()
+    cache.copy_(on_host, non_blocking=True)
+    with process_settings_kept(settings):
+        computed = cache + 1
+        on_host.copy_(cache, non_blocking=True)
+    cache.zero_()
+    torch.cuda.synchronize()
+    assert computed.sum().item() == 2 * NUMEL
+
+
+def idle_llm() -> SimpleNamespace:
+    """As much of vLLM as `abandon` looks at, without requests."""
+    core = mock.Mock(batch_queue=None)
+    core.scheduler = mock.Mock(requests={}, finished_req_ids=set())
+    core.model_executor.driver_worker.worker.model_runner = SimpleNamespace(requests={})
+    outputs = SimpleNamespace(request_states={}, parent_requests={}, external_req_ids={})
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), output_processor=outputs)
+    return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True)
+
+
+# -- in this process ---------------------------------------------------------------------------------------------------
+
+
+def _queue_copy_at_once(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        destination.copy_(source, non_blocking=True)
+
+
+def _no_seconds(*_: object) -> float:
+    return 0.0
+
+
+SCENARIOS: Mapping[str, Callable[[], None]] = {
+    "leaves whole": partial(moved, "whole"),
+    "leaves in parts": partial(moved, "in parts"),
+    "leaves in the background": partial(moved, "begun in the background"),
+    "is called off": partial(moved, "called off and again"),
+    "comes in the background": partial(moved, "whole", "in the background"),
+    "others take its memory": memory_that_others_take,
+    "is read while it is saved": read_while_it_is_saved,
+    "is saved and stays": saved_and_kept,
+    "ends while it is saved": ended_while_it_is_saved,
+    "interrupted": interrupted_on_the_way_back,
+    "given up": given_up_on_the_way_back,
+    "memory ends": ended_while_it_is_written,
+    "read": read,
+    "read and kept": read_and_kept,
+    "read until a failure": read_until_a_failure,
+    "a failed step": written_after_a_failed_step,
+    "a stream of vLLM": computed_on_a_stream_of_vllm,
+}
+MUTANTS: Mapping[str, Mutant] = {
+    "copies do not wait for what is computed": Mutant(
+        "leaves in parts", arena, "_queue_copy", replacement=_queue_copy_at_once
+    ),
+    "an offload does not wait for other streams": Mutant("leaves whole", Offloader, "_synchronize", Offloader.offload),
+    "an offload in the background does not": Mutant(
+        "leaves in the background", Offloader, "_synchronize", Offloader.begin_offload
+    ),
+    "storages go before they are saved": Mutant("others take its memory", Storage, "wait_saved", Offloader._take_off),
+    "pages go before they are saved": Mutant("leaves in parts", Storage, "wait_saved", Offloader._release_saved),
+    "pages go before they are read": Mutant(
+        "is read while it is saved", CudaDriver, "finish_stream", DeviceMemory.release
+    ),
+    "copies in the background take no time": Mutant(
+        "comes in the background", arena, "_seconds_between", replacement=_no_seconds
+    ),
+    "copies in the background are not completed": Mutant(
+        "comes in the background", BackgroundCopy, "wait", Storage.complete, _no_seconds
+    ),
+    "copies in the background are called off at once": Mutant(
+        "is called off", BackgroundCopy, "cancel", Storage.call_off
+    ),
+    "contents are used before they are back": Mutant("leaves whole", Copier, "finish", Offloader._complete),
+    "what stays is trained before it is saved": Mutant("is saved and stays", Copier, "finish", Offloader.onload),
+    "host memory goes before copies to it are over": Mutant("ends while it is saved", Copier, "finish_all"),
+    "what comes goes before it is there": Mutant("interrupted", Copier, "finish", Offloader._call_off),
+    "what came goes before it is there": Mutant("given up", Copier, "finish", Offloader._onload_kind),
+    "memory ends before it is written": Mutant("memory ends", CudaDriver, "synchronize", _Chunks.end),
+    "a peer's memory goes before it is read": Mutant("read", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "so it does where it was kept": Mutant("read and kept", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "so it does after a failure": Mutant("read until a failure", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "weights are written before a failed step reads them": Mutant(
+        "a failed step", torch.cuda, "synchronize", requests.abandon
+    ),
+    "vLLM's stream does not wait, nor is it waited for": Mutant(
+        "a stream of vLLM", torch.cuda.Stream, "wait_stream", ProcessSettings.enter
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wait_that_is_taken_away_is_noticed(name: str, reports: Reports) -> None:
+    mutant = MUTANTS[name]
+    error = ""
+    gc.collect()  # host memory of an earlier scenario waits for its copies when it ends
+    torch.cuda.synchronize()
+    with mutant.applied():
+        try:
+            SCENARIOS[mutant.scenario]()
+        except (AssertionError, RuntimeError) as failure:
+            error = str(failure)
+        torch.cuda.synchronize()
+    found = f"{reports.new()}\n{error}"
+    assert re.search(mutant.noticed, found, re.MULTILINE), f"without {mutant.name}: {found}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_with_all_waits_nothing_is_noticed(name: str) -> None:
+    SCENARIOS[name]()
+
+
+# -- on two ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noticed(tmp_path_factory: pytest.TempPathFactory, reports: Reports) -> dict[str, str]:
+    """What was, by name of the scenario or the mutant."""
+    found = on_ranks.noticed_on_ranks(tmp_path_factory.mktemp("ranks"), [*on_ranks.SCENARIOS, *on_ranks.MUTANTS])
+    reports.new()
+    return found
+
+
+@pytest.mark.engines
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestOnRanks:
+    @pytest.mark.parametrize("name", on_ranks.MUTANTS)
+    def test_a_wait_that_is_taken_away_is_noticed(self, name: str, noticed: dict[str, str]) -> None:
+        mutant = on_ranks.MUTANTS[name]
+        assert re.search(mutant.noticed, noticed[name], re.MULTILINE), f"without {mutant.name}: {noticed[name]}"
+
+    @pytest.mark.parametrize("name", on_ranks.SCENARIOS)
+    def test_with_all_waits_nothing_is_noticed(self, name: str, noticed: dict[str, str]) -> None:
+        assert noticed[name] == ""
