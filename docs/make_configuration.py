@@ -25,7 +25,7 @@ from hybrid_engine.config import (
     ScheduleConfig,
 )
 from hybrid_engine.config.loading import CONSTRAINTS
-from megatron_patches.review import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
+from megatron_patches.refused_fields import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
 
 
 def page() -> str:
@@ -40,7 +40,9 @@ def _rules() -> str:
     """Return the table of rules that a configuration must keep."""
     may_break = {"": "", "here": "weights alone, own loop", "anywhere": "weights alone"}
     rows = ["| key | rule | may break it |", "|---|---|---|"]
-    rows += [f"| `{rule.key}` | {rule.rule} | {may_break[rule.computing]} |" for rule in CONSTRAINTS]
+    rows += [
+        f"| `{rule.key}` | {rule.rule} | {may_break[rule.computing]} |" for rule in CONSTRAINTS
+    ]
     return _RULES + "\n".join(rows) + "\n"
 
 

@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.planning.plan import Link
+from hybrid_engine.tools.plan.cluster_plan import Cluster, JobPlan, plan_job
 
 PAGE = Path(__file__).parent / "planning.md"
 LLAMA_3_70B = {
@@ -58,8 +58,14 @@ def section() -> str:
         gather = gathered[name] * numel * (1 - 1 / ranks)
         ours = received if name == "weights" else 0.0
         published = f"{before} -> {after} GB, {1 - after / before:.1%} less"
-        rows.append(f"| {name} | {published} | {_gb(gather)} | {_gb(ours)} | {1 - ours / gather:.1%} |")
-    held, needed, memory = float(job.bytes.own.mean()), received + float(job.bytes.own.mean()), job.memory
+        rows.append(
+            f"| {name} | {published} | {_gb(gather)} | {_gb(ours)} | {1 - ours / gather:.1%} |"
+        )
+    held, needed, memory = (
+        float(job.bytes.own.mean()),
+        received + float(job.bytes.own.mean()),
+        job.memory,
+    )
     return _SECTION.format(
         rows="\n".join(rows),
         numel=f"{numel / 1e9:.1f}",
@@ -70,7 +76,6 @@ def section() -> str:
         held=_gb(held),
         received=_gb(received),
         most=_gb(float(job.bytes.received.max())),
-        own_shard=_gb(model / ranks),
         bound=_gb(needed - model / ranks / 2),
         network=_gb(float(job.received_by_host.mean())),
         seconds=f"{job.seconds.max():.2f}",
@@ -89,12 +94,16 @@ def section() -> str:
 def _job() -> JobPlan:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(LLAMA_3_70B))
-        return plan_job(load_config({"model": directory, **KEYS}, RANKS, own_weights=True), RANKS, A100)
+        return plan_job(
+            load_config({"model": directory, **KEYS}, RANKS, own_weights=True), RANKS, A100
+        )
 
 
 def _options(sections: Mapping[str, Mapping[str, object]]) -> str:
     keys = (
-        f"{name}.{key}={str(value).lower()}" for name, section in sections.items() for key, value in section.items()
+        f"{name}.{key}={str(value).lower()}"
+        for name, section in sections.items()
+        for key, value in section.items()
     )
     return " \\\n    ".join(keys)
 
@@ -109,39 +118,32 @@ def _gib(nbytes: float) -> str:
 
 _SECTION = """## A 70B model on 64 devices
 
-A switch of Llama 3 70B from FSDP2 over all ranks to vLLM with TP=4 x PP=2 (8 replicas), by the planner; nothing here
-was measured. {numel} billion parameters, float32 while training, {model} of bfloat16 in vLLM; eight hosts of eight
-A100. Bytes are those that one device receives, on average. The published figures are estimates for such a job: what a
-gather moves, and the least that must move.
+The planner's figures, not a measurement: Llama 3 70B ({numel} billion parameters, {model} in bfloat16) from FSDP2 in
+float32 over all ranks to vLLM with TP=4 x PP=2 (8 replicas), on eight hosts of eight A100. Bytes are the average that a
+device receives; the published figures are estimates of a gather and of the minimum for such a job.
 
 | | published | a gather, here | this plan | less |
 |---|---|---|---|---|
 {rows}
 
-- *Weights*: a gather brings every device all of the model except its own 64th, here counted in bfloat16.
-  `full_tensor()` of every parameter, as in verl and TRL, gathers float32 and casts then: {full_tensor}, of which this
-  plan saves {full_tensor_less}.
-- *Optimizer state* and *gradients* go to the memory of their own host and back. No device receives anything. A gather
-  is counted in float32, two moments and one gradient.
+- *Weights*: a gather in bfloat16. `full_tensor()` of every parameter, as in verl and TRL, gathers float32 and casts
+  later: {full_tensor}, of which this plan saves {full_tensor_less}.
+- *Optimizer state* and *gradients* go to the memory of their host and back; no device receives any. The gather is
+  counted in float32, with two moments and one gradient.
 
-A device computes with {needed} of weights in vLLM, an eighth of the model, and holds {held} of these in training. It
-has {own_shard} of the model there, but half of the tensors belong to the other pipeline stage, and of a tensor cut
-over TP its rows are often needed by another device of the host. So {received} must come to it on average, {most} at
-most; the plan receives exactly that (`received` and `least` of `plan --json`). In any order of ranks at least {bound}
-would have to come. Each host needs the whole model and has an eighth of it: the rest, {network}, crosses the network
-once per host.
-
-The slowest device is busy for {seconds} s at assumed rates (250 GB/s within a host, 22 GB/s over the network for each
-device, 1000 GB/s within a device); the network alone takes {gather_seconds} s.
+A device needs {needed} of weights in vLLM and holds {held} of them in training. The plan receives exactly the
+difference: {received} on average, {most} at most. Another order of ranks would need at least {bound}. Of the model,
+{network} cross the network to each host, once. The slowest device is busy for {seconds} s at assumed rates (GB/s per
+device: 250 within a host, 22 over the network, 1000 within the device); the network alone takes {gather_seconds} s.
 
 | bytes on one device | |
 |---|---|
 | parameters, gradients and two moments, float32 | {training} |
 | of these parameters | {params} |
 | vLLM's weights | {inference} |
-| peak of a switch if all of vLLM's weights wake at once | {switch} |
-| peak here, where they come bucket by bucket | {interleaved} |
-| memory of a host for what leaves its eight devices | {host} |
+| peak of a switch if all of vLLM's weights are allocated at once | {switch} |
+| peak with allocation bucket by bucket | {interleaved} |
+| host memory for the offloaded state of eight devices | {host} |
 
 ```
 hybrid-engine plan model=DIR {keys} \\

@@ -24,7 +24,7 @@ OUTSIDE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "example.md": "examples/gpt_rl/README.md",
-    "patches.md": "megatron_patches/patches/README.md",
+    "patches.md": "patches/README.md",
     "recipe.md": "examples/recipes/README.md",
     "security.md": "SECURITY.md",
 }
@@ -40,7 +40,11 @@ def source_of(page: str) -> str:
 def page_of(source: str) -> str | None:
     """Return the page, or the picture, that a file of the repository is on the site; None if it is not there."""
     pages = {file: page for page, file in OUTSIDE.items()}
-    inside = source.removeprefix("docs/") if source.startswith("docs/") and not source.endswith(".py") else None
+    inside = (
+        source.removeprefix("docs/")
+        if source.startswith("docs/") and not source.endswith(".py")
+        else None
+    )
     return pages.get(source, inside)
 
 
