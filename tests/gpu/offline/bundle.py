@@ -156,7 +156,9 @@ def write_metadata(packages: Path) -> None:
     project = metadata.distribution("hybrid-engine")
     directory = packages / f"hybrid_engine-{project.version}.dist-info"
     directory.mkdir()
-    (directory / "METADATA").write_text(str(project.metadata))
+    # The text as it was written: a parsed one has the README as a header, which email refuses to write
+    # where a line of it looks like a header.
+    (directory / "METADATA").write_text(project.read_text("METADATA") or "")
     (directory / "entry_points.txt").write_text(project.read_text("entry_points.txt") or "")
 
 
