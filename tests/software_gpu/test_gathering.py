@@ -18,7 +18,7 @@ MOST_KEPT_NBYTES = 48 * 2**20
 
 def test_memory_goes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the device's driver counts, with what torch keeps of tensors that have moved."""
-    monkeypatch.setattr(optimizers, "_MOST_KEPT_NBYTES", MOST_KEPT_NBYTES)
+    monkeypatch.setattr(optimizers, "_MOST_CACHED_NBYTES", MOST_KEPT_NBYTES)
     torch.cuda.empty_cache()
     tensors = [torch.full((NUMEL,), float(number), device=DEVICE) for number in range(NUM_TENSORS)]
     before, taken = taken_nbytes(DEVICE), list[int]()

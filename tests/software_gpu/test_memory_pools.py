@@ -40,7 +40,7 @@ def test_a_first_digest_leaves_nothing_in_the_pool(
     in_new_thread: Callable[[Callable[[], int]], int], has_own_stream: bool
 ) -> None:
     """On the stream that is current when vLLM loads: with tensor parallelism one of its own."""
-    digests._made_factors.clear()
+    digests._factors_by_device.clear()
 
     def load() -> int:
         with torch.cuda.stream(torch.cuda.Stream(DEVICE) if has_own_stream else None):
