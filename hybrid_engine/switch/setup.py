@@ -56,7 +56,7 @@ from hybrid_engine.transports.router import (
 logger = logging.getLogger("hybrid_engine")
 
 _SHARE_OF_TIMEOUT = 0.75
-"""Share of the job's timeout for which a rank waits for messages of a bucket. A rank that has failed
+"""Share of the job's timeout for which a rank waits for messages of a bucket. A rank that failed
 waits for the others for the whole timeout, so those that it has sent nothing come in time."""
 
 Timed = Callable[[str], AbstractContextManager[object]]
