@@ -46,7 +46,7 @@ class _WandbLike:
         module.init(config=dict(settings), name=run, resume="allow", **options)
 
     def add(self, step: int, row: Row) -> None:
-        self._module.log(dict(row), step=step)
+        self._module.log(_figures(row), step=step)
 
     def close(self) -> None:
         self._module.finish()
@@ -81,8 +81,7 @@ class _Mlflow:
             mlflow.log_dict(dict(settings), "settings.json")
 
     def add(self, step: int, row: Row) -> None:
-        figures = {name: value for name, value in row.items() if value is not None}
-        self._mlflow.log_metrics(figures, step=step)
+        self._mlflow.log_metrics(_figures(row), step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -94,7 +93,6 @@ _LIBRARIES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
     "trackio": _Trackio,
 }
 _NAMES = ("tensorboard", *_LIBRARIES)
-_INSTALLED_BY = {"mlflow": "pip install mlflow-skinny"}
 
 
 def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Violation]:
@@ -111,10 +109,9 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Viola
             # It is the default, and is left out where it is not installed.
             continue
         elif importlib.util.find_spec(name) is None:
-            remedy = _INSTALLED_BY.get(name, f"pip install {name}")
-            yield Violation(
-                "trackers", f"{name} is not installed", remedy, code="tracker-not-installed"
-            )
+            problem = f"{name} is not installed"
+            remedy = f"pip install {name}"
+            yield Violation("trackers", problem, remedy, code="tracker-not-installed")
         elif out is None:
             problem = f"{name} needs the name of the run, but there is no `out`"
             yield Violation("trackers", problem, "Pass `out`", code="needs-out")
@@ -125,6 +122,11 @@ def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
     if name == "tensorboard":
         return Events(out)
     return _LIBRARIES[name](_run_name(out), settings)
+
+
+def _figures(row: Row) -> dict[str, float]:
+    """Return a row without the number of its step, which trackers have as an argument."""
+    return {name: value for name, value in row.items() if name != "step" and value is not None}
 
 
 def _run_name(out: Path) -> str:
