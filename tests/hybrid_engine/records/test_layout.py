@@ -68,7 +68,7 @@ def layouts_of_one_buffer(draw: st.DrawFn) -> Layout:
 @given(layouts_of_one_buffer())
 def test_coverage_is_exact(layout: Layout) -> None:
     buffer = layout.buffers[BUFFER]
-    counts = np.zeros(200, int)
+    counts = np.zeros(200, int)  # writes of each element, also beyond the buffer's end
     for shard in layout.shards:
         for _, position in elements_of(shard):
             counts[position] += 1

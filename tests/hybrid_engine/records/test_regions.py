@@ -136,7 +136,7 @@ def expanded(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a canonical tensor, a view of it, and a strided view of other memory with the same shape."""
+    """Draw a canonical tensor, a view of it, and a strided view of other memory."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4))
     canonical = torch.arange(math.prod(shape)).reshape(shape)
     source = canonical
@@ -145,7 +145,7 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if source.dim():
             steps += [narrowed, stepped, selected, chunked, permuted]
         changed = draw(st.sampled_from(steps))(draw, source)
-        if changed.numel() <= 300:
+        if changed.numel() <= 300:  # expanding must not grow without bound
             source = changed
     assert source.untyped_storage().data_ptr() == canonical.untyped_storage().data_ptr()
     return canonical, source, draw(destinations(tuple(source.shape)))
@@ -191,7 +191,7 @@ def test_windows_across_row_ends_are_copied(shape: Index) -> None:
 
 
 def assert_boxes_copy(canonical: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Assert that boxes write what torch's copy writes, each element once, and stay inside the tensor."""
+    """Assert that boxes write like torch's copy, each element once, and stay inside the tensor."""
     boxes = boxes_of_copy(tuple(canonical.shape), view_of(source), view_of(destination))
     written = torch.zeros_like(flat(destination))
     copied = flat(destination).clone()

@@ -309,7 +309,7 @@ def test_a_text_reply_extends_the_message_of_the_answer(tmp_path: Path) -> None:
 
 def test_coroutine_replies_of_a_turn_run_together(tokenizer: ModelTokenizer) -> None:
     prompts = [[5], [6], [7]]
-    barrier = asyncio.Barrier(3)
+    barrier = asyncio.Barrier(3)  # passes only if all three replies run at once
 
     async def environment(_: Any) -> Any:
         turns = iter([[8], None])

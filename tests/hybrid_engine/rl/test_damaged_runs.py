@@ -1,4 +1,4 @@
-"""Over a hundred damaged run directories: each is refused with an error of ours, or resumes unharmed.
+"""Over a hundred damaged run directories: each is refused by an error of ours or resumes unharmed.
 
 python -m tests.hybrid_engine.rl.test_damaged_runs          # one line per damage, and the counts
 """
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_co
 ROWS = [{"step": step, "reward": 0.5} for step in (0, 10, 20)]
 NEWEST = Progress(20, ROWS[-1], "0123456789abcdef")
 PROGRESS = "checkpoints/step-000020/progress.json"
-SECONDS = 5
+SECONDS = 5  # a read that waits for a pipe or a terminal is stopped
 
 Damage = Callable[[Path], object]
 
@@ -143,7 +143,7 @@ DAMAGES = {
 
 def make_run(out: Path) -> None:
     files = RunFiles(out, num_kept=2)
-    files.lock().close()
+    files.lock().close()  # creates the lock file
     files.begin(SETTINGS)
     for row in ROWS:
         files.weights(row["step"]).mkdir(parents=True)
@@ -152,7 +152,7 @@ def make_run(out: Path) -> None:
 
 
 def resume_run(out: Path) -> None:
-    """Access the files as `train` does, twice; fails if it resumes from anything but the newest checkpoint."""
+    """Access the files like `train`, twice; fails unless it resumes from the newest checkpoint."""
     files = RunFiles(out, num_kept=1)
     for step in (30, 40):
         files.check(SETTINGS)
@@ -170,7 +170,7 @@ def resume_run(out: Path) -> None:
 
 
 class HangError(BaseException):
-    """Waiting for a file took too long. Not an Exception, which readers would turn into a file error."""
+    """A wait for a file timed out. Not an Exception, which readers turn into a file error."""
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def outcome_of(pristine: Path, out: Path, name: str) -> str:
-    """Damage a copy and resume it; returns "resumed", "refused: ..." or a description of the defect."""
+    """Damage a copy and resume it; returns "resumed", "refused: ..." or the defect."""
     shutil.copytree(pristine, out)
     path, damage = DAMAGES[name]
     damage(out / path)

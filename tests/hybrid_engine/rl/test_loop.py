@@ -63,7 +63,7 @@ failing_reward.calls = 0
 def run_all(
     model: Path, out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run without interruption, then stop after step 1, fail in step 3 and resume; returns rows and errors."""
+    """Run at once, then stop after step 1, fail in step 3 and resume; returns rows and errors."""
     actor = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
     critic = {"critic_config": {}}
     with workers.build_worker(model, actor, **(critic if algorithm is PpoConfig else {})) as worker:
@@ -111,7 +111,7 @@ def reply_twice(prompt: Any) -> Any:
 
 
 def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | PpoConfig]) -> dict[str, Any]:
-    """Train two steps on conversations; returns vLLM's tokens, rewarded turns (rank 0) and batches."""
+    """Train two steps on conversations; returns vLLM's tokens, turns (rank 0) and batches."""
     results: dict[str, Any] = {"answered": [], "rewarded": [], "batches": []}
     generate = worker.inference.llm.generate
     update = worker.update
@@ -128,12 +128,12 @@ def run_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | Pp
         return update(batch, loss)
 
     def reward(prompt: Any, conversation: Conversation) -> float:
-        results["rewarded"].append(
-            [(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in conversation.turns]
-        )
+        turns = [(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in conversation.turns]
+        results["rewarded"].append(turns)
         return sum(token % 3 for turn in conversation.turns for token in turn.token_ids)
 
     settings = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 26, "temperature": 0.8}
+    # Half of all tokens end an answer, so that conversations have different lengths.
     config = algorithm(**settings, minibatches=2, stop_token_ids=list(range(0, 100, 2)))
     chats = [{"prompt": [{"role": "user", "content": text}]} for text in ("x", "yz")]
     with (
@@ -177,7 +177,7 @@ def check_conversations(first: dict[str, Any], second: dict[str, Any]) -> None:
     conversations = first["rewarded"]
     turns = Counter((prompt, drawn) for turns in conversations for prompt, drawn, _ in turns)
     assert answered.keys() == turns.keys(), "prompts and answers of vLLM, over both replicas"
-    assert max(len(turns) for turns in conversations) == 3
+    assert max(len(turns) for turns in conversations) == 3  # two replies at most
     assert second["rewarded"] == []
     whole = {}
     for turns in conversations:

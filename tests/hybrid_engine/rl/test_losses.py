@@ -45,7 +45,7 @@ def test_policy_loss_by_hand() -> None:
     loss, report = losses.policy_loss(clip_ratio=0.2, kl_coefficient=0.1)(batch, new)
     # min(1*2, 1*2), min(2*2, 1.2*2), min(0.5*-1, 0.8*-1), over three tokens
     policy = -(2.0 + 2.4 - 0.8) / 3
-    # the reference differs only at the first token, half as likely there: r - log r - 1 with r = 1/2
+    # r - log r - 1; the reference differs only at the first token, where r = 1/2
     kl = (0.5 + math.log(2) - 1) / 3
     assert report["policy_loss"].item() == pytest.approx(policy, rel=1e-6)
     assert report["kl"].item() == pytest.approx(kl, rel=1e-6)
@@ -151,8 +151,7 @@ def gradient_by_formula(name: str, batch: Mapping[str, torch.Tensor], new: torch
         is_positive = advantage > 0
         for column in columns:
             ratio = mean_ratio if name == "gspo" else math.exp(log_ratios[column])
-            # The gradient of a ratio is the ratio times its logarithm's gradient. PPO's is zero if the
-            # clipped gain is smaller.
+            # d(ratio) = ratio * d(log ratio); PPO's gradient is 0 if the clipped gain is smaller.
             is_clipped = ratio > 1.4 if is_positive else ratio < 0.8
             slope = 0.0 if is_clipped else ratio * advantage
             if name == "cispo":
@@ -185,7 +184,7 @@ def test_gradients_equal_the_formulas_of_the_papers(seed: int, name: str) -> Non
 @pytest.mark.parametrize("name", VARIANTS)
 def test_nothing_is_clipped_at_a_ratio_of_one(name: str) -> None:
     batch, log_probs = random_batch(3)
-    batch["old_log_probs"] = log_probs
+    batch["old_log_probs"] = log_probs  # makes every ratio 1
     (whole,) = losses.minibatches(batch, 1, torch.Generator())
     new = whole["old_log_probs"].clone().requires_grad_()
     loss, report = losses.policy_loss(0.2, 0.0, **VARIANTS[name])(whole, new)
@@ -276,7 +275,7 @@ def test_log_probs_are_aligned_with_their_tokens() -> None:
 
 @pytest.mark.parametrize(("seq_length", "code"), [(8, "several-sequences"), (5, "rows-reordered")])
 def test_packed_rows_are_refused_if_rows_must_be_sequences(seq_length: int, code: str) -> None:
-    """Two rows of one sequence each count as packed if their order differs: longer ones come first."""
+    """Rows of one sequence each count as packed if reordered, since longer ones come first."""
     batch = pack([[1, 2], [3, 4, 5, 6]], [[9, 9], [8, 8]], seq_length).batch
     with pytest.raises(BatchError, check=has_violations(("sequence_ids", code))):
         losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0]], batch)

@@ -46,7 +46,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 @contextmanager
 def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
-    """Build a worker; for "fsdp2-lora" with PEFT's model, because the configured model has no LoRA."""
+    """Build a worker; "fsdp2-lora" gets PEFT's model, because the configured one has no LoRA."""
 
     def with_lora(config: Any, job: Any, mesh: Any) -> torch.nn.Module:
         adapted = peft_model(config.model, LORA)
@@ -90,11 +90,7 @@ def run(trainer: str, model: Path, out: Path, killed: Path | None = None) -> dic
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
-    [
-        "fsdp2",
-        "fsdp2-lora",
-        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("megatron", "megatron-lora")),
-    ],
+    ["fsdp2", "fsdp2-lora", *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora"))],
 )
 def test_a_resumed_run_is_bit_identical(engines: Ranks, tmp_path: Path, trainer: str) -> None:
     model = workers.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)

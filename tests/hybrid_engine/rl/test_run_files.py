@@ -42,7 +42,7 @@ def complete(run: RunFiles, step: int) -> None:
 
 
 def has_differences(*keys: str) -> Callable[[BaseException], bool]:
-    """Return a check that an error lists these settings, and no others, as different from the run's."""
+    """Return a check that an error lists exactly these settings as different from the run's."""
     return has_violations(*((key, "differs-from-run") for key in keys))
 
 
@@ -54,7 +54,7 @@ def test_a_missing_directory_is_accepted(tmp_path: Path) -> None:
     run = RunFiles(tmp_path / "new" / "run")
     run.check(SETTINGS)
     assert (run.progress(), run.metrics.rows()) == (None, [])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # a check creates nothing
 
 
 @pytest.mark.parametrize(("num_kept", "expected"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])])
@@ -70,9 +70,9 @@ def test_the_first_and_the_newest_checkpoints_are_kept(run: RunFiles, num_kept: 
 
 def test_a_resumed_run_repeats_steps_after_the_last_complete_checkpoint(run: RunFiles) -> None:
     run.metrics.append({"step": 21})
-    run.weights(30).mkdir(parents=True)
+    run.weights(30).mkdir(parents=True)  # a checkpoint without progress.json is incomplete
     with run.metrics.path.open("a") as file:
-        file.write('{"step": 22, "rew')
+        file.write('{"step": 22, "rew')  # a row cut off by a kill
     assert run.progress() == Progress(20, {"step": 20, "reward": 0.5})
     run.check(SETTINGS)
     run.begin(SETTINGS)
@@ -145,7 +145,7 @@ def test_every_option_has_a_default_for_older_runs(tmp_path: Path) -> None:
 
 
 def test_paths_memory_and_speed_may_change_in_older_runs(tmp_path: Path) -> None:
-    """An older run recorded settings of optional sections; the defaults of a section are just "off"."""
+    """An older run recorded optional sections in full; their defaults are just "off"."""
 
     def engines(critic: dict[str, Any] | None = None, **generate: Any) -> HybridConfig:
         actor = {"fsdp": {"activation_checkpointing": bool(generate)}}
@@ -235,7 +235,7 @@ def test_a_row_too_long_to_be_read_is_not_written(run: RunFiles) -> None:
         run.metrics.append(too_long)
     with pytest.raises(FileError, check=has_code("row-too-long", "progress.json")):
         run.complete(Progress(30, too_long))
-    longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}
+    longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}  # with JSON's characters and newline
     assert len(json.dumps(longest)) == (1 << 20) - 2
     run.metrics.append(longest)
     assert run.metrics.rows() == [*rows, longest]
@@ -270,7 +270,7 @@ def test_a_forked_process_does_not_keep_the_lock(run: RunFiles) -> None:
     child = os.fork()
     if child == 0:
         os.write(writing, b"x")
-        signal.pause()
+        signal.pause()  # outlives the parent's lock
     try:
         assert os.read(reading, 1) == b"x", "the child runs"
         with pytest.raises(ConfigError, check=has_violation("out", "run-is-locked")):

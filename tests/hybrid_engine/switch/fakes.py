@@ -172,7 +172,7 @@ class FakeTraining:
 
 
 class FakeInference:
-    """Inference weights and caches; every rank uses each tensor whole, and each tensor is a group."""
+    """Inference weights and caches; every rank uses whole tensors, and each tensor is a group."""
 
     def __init__(
         self, script: Script, rank: int, tensors: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES)
@@ -324,7 +324,7 @@ class Rig:
         return {kind for kind in KINDS if not self.offloader.is_offloaded(kind)}
 
     def assert_is(self, state: State, kept: Collection[str] = ()) -> None:
-        """Assert that the manager is in `state`, all memory is where it belongs and values are intact.
+        """Assert `state`, the memory that belongs to it, and intact values.
 
         kept: groups with weights that stay resident; for states other than INFER.
         """

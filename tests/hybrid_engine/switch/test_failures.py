@@ -1,4 +1,4 @@
-"""Failures during a switch, with fakes of both engines on one rank: resulting state and recovery."""
+"""Failures during a switch, with fakes of both engines on one rank: states and recovery."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_failed_switch_to_infer_restores_the_previous_state(
     assert not isinstance(failure.value, RemoteError)
     assert call in rig.script.calls
     rig.assert_is(before)
-    if before is TRAIN and call != "offload grad":  # "offload grad" fails before gradients are dropped
+    if before is TRAIN and call != "offload grad":  # it fails before gradients are dropped
         assert not rig.training.grad.any()
     assert rig.manager.last_report is report
     assert f"{before}->infer failed; state is {before}" in caplog.text

@@ -39,7 +39,7 @@ SETTINGS = {
 SWITCHES = [(TRAIN, INFER), (INFER, TRAIN), (FORWARD, INFER), (INFER, IDLE), (IDLE, INFER), (FORWARD, TRAIN)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from finalizers
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("before", "target"), SWITCHES, ids=str)
 def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target: State, settings: str) -> None:
@@ -49,7 +49,7 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
     rig.close()
     num_interrupted = 0
     nexts = itertools.cycle([TRAIN, INFER, FORWARD, IDLE])
-    for at in range(0, lines, max(1, lines // 40)):
+    for at in range(0, lines, max(1, lines // 40)):  # about 40 lines of each switch
         rig = prepare_rig(before, **SETTINGS[settings])
         interrupter = Interrupter(at)
         with contextlib.suppress(Stop), interrupter:
@@ -57,7 +57,7 @@ def test_an_interrupt_at_any_line_loses_nothing(job: None, before: State, target
         num_interrupted += interrupter.is_done  # threads may execute the last lines
         assert rig.manager.state in (before, target, State.INTERRUPTED)
         if rig.manager.state is State.INTERRUPTED:
-            for kinds in (["param"], ["optimizer"]):
+            for kinds in (["param"], ["optimizer"]):  # must not be used until a switch completes
                 with pytest.raises(StateError):
                     rig.training.guard(kinds)
         else:  # the kinds that this state needs are resident
@@ -80,6 +80,7 @@ def test_an_interrupted_context_does_not_block_the_next_one(job: None, at: int) 
     interrupter = Interrupter(at)
     with contextlib.suppress(Stop), interrupter, rig.manager.entered(TRAIN), rig.manager.entered(TRAIN):
         pass
+    # Contexts that nothing refers to must not count as entered.
     gc.collect()
     with rig.manager.entered(INFER):
         rig.assert_is(INFER)

@@ -1,4 +1,4 @@
-"""`generate_config.check_compute` with fakes of both engines: when it runs, on which tokens, and its errors."""
+"""`generate_config.check_compute` with fakes of both engines: schedule, tokens and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProbedTraining(FakeTraining):
     is_resident: True if the parameters were resident during the last probe.
     """
 
-    limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)
+    limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)  # allows 20 tokens
     offset = 0.0
     is_resident = False
     layers: Mapping[int, Attention] = {0: Attention(0.5), 1: Attention(0.5)}
@@ -40,7 +40,7 @@ class ProbedTraining(FakeTraining):
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         self.script.reach("trainer computes")
         self.guard(["param"])
-        torch.rand(3)
+        torch.rand(3)  # a forward pass with dropout would advance the generator
         self.is_resident = bool(self.param.any())
         return ProbeAnswer(log_probs_of(tokens) + self.offset, torch.float32)
 
@@ -125,7 +125,7 @@ def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:
     probed.manager.enter(INFER)
     calls = probed.script.take()
     assert calls[0] == "trainer computes"
-    assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # clears the caches of the probe's tokens
+    assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # clears the probe's tokens
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -171,7 +171,7 @@ def test_layers_that_differ_are_refused_at_set_up(job: None) -> None:
     text = str(caught.value)
     assert "in layers 0 to 1, the sliding window is 20 tokens for the trainer and none for vLLM; " in text
     assert "in layer 1, the cap of attention scores is 30 for the trainer and none for vLLM. Make the model" in text
-    ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # masks none of at most 21 tokens
+    ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # masks none of 21 tokens
     ProbedRig(layers=layers, check_compute="off")
 
 

@@ -39,13 +39,13 @@ LAYOUTS_AND_KEPT = {**LAYOUTS, KEPT: ({"tensor_model_parallel_size": 2}, {"relea
 NUM_CYCLES = 9
 WARM_UP = 3
 LEAK = 2**18
-"""Bytes by which the process may grow per cycle: 1 % of the memory that a cycle takes and returns."""
+"""Bytes of growth allowed per cycle: 1 % of the memory that a cycle takes and returns."""
 
 
 def measure_switches(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
 ) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """Measure one cycle against the sizes of the layouts, then the process's memory after more cycles."""
+    """Measure one cycle with the sizes of the layouts, then the process after more cycles."""
     worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1})
     sharding = worker.sharding
     offloader = sharding.offloader
@@ -84,7 +84,7 @@ def _measure_process(host_nbytes: int) -> dict[str, int]:
 
 
 def _descriptor_counts(process: psutil.Process) -> Iterator[int]:
-    """Count open descriptors several times, because the failure watch opens a file in /proc for a moment."""
+    """Count open descriptors repeatedly, because the failure watch briefly opens files in /proc."""
     for _ in range(3):
         yield process.num_fds()
         time.sleep(0.01)
@@ -103,10 +103,10 @@ def measured_by_layout(engines: Ranks, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_peak_is_the_larger_layout_and_two_buckets(measured_by_layout: Outcomes, name: str) -> None:
     for sizes, _ in measured_by_layout[name]:
-        assert sizes["num_buckets"] > 8
+        assert sizes["num_buckets"] > 8  # so that a bucket is small beside a layout
         assert sizes["peak"] <= max(sizes["training"], sizes["inference"]) + 2 * sizes["bucket"]
         assert sizes["peak"] < 0.9 * (sizes["training"] + sizes["inference"])
-        assert sizes["highest"] <= planned_peaks(sizes).device
+        assert sizes["highest"] <= planned_peaks(sizes).device  # later switches start from training
         assert sizes["left"] == 0
 
 

@@ -104,7 +104,7 @@ def test_earlier_and_prefetched_memory_reduce_the_room(job: None, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * MIB, 10 * MIB))
     rig = in_second_rollout(Rig(prefetch="auto", gpu_memory_utilization=0.5))
     prefetcher = Prefetcher(rig.offloader, rig.inference, rig.manager.config, torch.device("cuda"), 2 * MIB)
-    prefetcher._highest_peak = 20 * MIB
+    prefetcher._highest_peak = 20 * MIB  # above the GPU's memory, so no limit
     assert prefetcher._room() == 3 * MIB
     prefetcher.bring(["param"])
     rig.offloader.wait()
@@ -191,7 +191,7 @@ def test_a_failed_prefetch_is_logged_and_completed_by_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     begin_copy = arena.Copier.begin_copy
-    # A copy: an error keeps the frames it passed through, and pytest keeps parameters of a test alive.
+    # A copy, because an error keeps its frames, and pytest keeps parameters of a test alive.
     outcomes = [None, copy.copy(error)]
 
     def failing(self: arena.Copier, *arguments: object, **options: object) -> None:

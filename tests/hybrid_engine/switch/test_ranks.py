@@ -1,4 +1,4 @@
-"""Two real ranks with fakes of their engines: each rank trains half of every tensor and serves all of it."""
+"""Two real ranks with fakes of their engines: each trains half of every tensor and serves all."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def shared_memory_without_exported_buffers() -> dict[str, object]:
 
 
 def _count_pulled(transport: type, counts: dict[str, int]) -> Callable[[], None]:
-    """Count the bytes that this rank reads by a transport; returns a function that stops counting."""
+    """Count the bytes read by a transport on this rank; returns a function that stops counting."""
     run = transport.run
 
     def counting(self, bucket, transfers, source, destination):
@@ -127,7 +127,7 @@ def transports() -> dict[str, object]:
             stop_counting()
         assert_switches_succeed(rig)
         rig.close()
-        rig.close()
+        rig.close()  # idempotent
         results[f"{transport}, {'elastic' if elastic else 'plain'}"] = {
             "received": report.bytes_received,
             "least": report.bytes_least,
@@ -230,13 +230,13 @@ def prefetch_on_rank_0() -> dict[str, object]:
 
 @scenario
 def interrupted_on_rank_0() -> dict[str, object]:
-    """Ctrl-C reaches rank 0 before the end of a switch and rank 1 after it; the next switch is joint."""
+    """Ctrl-C reaches rank 0 before the end of a switch, rank 1 after it; both recover together."""
     rig = Rig(elastic=True)
     rig.training.step()
     for target in (INFER, TRAIN):
         rig.manager.enter(target)
         if rig.training.rank == 0:
-            rig.manager.state = State.INTERRUPTED
+            rig.manager.state = State.INTERRUPTED  # as Ctrl-C before the end leaves it
         rig.manager.enter(target)
         rig.assert_is(target)
     error = error_of(lambda: rig.manager.enter(INFER if rig.training.rank else IDLE))
@@ -247,7 +247,7 @@ def interrupted_on_rank_0() -> dict[str, object]:
 @scenario
 def release_fails_on_rank_0() -> dict[str, object]:
     """Rank 0 keeps inference weights; the next fill must not leave rank 1 waiting."""
-    rig = Rig(transport="collective", timeout_seconds=5)
+    rig = Rig(transport="collective", timeout_seconds=5)  # a waiting rank fails soon
     rig.training.step()
     if rig.training.rank == 0:
         rig.script.arm("reset", OSError("disk on fire"))

@@ -113,7 +113,7 @@ def test_no_failure_affects_the_next_switch(ranks: Ranks, is_apart: bool) -> Non
             has_none = is_apart and rank == NUM_RANKS - 1
             assert after == ("filled", [] if has_none else list(range(NUM_BUCKETS)))
             assert released == list(range(len(released)))
-            # Memory that a rank may still have to read, because it failed before it was sent, stays.
+            # A bucket that some rank has not sent stays, since it may still be read.
             unread = [bucket for bucket, moment in failing.values() if moment == "before"]
             assert all(bucket < min(unread, default=NUM_BUCKETS) for bucket in released), failing
             if outcome == "filled":  # possible only if the other ranks failed after the last fence
@@ -184,7 +184,7 @@ def test_a_failure_on_another_host_prevents_the_fence() -> None:
 def wait_for_a_silent_rank() -> str:
     dist.init_process_group("gloo")
     group = RankGroup(World.of_default_group(), "fences", range(2), 0.5)
-    schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}
+    schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}  # consecutive buckets
     fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule)
     fence.begin()
     if dist.get_rank() == 1:
@@ -219,7 +219,7 @@ class Loss(Steps):
 
 
 def wait_for_an_ended_rank() -> tuple[str, float]:
-    """Wait for rank 1, which does not come but stays connected; returns the error and the seconds."""
+    """Wait for rank 1, which stays connected but does not come; returns the error and seconds."""
     dist.init_process_group("gloo")
     group = RankGroup(World.of_default_group(), "fences", range(2), TIMEOUT)
     fence = ReleaseFence(dist.get_rank(), group, Loss(), State(), BUFFERS, SCHEDULE)
@@ -241,7 +241,7 @@ def wait_for_an_ended_rank() -> tuple[str, float]:
 def test_a_fence_ends_when_a_rank_has_ended(ranks: Ranks) -> None:
     (message, seconds), _ = ranks.launch(wait_for_an_ended_rank, 2, timeout=100)
     assert message.startswith(f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended.")
-    assert seconds < TIMEOUT / 4
+    assert seconds < TIMEOUT / 4  # well before the timeout
 
 
 # -- sides in separate processes --
@@ -277,7 +277,7 @@ def hand_over(is_apart: bool) -> list[tuple[float, int]]:
     fence.begin()
     for bucket in range(num_buckets):
         if rank in SERVERS:
-            events.append((time.monotonic(), len(TRAINERS)))  # the server allocates the parts of all trainers
+            events.append((time.monotonic(), len(TRAINERS)))  # it holds all trainers' parts
             time.sleep(draw.random() * PERIOD * (bucket % 3 == 0))
         fence.sent(bucket)
     fence.finish()

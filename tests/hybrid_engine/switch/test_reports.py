@@ -55,7 +55,7 @@ def test_peak_memory(job: None, elastic: bool):
     # A switch from training peaks at entry: later only parameters and inference weights remain.
     peaks = [(rig.manager.enter(INFER).peak_bytes, training)]
     peaks.append((kept.manager.enter(INFER).peak_bytes, training + NBYTES))
-    peaks.append((kept.manager.enter(TRAIN).peak_bytes, training + NBYTES))  # both are resident at entry
+    peaks.append((kept.manager.enter(TRAIN).peak_bytes, training + NBYTES))  # both resident
     peaks.append((kept.manager.enter(FORWARD).peak_bytes, training))
     for nbytes, expected in peaks:
         assert nbytes > expected if rig.comes_in_chunks else nbytes == expected

@@ -1,4 +1,4 @@
-"""Jobs that set-up refuses, transports it chooses and seconds it reports, with fakes of both engines."""
+"""Set-up with fakes of both engines: refused jobs, chosen transports and reported seconds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_a_job_on_another_device_than_the_training_weights_is_refused(job: None)
 @pytest.mark.parametrize(("device", "refused"), [("cuda", False), ("cuda:1", False), ("cuda:0", True)])
 def test_a_device_without_an_index_matches_any_of_its_type(job: None, device: str, refused: bool) -> None:
     rig = Rig(build=False, device=device)
-    rig.training.param = mock.Mock(device=torch.device("cuda", 1))  # fails after the device check: no memory to export
+    # Fails after the device check, because it has no memory to export.
+    rig.training.param = mock.Mock(device=torch.device("cuda", 1))
     with pytest.raises(ConfigError if refused else ReshardError) as caught:
         rig.build()
     assert refused == (("Job.device", "wrong-device") in violations_of(caught.value))
@@ -68,6 +69,7 @@ def test_waiting_for_other_ranks_counts_as_set_up(job: None, monkeypatch: pytest
     conclude = Agreement.conclude
 
     def slow(self: Agreement, phase: str, *rest: Any, **named: Any) -> None:
+        # As if another rank came late to these phases.
         time.sleep(0.2 if phase in ("exchange of layouts", "comparison of plans") else 0)
         conclude(self, phase, *rest, **named)
 
@@ -175,7 +177,7 @@ def in_two_containers(scenario: Callable[[None], object]) -> object:
         return in_a_group(scenario)
     enter_a_process_namespace()
     reader, writer = multiprocessing.Pipe(duplex=False)
-    if not os.fork():
+    if not os.fork():  # the first process of the new namespace
         assert os.getpid() == 1
         writer.send(in_a_group(scenario))
         os._exit(0)

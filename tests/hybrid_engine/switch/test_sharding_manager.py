@@ -111,7 +111,7 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
 
 
 class ScriptedCommunicators:
-    """Stand-in for communicators of the trainer; tests/software_gpu/test_communicators.py has real ones."""
+    """Stand-in for NCCL communicators (tests/software_gpu/test_communicators.py)."""
 
     def __init__(self, rig: Rig) -> None:
         self.script = rig.script
@@ -197,7 +197,7 @@ def test_order_of_a_switch_and_back(rig: Rig):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/software_gpu/test_mutants.py has it with real streams")
 def test_weights_are_read_after_the_device_is_synchronised(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Another process does not wait for kernels queued here, so CUDA's synchronisation is recorded."""
+    """Another process does not wait for kernels queued here, so the device is synchronised."""
     device = torch.device("cuda", 1)
     rig.manager.job = dataclasses.replace(rig.job, device=device)
     streams = {device: SimpleNamespace(synchronize=partial(rig.script.reach, f"synchronize {device}"))}
@@ -240,7 +240,7 @@ def test_a_nested_context_of_another_state_is_refused(rig: Rig, outer: State, in
         rig.assert_is(outer)
         with rig.manager.entered(outer), rig.manager.entered(outer):
             rig.assert_is(outer)
-        with pytest.raises(StateError), rig.manager.entered(inner):  # the outer context has not ended
+        with pytest.raises(StateError), rig.manager.entered(inner):  # the outer one has not ended
             raise AssertionError("inside")
     with rig.manager.entered(inner):
         rig.assert_is(inner)

@@ -33,7 +33,7 @@ def test_every_phase_of_the_report_is_a_slice(job: None, tmp_path: Path) -> None
         (whole,) = (event for event in events if event["name"] == report.direction)
         inside = [event for event in events if whole["ts"] <= event["ts"] <= whole["ts"] + whole["dur"]]
         names = {event["name"] for event in inside}
-        assert set(report.seconds_by_phase) - {"write"} <= names  # no message, so nothing is unpacked
+        assert set(report.seconds_by_phase) - {"write"} <= names  # no message is unpacked
         for phase in ("fill", "offload", "release"):
             seconds = sum(event["dur"] for event in inside if event["name"] == phase) / 1e6
             assert seconds == pytest.approx(report.seconds_by_phase.get(phase, 0), abs=0.01)

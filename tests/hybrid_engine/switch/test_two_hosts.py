@@ -34,7 +34,7 @@ def fail_in_turn() -> tuple[dict[str, str], set[str]]:
     agreement.NUM_STEPS = 1  # set directly: this process serves only this test
     FailureWatch.num_at = record_mark
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # one group per host, one between hosts
         rig = Rig(host=HOSTS[rank], elastic=True)
     for call in CALLS:
         rig.training.step()
@@ -45,6 +45,7 @@ def fail_in_turn() -> tuple[dict[str, str], set[str]]:
             errors[call] = ""
         except Exception as error:
             errors[call] = f"{type(error).__name__}: {error}"
+        # Every rank has rolled back, and the job is still usable.
         rig.assert_is(TRAIN)
         for state in (INFER, TRAIN):
             rig.manager.enter(state)

@@ -187,7 +187,7 @@ def test_an_unproven_tensor_fails_the_switch(verified: Rig) -> None:
 
 
 def test_samples_cycle_through_all_tensors(verified: Rig) -> None:
-    names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]
+    names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]  # sorted by number
     regions = verified.manager._connection.verifier._regions
     regions.dtypes = dict.fromkeys(names, "float32")
     sampling, full = (Verifier(regions, verified.job, mode) for mode in ("sample", "full"))
@@ -205,7 +205,7 @@ def test_different_replicas_are_an_error_that_names_their_ranks(verified: Rig, m
         (gathered,) = gather(agreement, value, kind, phase)
         if phase != "verify":
             return [gathered]
-        return [gathered[:-1] + bytes([gathered[-1] ^ 1]), gathered]  # flips a bit of the last digest
+        return [gathered[:-1] + bytes([gathered[-1] ^ 1]), gathered]  # flips a bit of a digest
 
     monkeypatch.setattr(type(verified.job.agreement), "gather", with_another)
     with pytest.raises(WeightError) as caught:

@@ -1,4 +1,4 @@
-"""Filling and releasing inference weights, with a fake engine in one process and on two real ranks."""
+"""Fill and release of inference weights, with a fake engine in one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NBYTES = NUMEL * 4
 
 
 class Weights(FakeInference):
-    """Weights with a buffer per group; rank 1 lacks the last group. Records the end of a fill too."""
+    """Weights with a buffer per group; rank 1 lacks the last group. Records the end of fills."""
 
     def __init__(self, rank: int, fails_in: str = "") -> None:
         super().__init__(Script(), rank, {f"group{number}": (NUMEL,) for number in range(NUM_GROUPS - rank)})
@@ -236,7 +236,7 @@ def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
         rig.driver.calls.clear()
         with pytest.raises(ReshardError, match=message):
             fill(container, source_of(0), follower, skipped={2})
-        assert rig.driver.calls.count("cuMemMap") == 1
+        assert rig.driver.calls.count("cuMemMap") == 1  # the peer's memory was mapped
         assert mapped() == num_mapped
         assert weights.script.calls[-1] == "abandon"
         assert follower.calls[-2:] == ["abandon", "drain"]
@@ -313,7 +313,7 @@ def fill_on_rank() -> list[list[object]]:
     for call in FAILURES:
         weights = Weights(rank, call if rank == 0 and "group" in call else "")
         if rank == 0 and "group" not in call:
-            setattr(router, call, _out_of_memory)
+            setattr(router, call, _out_of_memory)  # hides the method on this instance only
         container = WeightContainer(weights, make_plan(Link.NETWORK), router)
         start = time.monotonic()
         try:
@@ -323,7 +323,7 @@ def fill_on_rank() -> list[list[object]]:
             outcome = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start
         container.release()
-        vars(router).pop(call, None)
+        vars(router).pop(call, None)  # makes the method visible again
         report = fill(container, source_of(rank))
         assert_filled(weights)
         results.append([outcome, seconds, nbytes_by_transport(report)])

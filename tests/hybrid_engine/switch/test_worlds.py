@@ -54,6 +54,7 @@ class Member:
         where = {"host": hosts[self.rank], "device_name": devices[self.rank], "device": torch.device("cpu")}
         self.job = Job.join(60, world=world, **where)
         self.offloader = ScriptedOffloader(self.script, self.training)
+        # The fakes have no forward pass to compare.
         config = GenerateConfig(bucket_mb=1, timeout_seconds=60, check_compute="off", **settings)
         self.manager = ShardingManager(
             self.training, self.inference, caches=self.inference, offloader=self.offloader, config=config, job=self.job
@@ -72,6 +73,7 @@ class Member:
             self.assert_training_is_back()
             return f"{type(error).__name__}: {error}"
         report = self.manager.last_report
+        # Bytes on the same device count as own.
         assert report.bytes_own + report.bytes_received == NBYTES
         assert report.bytes_received == report.bytes_least
         self.received = report.bytes_received

@@ -82,7 +82,7 @@ def test_a_partial_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load(tmp_path) == 1
     assert sum(lengths) > 1200, "a tensor of 300 float32 was read"
     with (newest(tmp_path) / DATA).open("rb") as file:
-        part = checkpoint_directory._Slice(file, 0, 1 << 30)
+        part = checkpoint_directory._Slice(file, 0, 1 << 30)  # longer than the file
         assert len(part.read(1 << 24)) == (newest(tmp_path) / DATA).stat().st_size
 
 
@@ -206,7 +206,7 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
         save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LATEST]
     (tmp_path / LATEST).unlink()
-    (tmp_path / "save-000007").symlink_to(tmp_path.parent)
+    (tmp_path / "save-000007").symlink_to(tmp_path.parent)  # must not be followed or removed
     (tmp_path / "rank0000.pt").write_text("of another version")
     for value in (1, 2):
         save(tmp_path, value)

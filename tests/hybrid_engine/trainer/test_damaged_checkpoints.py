@@ -1,6 +1,6 @@
 """Random damage to a checkpoint: it is refused by name, or the loaded state is bit-identical.
 
-python -m tests.hybrid_engine.trainer.test_damaged_checkpoints 300          # per kind; prints the counts
+python -m tests.hybrid_engine.trainer.test_damaged_checkpoints 300      # per kind; prints counts
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Code:
         self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
-        return self._reduced
+        return self._reduced  # a call that pickle makes on loading
 
 
 def pickle_code(rng: random.Random, save: Path) -> str:
@@ -260,7 +260,7 @@ def test_parts_that_cover_a_tensor_once_are_accepted(entry: TensorStorageMetadat
     [
         make_entry([4, 4]),
         make_entry([4, 4], ([0, 0], [2, 4])),
-        make_entry([4, 4], ([0, 0], [2, 4]), ([1, 0], [2, 4])),  # the right number of elements, an overlap and a gap
+        make_entry([4, 4], ([0, 0], [2, 4]), ([1, 0], [2, 4])),  # an overlap and a gap
         make_entry([4, 4], ([0, 0], [4, 4]), ([0, 0], [1, 1])),
         make_entry([4, 4], ([0, 0], [2, 4]), ([3, 0], [2, 4])),
         make_entry([4, 4], ([0, 0], [4, 5]), ([0, 0], [4, -1])),

@@ -61,7 +61,7 @@ def test_every_step_has_the_values_of_megatron(schedule: dict[str, Any]) -> None
     optimizer = torch.optim.AdamW(groups)
     megatron_optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
     schedules = ParamSchedule(optimizer, config), param_scheduler(megatron_optimizer, config)
-    for _ in range(24):
+    for _ in range(24):  # beyond lr_decay_steps
         for group, expected in zip(optimizer.param_groups, megatron_optimizer.param_groups, strict=True):
             assert group["lr"] == pytest.approx(expected["lr"], rel=1e-12, abs=0)
             assert group["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-12, abs=0)

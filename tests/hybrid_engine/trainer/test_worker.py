@@ -31,9 +31,9 @@ def test_a_model_that_cannot_generate_is_refused_before_building(
 ) -> None:
     monkeypatch.setattr(worker, "_builder", lambda config: lambda *arguments, **named: pytest.fail("it is built"))
     model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
-    generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)
+    generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)  # too small for a sequence
     environment = dict(os.environ)
     with pytest.raises(ConfigError) as caught:
         ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
     assert [finding.key for finding in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
-    assert dict(os.environ) == environment
+    assert dict(os.environ) == environment  # a refused worker leaves no variables of vLLM

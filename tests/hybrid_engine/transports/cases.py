@@ -1,6 +1,6 @@
-"""Random buckets of transfers for the transport tests, an oracle that uses index arithmetic, and outcomes of calls.
+"""Random buckets of transfers, an oracle that uses index arithmetic, and outcomes of calls.
 
-A case depends on its seed alone, so every rank of a launch builds the same case and knows all sources.
+A case depends on its seed alone, so every rank of a launch builds it and knows all sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Shape:
     """Distribution of random cases.
 
     Attributes:
-        src_dtypes, dst_dtypes: dtypes of a buffer on every rank; a transfer connects buffers of one position.
+        src_dtypes, dst_dtypes: a buffer of each on every rank; transfers connect equal positions.
         edges: (src rank, dst rank) pairs in use; None: all.
         max_length: elements per dim, at most.
         small: transfers of one to three elements only.
@@ -80,7 +80,7 @@ def differing(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 
 def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
-    """Build a case: each destination element is written at most once; sources may be read several times."""
+    """Build a case: each destination element is written at most once; sources may be read often."""
     generator = random.Random(seed)
     edges = shape.edges or tuple(itertools.product(range(num_ranks), repeat=2))
     positions = range(len(shape.src_dtypes))
@@ -172,8 +172,8 @@ def outcome_of(action: Callable[[], object]) -> str:
         return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"
 
 
-def assert_failed(outcome: object, *parts: str, within: float = 30) -> None:
-    """Assert that a call failed within `within` seconds, with all `parts` in its message."""
+def check_error(outcome: object, *parts: str, within: float = 30) -> None:
+    """Check that a call failed within `within` seconds, with all `parts` in its message."""
     seconds, message = str(outcome).split(" ", 1)
     for part in parts:
         assert part in message, message

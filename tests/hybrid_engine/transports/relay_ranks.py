@@ -1,4 +1,4 @@
-"""Reshards between two simulated hosts and the four ranks that run them: 0 and 1 on one host, 2 and 3 on the other."""
+"""Reshards between two simulated hosts and the four ranks that run them: 0, 1 and 2, 3."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rows_of(tensors: list[str], parts: list[tuple[int, int, int]], dtype: str, s
 
 
 def random_reshard(seed: int, src_dtype: str, dst_dtype: str) -> Reshard:
-    """Cut sources at random places, mostly on one host; every rank reads a random window, some ranks two."""
+    """Cut sources at random, mostly on one host; every rank reads a random window or two."""
     generator = random.Random(seed)
     tensors = [f"t{number}" for number in range(6)]
     cuts = sorted(generator.sample(range(1, ROWS), 2))
@@ -128,7 +128,7 @@ class Rank:
         self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
 
     def negate(self) -> None:
-        """Negate all values, in any layout and dtype; of float32 this changes only the upper words."""
+        """Negate all values in any layout and dtype; in float32 only the upper words change."""
         for flat in (*self.source.values(), *self.expected.values()):
             flat.neg_()
 

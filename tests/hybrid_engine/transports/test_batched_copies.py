@@ -55,7 +55,7 @@ def repeated() -> list[Transfer]:
     return [transfer(5, number * SIZE) for number in range(EXPERTS)]
 
 
-def run_and_count(
+def run_copies(
     copies: BatchedCopies, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[torch.Tensor, int]:
     """Run copies; returns the destination and the number of tensors passed to torch."""
@@ -85,7 +85,7 @@ def test_a_bucket_is_copied_in_one_call(make, num_views: int, monkeypatch: pytes
         box = source.as_strided(copied.lengths, copied.src.strides, copied.src.offset)
         expected.as_strided(copied.lengths, copied.dst.strides, copied.dst.offset).copy_(box)
     copies = BatchedCopies(reversed(transfers))
-    destination, num_passed = run_and_count(copies, source, monkeypatch)
+    destination, num_passed = run_copies(copies, source, monkeypatch)
     assert torch.equal(destination, expected)
     assert num_passed == num_views
 
@@ -138,7 +138,7 @@ def test_a_failed_transfer_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
 def test_copies_by_16_bytes_write_the_same_bytes(dtype: torch.dtype) -> None:
-    """Tensor parallelism cuts the experts' second matrices like this; used on CUDA, tested on the CPU."""
+    """Tensor parallelism cuts experts' second matrices like this; CUDA only, tested on the CPU."""
     step = 16 // dtype.itemsize
     source = torch.randint(0, 2, (3, 4 * 9 * 4 * step), dtype=torch.uint8).to(dtype).view(-1)
     into = torch.zeros_like(source)

@@ -1,4 +1,4 @@
-"""The contract of `ports.Transport` for every transport: exactly the planned bytes move, for any boxes.
+"""The contract of `ports.Transport` for every transport: exactly the planned bytes move.
 
 One process plays the ranks in turn: local, shared memory and the in-process twin, with cases from
 hypothesis. 2 and 4 real ranks: shared memory, collective over gloo, and both behind `TransportSet`.
@@ -81,16 +81,13 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         for bucket in case.buckets:
             transport.run(bucket.index, bucket.transfers, by_rank[rank], destination)
         transport.close()
-        transport.close()
+        transport.close()  # idempotent
         assert differing(destination, case.expected(rank)) == []
 
 
 DELTAS = ("deltas", "deltas, staged")
 KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTransport), "mixed", *DELTAS]
-"""Transports between ranks, several at once ("mixed"), and messages that may be deltas.
-
-"staged" deltas do not arrive in the copies of the last messages, as on a GPU.
-"""
+"""Transports between ranks, several at once, and deltas; "staged": not received in kept copies."""
 
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
@@ -125,18 +122,18 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
         for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
             with mock.patch.object(collective, "_begin", wraps=collective._begin) as begun:
                 report = router.run(bucket, sources, destination, following if is_ahead else None)
-            # One batch of messages per bucket, possibly the next bucket's; deltas have headers and contents.
+            # One batch per bucket, possibly the next one's; deltas have headers and contents.
             assert begun.call_count <= (2 if is_ahead else 1)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
             if deltas is None or not is_ahead:  # reports count deltas by their own size
                 assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
-        if is_ahead and preference == CollectiveTransport.name:  # peers have copies and must not read in place
+        if is_ahead and preference == CollectiveTransport.name:  # peers read copies
             for flat in sources.values():
                 flat.view(torch.uint8).fill_(0xA5)
         dist.barrier()
         wrong += differing(destination, case.expected(rank))
     router.close()
-    router.close()
+    router.close()  # idempotent
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""Deltas of messages: encoding compared with brute force, invalid deltas, and copies kept on both ends."""
+"""Deltas of messages: encoding compared with brute force, errors, and copies on both ends."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_message_without_a_known_copy_is_sent_whole() -> None:
 
     assert sent_whole(1, 2, message=old, whole=True) == [1, 2]
     assert ends.counted() == DeltaCount(num_whole=2, copies_nbytes=2 * nbytes)
-    assert ends.counted().density is None
+    assert ends.counted().density is None  # no delta was sent
     assert sent_whole(1, 2, 3, message=new) == [3]
     assert ends.counted() == DeltaCount(2, 1, 2 * nbytes // 2, 2, 3 * nbytes)
     assert sent_whole(1, message=new, whole=True) == [1]

@@ -25,7 +25,7 @@ from hybrid_engine.transports.pull import SharedMemoryTransport
 from hybrid_engine.transports.router import REGISTRY, TransportSet, choose_transport, export_handles
 from tests.harness.errors import has_code, has_violations
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.transports.cases import assert_failed, outcome_of
+from tests.hybrid_engine.transports.cases import check_error, outcome_of
 
 NUMEL = 1000
 
@@ -63,7 +63,7 @@ class Peers:
 
 
 def peer_never_comes() -> list[object]:
-    peers = Peers(timeout=0.5)
+    peers = Peers(timeout=0.5)  # seconds
     if peers.rank == 1:
         return []  # keeps its connections until the barrier after the scenario
     return [peers.run(0), peers.run(1), outcome_of(lambda: peers.router.abandon(BUCKETS[2], "out of time"))]
@@ -190,29 +190,29 @@ def outcomes(by_rank: list[dict[str, list[object]]]) -> Callable[[Callable], lis
 
 def test_a_missing_peer_is_an_error_within_the_timeout(outcomes):
     first, second, abandoned = outcomes(peer_never_comes)[0]
-    assert_failed(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds", within=20)
-    assert_failed(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
-    assert_failed(abandoned, "TransportError", "earlier failure", within=5)
+    check_error(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds", within=20)
+    check_error(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
+    check_error(abandoned, "TransportError", "earlier failure", within=5)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_one_rank_is_raised_on_both_and_the_next_bucket_works(by_rank, name: str):
     _, local_texts, peer_texts = FAULTS[name]
     (local, *after), (peer, *peers_after) = (results[name] for results in by_rank)
-    assert_failed(local, *local_texts)
+    check_error(local, *local_texts)
     if peer_texts:
-        assert_failed(peer, *peer_texts)
+        check_error(peer, *peer_texts)
     assert after == peers_after == ["ok", True]
 
 
 def test_no_memory_for_deltas_leaves_no_peer_waiting(by_rank):
     local, peer = (results["to compare"] for results in by_rank)
     assert local[:2] == peer[:2] == ["ok", "ok"]
-    assert_failed(local[2], "TransportError", "bucket 0", "phase read", "not a byte left")
-    assert_failed(peer[2], "PeerTransportError", "bucket 0", "peer 0", "not a byte left")
+    check_error(local[2], "TransportError", "bucket 0", "phase read", "not a byte left")
+    check_error(peer[2], "PeerTransportError", "bucket 0", "peer 0", "not a byte left")
     assert local[3:] == peer[3:] == ["ok", True]
     local, peer = (results["to receive"] for results in by_rank)
-    assert_failed(local[2], "TransportError", "no memory for deltas")
+    check_error(local[2], "TransportError", "no memory for deltas")
     assert local[3:] == ["ok", True]
     assert peer[2:] == ["ok", "ok", True]
 
@@ -220,17 +220,17 @@ def test_no_memory_for_deltas_leaves_no_peer_waiting(by_rank):
 def test_an_abandoned_bucket_leaves_no_peer_waiting(outcomes):
     local, (peer, *peer_after) = outcomes(rank_abandons)
     assert local == ["abandoned", "ok", True]
-    assert_failed(peer, "PeerTransportError", "peer 0", "out of memory in allocate")
+    check_error(peer, "PeerTransportError", "peer 0", "out of memory in allocate")
     assert peer_after == ["ok", True]
 
 
 def test_different_plans_are_detected(outcomes):
     for rank, (outcome,) in enumerate(outcomes(buckets_differ)):
-        assert_failed(outcome, "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ")
+        check_error(outcome, "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ")
 
 
 def test_a_lost_connection_is_an_error(outcomes):
-    assert_failed(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
+    check_error(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
 
 
 # Shared memory: no rank waits for another, so only mapping can fail.

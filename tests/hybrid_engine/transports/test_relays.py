@@ -1,7 +1,4 @@
-"""Relays: data for several ranks of a host crosses the network once, and failures reach all ranks.
-
-Four ranks on two simulated hosts.
-"""
+"""Relays on two simulated hosts: data crosses the network once, and failures reach all ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handl
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
-from tests.hybrid_engine.transports.cases import assert_failed, outcome_of
+from tests.hybrid_engine.transports.cases import check_error, outcome_of
 from tests.hybrid_engine.transports.relay_ranks import HOSTS, RESHARDS, Rank, Reshard
 
 
 def run_reshard(make: Callable[[], Reshard]) -> dict[str, object]:
-    """Fill twice over one set of transports, the second time one bucket ahead; returns errors and bytes."""
+    """Fill twice over the same transports, the second time ahead; returns errors and bytes."""
     reshard = make()
     rank = Rank(reshard)
     wrong = []
@@ -85,7 +82,7 @@ def run_with_deltas(make: Callable[[], Reshard]) -> dict[str, object]:
 
 
 def switch_with_manager() -> dict[str, object]:
-    """Switch with relays, with relays on host b alone, and with messages; returns the last reports."""
+    """Switch with relays, with relays on host b only, and with messages; returns reports."""
     host = HOSTS[dist.get_rank()]
     reports = {}
     for case in ("relayed", "host a cannot", "collective"):
@@ -186,7 +183,7 @@ def sender_fails_ahead(rank: Rank) -> list[object]:
 
 
 def relay_rank_gives_up_ahead(rank: Rank) -> list[object]:
-    """Give up after the first bucket, while the second is being sent and received; then fill without failure."""
+    """Give up after the first bucket, while the second is under way; then fill without failure."""
     outcomes = [rank.run_ahead(0)]
     if rank.rank == 3:
         outcomes += [rank.abandon_ahead(index, "no memory on rank 3") for index in (1, 2)]
@@ -322,7 +319,7 @@ def test_the_manager_relays_if_all_ranks_of_a_host_can(four_ranks: list[dict[str
 
 
 def test_only_changes_are_sent_between_hosts(four_ranks: list[dict[str, object]]):
-    """After a failure all is sent. A write changes one or two words of the last element of a rank."""
+    """After a failure all is sent. A write changes one or two words of a rank's last element."""
     for rank, results in enumerate(four_ranks):
         reports = results["deltas"]
         after_failure = {number + 1 for number, report in enumerate(reports) if "error" in report}
@@ -350,7 +347,7 @@ def test_only_changes_are_sent_between_hosts(four_ranks: list[dict[str, object]]
 
 
 def test_each_message_is_sent_in_its_shorter_form(four_ranks: list[dict[str, object]]):
-    """A negated float32 changes one of two words; negated 16-bit values and int32 are sent whole."""
+    """A negated float32 changes one of two words; 16-bit values and int32 are sent whole."""
     for name in RESHARDS:
         across = sum(results["changes"][name]["across"][1] for results in four_ranks)
         planned = sum(results["changes"][name]["network"] for results in four_ranks)
@@ -375,9 +372,9 @@ with_or_without_deltas = pytest.mark.parametrize("kind", DELTAS)
 @with_or_without_deltas
 def test_a_failed_sender_reaches_readers_of_a_relay_rank(four_ranks: list[dict[str, object]], kind: str):
     sender, *readers = (results[f"sender_fails{kind}"] for results in four_ranks)
-    assert_failed(sender[0], "TransportError", "bucket 0", "there is no buffer 'src t0 0'")
+    check_error(sender[0], "TransportError", "bucket 0", "there is no buffer 'src t0 0'")
     for outcome in readers[1:]:
-        assert_failed(outcome[0], "PeerTransportError", "bucket 0", "there is no buffer 'src t0 0'")
+        check_error(outcome[0], "PeerTransportError", "bucket 0", "there is no buffer 'src t0 0'")
     (via_relay_rank,) = (outcome[0] for outcome in readers[1:] if "phase relay arrived" in outcome[0])
     assert re.search(r"phase relay arrived, peer [23]: the peer failed", via_relay_rank)
     assert [outcome[1:] for outcome in (sender, *readers)] == [["ok", "ok", []]] * 4
@@ -386,8 +383,8 @@ def test_a_failed_sender_reaches_readers_of_a_relay_rank(four_ranks: list[dict[s
 @with_or_without_deltas
 def test_a_failed_reader_reaches_its_relay_rank(four_ranks: list[dict[str, object]], kind: str):
     _, _, relay_rank, reader = (results[f"reader_fails{kind}"] for results in four_ranks)
-    assert_failed(reader[0], "TransportError", "bucket 0", "there is no buffer 'dst t0 3'")
-    assert_failed(
+    check_error(reader[0], "TransportError", "bucket 0", "there is no buffer 'dst t0 3'")
+    check_error(
         relay_rank[0], "PeerTransportError", "bucket 0", "phase relay", "peer 3", "there is no buffer 'dst t0 3'"
     )
     assert [results[f"reader_fails{kind}"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
@@ -397,29 +394,25 @@ def test_a_failed_reader_reaches_its_relay_rank(four_ranks: list[dict[str, objec
 def test_a_reader_that_abandons_leaves_no_rank_waiting(four_ranks: list[dict[str, object]], kind: str):
     *_, relay_rank, reader = (results[f"reader_abandons{kind}"] for results in four_ranks)
     assert reader[0] == "ok"
-    assert_failed(
-        relay_rank[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3"
-    )
+    check_error(relay_rank[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
     assert [results[f"reader_abandons{kind}"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
 
 
 @with_or_without_deltas
 def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: list[dict[str, object]], kind: str):
     sender, *readers = (results[f"sender_fails_ahead{kind}"] for results in four_ranks)
-    assert_failed(sender[1], "TransportError", "bucket 1", "there is no buffer 'src t1 0'")
+    check_error(sender[1], "TransportError", "bucket 1", "there is no buffer 'src t1 0'")
     for outcome in readers[1:]:
-        assert_failed(outcome[1], "PeerTransportError", "bucket 1", "there is no buffer 'src t1 0'")
+        check_error(outcome[1], "PeerTransportError", "bucket 1", "there is no buffer 'src t1 0'")
     for first, _, last, wrong in (sender, *readers):
         assert (first, last, wrong) == ("ok", "ok", [])
 
 
 @with_or_without_deltas
-def test_a_relay_rank_that_gives_up_one_bucket_ahead_leaves_no_rank_waiting(
-    four_ranks: list[dict[str, object]], kind: str
-):
+def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: list[dict[str, object]], kind: str):
     outcomes = [results[f"relay_rank_gives_up_ahead{kind}"] for results in four_ranks]
     assert [outcome[0] for outcome in outcomes] == ["ok"] * 4
-    assert_failed(
+    check_error(
         outcomes[2][1], "PeerTransportError", "bucket 1", "phase relay arrived", "peer 3", "no memory on rank 3"
     )
     assert outcomes[3][1:3] == ["ok", "ok"]
@@ -429,13 +422,11 @@ def test_a_relay_rank_that_gives_up_one_bucket_ahead_leaves_no_rank_waiting(
 @with_or_without_deltas
 def test_a_silent_relay_rank_is_an_error_within_the_timeout(four_ranks: list[dict[str, object]], kind: str):
     first, second = four_ranks[2][f"relay_rank_falls_silent{kind}"]
-    assert_failed(
-        first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 1 seconds", within=9
-    )
-    assert_failed(second, "TransportError", "earlier failure", within=5)
+    check_error(first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 1 seconds", within=9)
+    check_error(second, "TransportError", "earlier failure", within=5)
 
 
 @with_or_without_deltas
 def test_a_dead_relay_rank_is_an_immediate_error(four_ranks: list[dict[str, object]], kind: str):
     (outcome,) = four_ranks[2][f"relay_rank_dies{kind}"]
-    assert_failed(outcome, "TransportError", "bucket 0", "phase relay arrived", "peer 3")
+    check_error(outcome, "TransportError", "bucket 0", "phase relay arrived", "peer 3")

@@ -113,7 +113,7 @@ def test_ignored_labels_have_no_log_probability() -> None:
 
 
 def test_mtp_mask_excludes_padding_and_sequence_boundaries() -> None:
-    """A position counts if the next token is in the same sequence: Megatron reads the mask one token later."""
+    """A position counts if the next token is in its sequence: Megatron shifts the mask by one."""
     sequence_ids = torch.tensor([[0, 1, 1, 2, 2, 2, 0, 0]])
     rows = single_micro_batch({**letter_batch("_abcde__"), "sequence_ids": sequence_ids}).rows
     assert rows.mask is not None

@@ -93,7 +93,7 @@ def test_all_ranks_report_the_same_names(meet_ranks: Callable[..., None]) -> Non
 def test_a_loss_that_is_not_finite_is_reported_at_the_end(
     number: float, text: str, meet_ranks: Callable[..., None]
 ) -> None:
-    factors = iter([1.0, number, number])
+    factors = iter([1.0, number, number])  # micro batch 1 is the first fault
     checked = CheckedLoss(lambda _batch, log_probs: log_probs.abs().mean() * next(factors))
     for _ in range(3):
         checked({}, log_probs())

@@ -30,7 +30,7 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}
 
 
 def save(path: Path, root: Path) -> dict[str, Any]:
-    """Save after two steps, continue, and resume in an engine with another seed; returns all states."""
+    """Save after two steps, continue, and resume with another seed; returns all states."""
     states: dict[str, Any] = {}
     with actor(path) as engine:
         engine.save_checkpoint(root / "untrained")
@@ -38,7 +38,7 @@ def save(path: Path, root: Path) -> dict[str, Any]:
         for step in range(2):
             train(engine, step)
         engine.set_learning_rate(3e-3)
-        torch.manual_seed(40 + engine.dp_rank)
+        torch.manual_seed(40 + engine.dp_rank)  # each rank's generator must be restored
         engine.save_checkpoint(root / "trained")
         states["trained"] = state_of(engine)
         states["report"] = train(engine, 2)
@@ -51,7 +51,7 @@ def save(path: Path, root: Path) -> dict[str, Any]:
         states["loaded"] = state_of(engine)
         train(engine, 2)
         states["resumed"] = state_of(engine)
-        engine.load_checkpoint(root / "untrained")  # optimizer state exists, but the checkpoint has none
+        engine.load_checkpoint(root / "untrained")  # without optimizer state
         states["reloaded"] = state_of(engine)
         engine.save_checkpoint(root / "untrained")  # replaces the earlier checkpoint
         engine.load_checkpoint(root / "untrained")
@@ -108,7 +108,7 @@ def fail(path: Path, other: Path, root: Path) -> dict[str, Refusal]:
         if job.rank == 0:
             shutil.copytree(good, root / "damaged")
             data = root / "damaged" / "save-000001" / "__1_0.distcp"
-            data.write_bytes(data.read_bytes()[:-1])
+            data.write_bytes(data.read_bytes()[:-1])  # one byte short
         job.agreement.conclude("all ranks are here")
         refusals["damaged"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "damaged"))
         refusals["nothing"] = refusal_of(engine, lambda: engine.load_checkpoint(root / "nothing"))

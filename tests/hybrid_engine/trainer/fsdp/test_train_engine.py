@@ -20,7 +20,8 @@ from tests.zoo import padded_batches
 from tests.zoo.families import FAMILIES, tiny_config, write_config
 from tests.zoo.shares import share_of
 
-# family -> changes. qwen2: tied, odd rows; mixtral: experts packed by transformers; gpt2: dropout and learned positions
+# family -> changes. qwen2: tied, odd rows; mixtral: experts packed by transformers;
+# gpt2: dropout and learned positions
 MODELS: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
 PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
 Computed = list[dict[str, dict[str, Any]]]
@@ -60,7 +61,7 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def is_refused(engine: FsdpTrainEngine) -> bool:
-    """Return True if a loss that reports another name on each rank is refused, and no weight changes."""
+    """Return True if a loss with another name on each rank is refused, and no weight changes."""
     before = whole_log_probs(engine, batch(9))
     name = f"of rank {engine.dp_rank}"
     with pytest.raises(LossError, check=has_code("other-names-reported", name)):
@@ -75,7 +76,7 @@ def initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def compare_every_family(paths: Mapping[str, Path]) -> dict[str, tuple[float, str]]:
-    """Return, by family, the largest difference of a logit from the unsharded model, and the attention used."""
+    """Return, by family, the largest difference from unsharded logits, and the attention used."""
     results = {}
     for family, path in paths.items():
         with actor(path) as engine:
@@ -137,7 +138,7 @@ def log_probs(model: torch.nn.Module, whole_batch: Mapping[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("family", MODELS)
 def test_steps_equal_the_unsharded_model(on_two: Computed, paths: dict[str, Path], family: str) -> None:
-    """Losses, norms before clipping and weights after three steps of Adam, on 2 ranks x 2 micro batches."""
+    """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches."""
     first, second = (by_family[family] for by_family in on_two)
     model = unsharded_model(paths[family], first["initial"])
     torch.testing.assert_close(first["scores"], log_probs(model, batch(9)).detach(), atol=2e-5, rtol=0)

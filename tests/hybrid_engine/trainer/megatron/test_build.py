@@ -1,4 +1,4 @@
-"""Models that cannot be built for training, weights-only models, a frozen stage, and layers of a HybridModel.
+"""Models refused for training, weights-only models, a frozen stage, layers of a HybridModel.
 
 test_experts.py and the matrix have models that compute.
 """
@@ -57,7 +57,8 @@ def refuse(path: Path, actor: dict[str, Any], holds_weights: bool) -> Refusal:
     with parallel_state_of(config):
         with pytest.raises(ConfigError) as caught:
             build_model(config, table_for(model), model, dist.get_world_size())
-        dist.barrier()  # gloo connects in the background, and a group must not end before both ranks have connected
+        # gloo connects in the background; a group must not end before both ranks have connected
+        dist.barrier()
         if not holds_weights:
             return Refusal(str(caught.value), None)
         chunks, _ = build_model(config, table_for(model), model, dist.get_world_size(), weights_only=True)
@@ -86,7 +87,7 @@ def test_an_unsupported_model_is_refused_for_training(outcomes: Outcomes, name: 
 def test_an_unsupported_model_can_hold_weights(
     outcomes: Outcomes, path: Path, name: str, least: float, most: float
 ) -> None:
-    """A tensor parallel rank holds about half of the elements, a context parallel rank all of them."""
+    """A tensor parallel rank holds about half of the elements, a context parallel rank all."""
     whole = sum(tensor.numel() for tensor in read_canonical(path).values())
     for refusal in outcomes[name]:
         assert least * whole < refusal.num_elements < most * whole

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron trainers on two ranks: loaded state and the next step are bit-identical."""
+"""Checkpoints of Megatron trainers on two ranks: loaded state and later steps are identical."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# name -> model changes and settings of a run that loads a checkpoint of "dp2, distributed optimizer, bfloat16"
+# name -> changes and settings; the checkpoint is of "dp2, distributed optimizer, bfloat16"
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layout": ({}, {**BFLOAT16, **TP2, **PLAIN}),
     "model": ({"intermediate_size": 48, "num_hidden_layers": 3}, BFLOAT16),
@@ -91,7 +91,7 @@ def fail_to_save_and_load(paths: dict[str, Path], root: Path) -> dict[str, Refus
         job.agreement.conclude("all ranks are here")
         if dist.get_rank() == 1:
             path = saved / (saved / "latest").read_text().strip() / "__1_0.distcp"
-            path.write_bytes(path.read_bytes()[:-1])
+            path.write_bytes(path.read_bytes()[:-1])  # one byte short
         job.agreement.conclude("all ranks are here")
         results["damaged"] = refusal_of(run, lambda: load_checkpoint(saved, run.actor, job))
         results["nothing"] = refusal_of(run, lambda: load_checkpoint(root / "nothing", run.actor, job))
@@ -134,7 +134,7 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
         result["loaded"] = state_of(run)
         train(run, 2)
         result["resumed"] = state_of(run)
-        load_checkpoint(root / "untrained", run.actor, job)  # optimizer state exists, but the checkpoint has none
+        load_checkpoint(root / "untrained", run.actor, job)  # without optimizer state
         result["reloaded"] = state_of(run)
         save_checkpoint(root / "untrained", run.actor, job)  # replaces the earlier checkpoint
         load_checkpoint(root / "untrained", run.actor, job)
@@ -286,5 +286,5 @@ def test_a_schedule_resumes_where_it_was_saved(launched: Outcomes) -> None:
         assert rates["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
         assert rates["next"] == rates["resumed"] == rates["by hand"] == pytest.approx(8e-3)
         assert rates["begun"] == pytest.approx(rates["rates"])  # the checkpoint has no schedule
-        assert rates["changed, from scheduled"] == pytest.approx(1e-3 + 0.6 * 1.9e-2)  # after 4 of 10 steps
+        assert rates["changed, from scheduled"] == pytest.approx(1e-3 + 0.6 * 1.9e-2)  # 4 of 10
         assert rates["changed, from plain"] == pytest.approx(2e-2)

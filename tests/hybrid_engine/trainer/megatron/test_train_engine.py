@@ -1,6 +1,6 @@
 """Steps of `TrainEngine` in half precision, with references and with recomputation.
 
-tests/hybrid_engine/backends/megatron/test_dense.py compares steps in every layout with transformers.
+backends/megatron/test_dense.py compares steps in every layout with transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 
 def report_names(path: Path) -> dict[str, float]:
-    """Refuse losses that report different names on each rank; return the report of a loss with none."""
+    """Refuse losses with another name on each rank; return the report of a loss with none."""
     from hybrid_engine.backends.megatron.internals import process_groups
 
     with running(path, ActorConfig(**DENSE_FLOAT32)) as run:

@@ -1,4 +1,4 @@
-"""Megatron value models in several layouts, compared with transformers' decoder and a linear head."""
+"""Megatron value models in several layouts, compared with transformers and a linear head."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def save_with_head(directory: Path, family: str, changes: dict[str, Any]) -> tup
     without = save_model(directory / "without", family, **changes)
     path = save_model(directory / "with", family, **changes)
     tensors = load_file(path / "model.safetensors")
-    tensors.pop("lm_head.weight", None)
+    tensors.pop("lm_head.weight", None)  # tied models have none
     save_file({**tensors, VALUE_HEAD: head_weights(read_config(path)["hidden_size"])}, path / "model.safetensors")
     return path, without
 
@@ -192,7 +192,7 @@ def test_values_and_steps_equal_transformers(launched: Outcomes, layout: str) ->
 
 
 def test_reading_a_critic_completes_the_previous_step(launched: Outcomes) -> None:
-    """Reading gathers the parameters with overlap_param_gather, and the next step keeps them gathered."""
+    """Reading gathers parameters with overlap_param_gather, and they stay gathered."""
     assert launched["overlap True"] == launched["overlap False"]
     for losses in launched["overlap False"]:
         assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)

@@ -91,7 +91,7 @@ def test_keys_of_sequences_are_checked(keys: dict[str, torch.Tensor], code: str)
 
 
 def test_a_mask_without_its_batch_is_refused() -> None:
-    """The mask of two packed sequences with one-token prompts looks like the mask of one sequence."""
+    """The mask of two packed sequences with one-token prompts looks like one sequence's."""
     packed = pack([[1], [2]], [[5, 6], [7, 8]], seq_length=4)
     mask = packed.batch["mask"]
     assert mask.tolist() == [[1, 1, 1, 1]]

@@ -1,4 +1,4 @@
-"""A critic that shares devices with the actor and vLLM, on two ranks: memory, training, checkpoints."""
+"""A critic that shares devices with the actor and vLLM: memory, training, checkpoints."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def run_job(model: Path, directory: Path) -> Recorded:
     recorded = Recorded()
     critic_config = {"micro_batch_size": 4, "optimizer": {"lr": 3e-3}}
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1}, critic_config=critic_config)
-    batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}  # vocab_size is 128
+    # Token ids are below the model's vocab_size of 128.
+    batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}
 
     def record_resident(phase: str) -> None:
         recorded.resident[phase] = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
@@ -145,6 +146,7 @@ def run_job(model: Path, directory: Path) -> Recorded:
     for name in recorded.resident:
         phase = plan.phases[name]
         recorded.planned[name] = {key: int(nbytes[worker.rank]) for key, nbytes in phase.by_model.items()}
+    # A critic without a model loads the files of the worker's model.
     worker.config = worker.config.model_copy(update={"random_weights": False, "model": directory / "hf"})
     from_files = ValueModel(worker)
     with from_files.forward_context():
@@ -199,7 +201,7 @@ def test_the_critic_does_not_change_the_actor(recorded: list[Recorded]) -> None:
 
 
 def test_the_state_around_a_critic_context_is_restored(recorded: list[Recorded]) -> None:
-    """The worker's context is restored; after a context of the critic alone, the device stays empty."""
+    """The worker's context is restored; after the critic alone, the device stays empty."""
     assert [rank.states[:4] for rank in recorded] == [["train", "train", "infer", "idle"]] * 2
 
 
