@@ -106,7 +106,7 @@ def test_pinned_memory_is_resident_before_it_is_registered(cudart: Cudart) -> No
     pages = Arena()
     pages.reserve(5 * MIB, pinned=True)
     assert cudart.resident[0] >= 6 * MIB  # rounded up to huge pages of 2 MiB
-    assert "hg" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
+    assert "hg" in fields_of(pages.memory.data_ptr())["VmFlags"].split()  # huge pages are advised
     pages.reserve(7 * MIB, pinned=True)
     assert cudart.resident[1] >= 8 * MIB
 
@@ -123,7 +123,7 @@ def assert_unchanged_and_usable(pages: Arena, cudart: Cudart) -> None:
     assert bool((flat == 7).all())
     assert pages.nbytes == flat.numel() == MIB
     assert cudart.registered == {flat.data_ptr(): 2 * MIB}
-    cudart.launch()
+    cudart.launch()  # raises if CUDA kept an error
     pages.reserve(5 * MIB, pinned=True)
     assert cudart.resident[-1] >= 6 * MIB, "populated before it is registered"
     assert bool((pages.memory[:MIB] == 7).all())

@@ -28,7 +28,7 @@ def test_calls_that_cuda_forbids_are_refused(rig: Rig):
     private = api.CUmemAllocationProp()
     private.type = driver._properties.type
     private.location = driver._properties.location
-    code, unshared = api.cuMemCreate(GRANULE, private, 0)
+    code, unshared = api.cuMemCreate(GRANULE, private, 0)  # without a handle type to export
     assert code == api.CUresult.CUDA_SUCCESS
     driver.map(address, 2 * GRANULE, handle)
     for call, wrong in [
@@ -67,7 +67,7 @@ def test_memory_without_access_is_unusable_and_a_forked_child_cannot_call(rig: R
     assert api.cuMemMap(address, GRANULE, 0, handle, 0) == (api.CUresult.CUDA_SUCCESS,)
     assert mapped() == []
     if not (child := os.fork()):
-        faulthandler.disable()
+        faulthandler.disable()  # the crash is expected
         if api.cuMemUnmap(address, GRANULE) == (api.CUresult.CUDA_ERROR_NOT_INITIALIZED,):
             ctypes.string_at(address)
         os._exit(0)

@@ -29,7 +29,7 @@ from tests.harness.errors import has_code
 from tests.harness.namespaces import enter_a_process_namespace
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
-STRANGER = 12345
+STRANGER = 12345  # user id
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_process_in_another_namespace_without_permissions_can_read(handle: Buf
 
     def read_there() -> None:
         drop_capabilities()
-        assert os.getpid() == 1
+        assert os.getpid() == 1  # first in the new namespace
         with pytest.raises(PermissionError):
             os.open(f"/proc/{owner}/fd/{fd}", os.O_RDONLY)
         with pytest.raises(ProcessLookupError):
@@ -175,7 +175,7 @@ def test_a_killed_or_stopped_owner_is_an_error(number: int, code: str, monkeypat
         buffer = ElasticBuffer(10, torch.float32)
         exported = buffer.export()
         os.write(writer, f"{exported.address} {exported.token}".encode())
-        time.sleep(1000)
+        time.sleep(1000)  # until it is killed
     address, token = os.read(reader, 1000).decode().split()
     os.close(fetch(address, [token])[0])  # works while the owner runs
     os.kill(owner, number)

@@ -163,7 +163,7 @@ def test_an_access_to_a_released_range_ends_the_process(rig: Rig):
     buffer.release(CHUNK, 2 * CHUNK)
     assert bool((buffer.tensor[:CHUNK] == GARBAGE).all() and (buffer.tensor[2 * CHUNK :] == GARBAGE).all())
     if not (child := os.fork()):
-        faulthandler.disable()
+        faulthandler.disable()  # the crash is expected
         buffer.tensor[CHUNK:].sum()
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -374,7 +374,7 @@ def test_a_descriptor_being_sent_is_closed_by_a_release_and_in_a_forked_child(
 
     def slow(*arguments: Any) -> int:
         begins.set()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the release or the fork happens meanwhile
         return send(*arguments)
 
     def fetch_chunk() -> None:

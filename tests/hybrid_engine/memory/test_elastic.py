@@ -33,7 +33,7 @@ def num_mappings() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
 def test_any_dtype_and_size_is_allocated(dtype: torch.dtype):
-    buffer = ElasticBuffer(12345, dtype)
+    buffer = ElasticBuffer(12345, dtype)  # no whole number of pages
     assert buffer.resident_nbytes() == 0
     assert not buffer.tensor.view(torch.uint8).any()
     assert buffer.tensor.dtype == dtype

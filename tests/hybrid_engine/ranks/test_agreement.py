@@ -249,7 +249,7 @@ def fail_on_rank() -> dict[object, object]:
     results["same"] = [
         agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
     ]
-    results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
+    results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]  # beyond 32 bits
     for names, *calls in DIFFERENT_CALLS:
         results[names] = code_of(lambda run=calls[rank]: run(agreement))
     results["interrupted"] = _call_interrupted(agreement) if rank == 0 else _call_late(agreement)

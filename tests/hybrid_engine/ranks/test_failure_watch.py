@@ -90,7 +90,7 @@ def test_a_store_with_a_removed_file_is_not_queried(job: None, tmp_path: Path) -
     assert watch._query(lambda: queries.append(0), "otherwise") == "otherwise"
     watch.close()
     assert queries == []
-    assert not path.exists()
+    assert not path.exists()  # a query would create it again
 
 
 def test_a_rank_that_recovers_during_a_check_leaves_the_watch_intact(

@@ -36,7 +36,7 @@ def send(number: int) -> None:
 def test_a_handler_runs_at_the_end_of_the_block(set_signal: Callable[[int, Handler], None]) -> None:
     received: list[int] = []
     set_signal(signal.SIGUSR1, lambda number, _frame: received.append(number))
-    with signals_held(), signals_held():
+    with signals_held(), signals_held():  # the outer block decides
         send(signal.SIGUSR1)
         assert received == []
     assert received == [signal.SIGUSR1]

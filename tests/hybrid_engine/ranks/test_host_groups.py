@@ -20,7 +20,7 @@ from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import outcome_of, phase_outcome
 
 HOSTS = "abab"
-NUM_WALKED = 5 * agreement.NUM_STEPS
+NUM_WALKED = 5 * agreement.NUM_STEPS  # a host may be NUM_STEPS ahead
 LOST_SECONDS = 60.0  # the end of a rank is noticed long before
 
 

@@ -91,7 +91,7 @@ def meet() -> tuple[list[int], list[bytes], list[bytes]]:
         tree.maximum(values)
         sizes = [1500, 0, 999, 0, 2001]
         gathered = tree.gather(bytes([rank]) * sizes[rank], sizes)
-        nothing = tree.gather(b"", [0] * 5)
+        nothing = tree.gather(b"", [0] * 5)  # no rank has anything to send
     tree.close()
     dist.destroy_process_group()
     return values.tolist(), list(map(bytes, gathered)), list(map(bytes, nothing))

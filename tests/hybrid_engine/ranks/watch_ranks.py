@@ -41,7 +41,7 @@ def main(scenario: str) -> None:
     rank = dist.get_rank()
     agreement = Job.join(SILENCE if scenario == "stopped" else FOR_EVER).agreement
     print(f"rank {rank}", outcome_of(lambda: ENDING[scenario](rank, agreement)), flush=True)
-    os._exit(3)
+    os._exit(3)  # without waiting for other ranks
 
 
 def all_survived() -> dict[str, str]:

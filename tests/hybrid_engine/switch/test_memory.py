@@ -106,7 +106,7 @@ def test_peak_is_the_larger_layout_and_two_buckets(measured_by_layout: Outcomes,
         assert sizes["num_buckets"] > 8  # so that a bucket is small beside a layout
         assert sizes["peak"] <= max(sizes["training"], sizes["inference"]) + 2 * sizes["bucket"]
         assert sizes["peak"] < 0.9 * (sizes["training"] + sizes["inference"])
-        assert sizes["highest"] <= planned_peaks(sizes).device  # later switches start from training
+        assert sizes["highest"] <= planned_peaks(sizes).device  # from training
         assert sizes["left"] == 0
 
 

@@ -115,6 +115,7 @@ def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_only_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "saved", "old")
     before = read_contents(tmp_path)
+    # The data has 1,200 bytes.
     with file_size_limit(500), pytest.raises(FileError, check=has_code("file-failed", "too large")):
         save(tmp_path / "saved", "new")
     assert read_contents(tmp_path) == before

@@ -86,7 +86,7 @@ def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
     positions = range(len(shape.src_dtypes))
     src_ids = [[BufferId(rank, f"src{position}") for position in positions] for rank in range(num_ranks)]
     dst_ids = [[BufferId(rank, f"dst{position}") for position in positions] for rank in range(num_ranks)]
-    ends = dict.fromkeys(itertools.chain(*src_ids, *dst_ids), 1)
+    ends = dict.fromkeys(itertools.chain(*src_ids, *dst_ids), 1)  # elements used of each buffer
     transfers: list[list[Transfer]] = [[] for _ in range(shape.num_buckets)]
     for number in range(shape.num_transfers):
         src_rank, dst_rank = generator.choice(edges)
@@ -126,12 +126,12 @@ def _lengths(generator: random.Random, shape: Shape) -> tuple[int, ...]:
 def _place(generator: random.Random, ends: dict[BufferId, int], buffer_id: BufferId, lengths: tuple[int, ...]) -> Place:
     """Draw a place at the buffer's end, with dims in a random order (transposed) and some gaps."""
     strides = [0] * len(lengths)
-    step = generator.choice((1, 1, 2))
+    step = generator.choice((1, 1, 2))  # 2 leaves gaps between elements
     for dim in generator.sample(range(len(lengths)), len(lengths)):
         strides[dim] = step
         step *= lengths[dim]
-        step += generator.choice((0, 0, 3))
-    offset = ends[buffer_id] + generator.randint(0, 5)
+        step += generator.choice((0, 0, 3))  # 3 leaves gaps between rows
+    offset = ends[buffer_id] + generator.randint(0, 5)  # a gap between places
     ends[buffer_id] = offset + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
     return Place(buffer_id, offset, tuple(strides))
 

@@ -106,7 +106,7 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, deltas=deltas, timeout=60)
     router = TransportSet.connect(context, preference)
     if kind == "deltas, staged":
-        router._transports[CollectiveTransport.name]._receives_copies = False
+        router._transports[CollectiveTransport.name]._receives_copies = False  # as on a GPU
     wrong = []
     for is_ahead in (False, True):
         destination = case.new_destinations(rank)

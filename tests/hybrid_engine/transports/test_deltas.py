@@ -71,7 +71,7 @@ def test_a_delta_holds_the_changes_if_it_is_shorter(pair: tuple[torch.Tensor, to
 def test_the_shorter_form_is_chosen_by_bytes(count: int) -> None:
     old = message(100 * BLOCK, 0)
     delta, num_changed = encode(changed(old, range(count)), old)
-    nbytes = 3 * count + 2 * 100 if count else 0
+    nbytes = 3 * count + 2 * 100 if count else 0  # 3 per changed word, 2 per block
     assert num_changed == count
     assert (None if delta is None else delta.numel()) == (nbytes if nbytes < old.numel() else None)
 

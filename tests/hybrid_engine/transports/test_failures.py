@@ -85,7 +85,7 @@ def buckets_differ() -> list[object]:
 def connection_is_lost() -> list[object]:
     peers = Peers()
     if peers.rank == 1:
-        dist.destroy_process_group(peers.group)
+        dist.destroy_process_group(peers.group)  # closes its connections
         return []
     return [peers.run(0)]
 
@@ -117,7 +117,7 @@ def run_without_memory(name: str) -> list[object]:
     """Lack memory on rank 0 for one bucket of deltas; the next bucket has deltas too."""
     peers = Peers(deltas=Deltas())
     for flat in peers.source.values():
-        flat[::100] += 1
+        flat[::100] += 1  # undone before the second fill
     peers.router.begin(whole=True)
     outcomes: list[object] = [peers.run(0), peers.run(1)]
     for flat in peers.source.values():

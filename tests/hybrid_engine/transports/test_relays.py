@@ -178,7 +178,7 @@ def reader_abandons(rank: Rank) -> list[object]:
 def sender_fails_ahead(rank: Rank) -> list[object]:
     """Fail in the second bucket; its messages are made while the first is under way."""
     if rank.rank == 0:
-        del rank.source["src t1 0"]
+        del rank.source["src t1 0"]  # read in the second bucket
     return [*map(rank.run_ahead, range(3)), rank.wrong(0, 2)]
 
 
@@ -323,7 +323,7 @@ def test_only_changes_are_sent_between_hosts(four_ranks: list[dict[str, object]]
     for rank, results in enumerate(four_ranks):
         reports = results["deltas"]
         after_failure = {number + 1 for number, report in enumerate(reports) if "error" in report}
-        assert after_failure == {5, 8}
+        assert after_failure == {5, 8}  # the fills after "fail" and "damage"
         for number, report in enumerate(reports):
             if "error" in report:
                 assert ("odd" if report["event"] == "fail" else "copy of the last message") in report["error"]

@@ -105,7 +105,7 @@ def test_ignored_labels_have_no_log_probability() -> None:
     batch["labels"] = torch.tensor([[2, -100, 4, -100]])
     rows = single_micro_batch(batch).rows
     assert rows.labels is not None
-    assert rows.labels.min() >= 0
+    assert rows.labels.min() >= 0  # a model cannot look up label -100
     assert rows.restore_log_probs(torch.ones(1, 4)).tolist() == [[1, 0, 1, 0]]
     assert rows.restore(torch.ones(1, 4)).tolist() == [[1, 1, 1, 1]]
     assert rows.mask is not None

@@ -47,7 +47,7 @@ def test_parts_of_a_batch_are_weighted_by_the_whole() -> None:
 def test_packed_rows_contain_the_same_sequences() -> None:
     plain = build_batch(PROMPTS, COMPLETIONS, S)
     packed = pack(PROMPTS, COMPLETIONS, S)
-    assert packed.batch["tokens"].shape == (2, S)
+    assert packed.batch["tokens"].shape == (2, S)  # four sequences in two rows
     for name in ("tokens", "labels", "mask"):
         for row, values, place in zip(plain[name], packed.unpack(packed.batch[name]), packed.places, strict=True):
             assert torch.equal(row[: place.length], values)
@@ -58,13 +58,13 @@ def test_packed_rows_contain_the_same_sequences() -> None:
     assert torch.equal(packed.spread(torch.arange(1, 5)), ids)
     assert packed.spread(torch.tensor([0.5, 1, 2, 3])).sum().item() == 2 * 0.5 + 4 * 1 + 3 * 2 + 3 * 3
     (micro_batch,) = micro_batches(packed.batch, 2, torch.device("cpu"))
-    assert micro_batch.rows.position_ids.max() == 3
+    assert micro_batch.rows.position_ids.max() == 3  # positions restart in each sequence
 
 
 def test_empty_rows_are_added_up_to_the_multiple() -> None:
     packed = pack(PROMPTS, COMPLETIONS, S, multiple_of=4)
     assert packed.batch["tokens"].shape == (4, S)
-    assert packed.batch["weights"][2:].eq(0).all()
+    assert packed.batch["weights"][2:].eq(0).all()  # added rows have no weight
     assert packed.batch["weights"].sum(1).mean().item() == pytest.approx(1.0)
     assert [place.row for place in packed.places] == [place.row for place in pack(PROMPTS, COMPLETIONS, S).places]
 

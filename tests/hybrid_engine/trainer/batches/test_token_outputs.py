@@ -15,8 +15,8 @@ BOTH = Outputs(entropy=True, top_k=4)
 def logits(dtype: torch.dtype) -> torch.Tensor:
     """Return logits with a certain token, unlikely ones, and one of probability 0."""
     values = torch.randn(3, 2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6
-    values[0, 0, 3] = 200.0
-    values[..., -1] = float("-inf")
+    values[0, 0, 3] = 200.0  # probability 1
+    values[..., -1] = float("-inf")  # padding of the vocabulary
     return values.to(dtype)
 
 

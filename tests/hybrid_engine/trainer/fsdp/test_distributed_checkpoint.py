@@ -37,13 +37,13 @@ def save(path: Path, root: Path) -> dict[str, Any]:
         states["untrained"] = state_of(engine)
         for step in range(2):
             train(engine, step)
-        engine.set_learning_rate(3e-3)
+        engine.set_learning_rate(3e-3)  # must be restored too
         torch.manual_seed(40 + engine.dp_rank)  # each rank's generator must be restored
         engine.save_checkpoint(root / "trained")
         states["trained"] = state_of(engine)
         states["report"] = train(engine, 2)
         states["continued"] = state_of(engine)
-    with actor(path, seed=99) as engine:
+    with actor(path, seed=99) as engine:  # other initial weights
         engine.load_checkpoint(root / "trained")
         offloader = Offloader(engine)
         offloader.offload(KINDS)

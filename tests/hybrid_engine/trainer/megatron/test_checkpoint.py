@@ -123,12 +123,12 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
         result["untrained"] = state_of(run)
         for step in range(2):
             train(run, step)
-        run.engine.set_learning_rate(3e-3)
+        run.engine.set_learning_rate(3e-3)  # must be restored too
         save_checkpoint(root / "trained", run.actor, job)
         result["saved"] = state_of(run)
         train(run, 2)
         result["continued"] = state_of(run)
-    with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:
+    with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:  # other weights
         load_checkpoint(root / "trained", run.actor, job)
         offload_and_back(run)
         result["loaded"] = state_of(run)

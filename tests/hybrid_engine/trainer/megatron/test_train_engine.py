@@ -79,7 +79,7 @@ def run_bfloat16(path: Path) -> HalfPrecision:
         reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
         frozen = reference.log_probs(batch)
-        run.engine.set_learning_rate(1e-2)
+        run.engine.set_learning_rate(1e-2)  # large enough to change bfloat16 weights
         run.engine.train_step(batch, negative_log_likelihood)
         return HalfPrecision(
             log_probs=log_probs,

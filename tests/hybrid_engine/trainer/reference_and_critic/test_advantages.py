@@ -121,7 +121,7 @@ def test_values_outside_the_mask_are_not_read() -> None:
 @given(seed=st.integers(0, 10**6), clip=st.one_of(st.none(), st.floats(0.01, 1)))
 def test_the_loss_is_half_the_larger_squared_error(seed: int, clip: float | None) -> None:
     returns, values, mask = random_tensors(seed)
-    old = values + 0.3 * returns.flip(0)
+    old = values + 0.3 * returns.flip(0)  # some changes are clipped, some are not
     weights = mask / mask.sum() * SHAPE[0]
     loss, report = value_loss(clip)({"returns": returns, "old_values": old, "weights": weights}, values)
     total = 0.0
