@@ -154,15 +154,12 @@ def padding_values(weights: Any) -> set[float]:
 
 
 def main_parameters_differ(run: Any) -> bool:
-    """Return whether a step with learning rate 0 changes weights.
-
-    The step writes the optimizer's main parameters back, so they must equal the loaded weights.
-    """
+    """Return whether a step with learning rate 0 changes weights."""
     before = {name: tensor.clone() for name, tensor in run.engine.weights.buffers().items()}
     run.engine.set_learning_rate(0.0)
     for chunk in run.actor.chunks:
         chunk.zero_grad_buffer()
-    run.actor.optimizer.step()
+    run.actor.optimizer.step()  # writes the optimizer's main parameters back
     run.engine.weights.prepare()
     return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.weights.buffers().items())
 

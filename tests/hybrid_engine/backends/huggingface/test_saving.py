@@ -123,10 +123,7 @@ def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
 @pytest.mark.parametrize("newer", [ONE_FILE, SEVERAL_FILES], ids=["to one file", "to several"])
 @pytest.mark.parametrize("older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"])
 def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, older: int | None, newer: int) -> None:
-    """Kill the save before each call that changes a file.
-
-    Between two renames the old directory lies at `hf.replaced`.
-    """
+    """Kill the save before each call that changes a file."""
     model, directory, replaced = (quick_path / name for name in ("model", "hf", "hf.replaced"))
     model.mkdir()
     (model / "config.json").write_text('{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}')
@@ -148,6 +145,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
         if directory.exists():
             results.append(contents_of(directory))
         else:
+            # Between two renames the old directory lies at hf.replaced.
             assert older is None or contents_of(replaced) == expected[0]
             results.append(expected[0])
     assert results == [expected[0]] * results.count(expected[0]) + [expected[1]] * results.count(expected[1])

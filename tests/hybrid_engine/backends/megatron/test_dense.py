@@ -1,7 +1,4 @@
-"""Dense families in Megatron compared with transformers, before and after training.
-
-Weights and tokens are the same; all layouts run on one set of ranks.
-"""
+"""Dense families in Megatron compared with transformers, before and after training."""
 
 from __future__ import annotations
 

@@ -206,10 +206,7 @@ def test_private_names_are_newer_than_the_oldest_supported_version() -> None:
 
 
 class _Output(torch.nn.Module):
-    """Output layer of the second of two ranks, four rows per rank.
-
-    `hidden` stands for the logits of both ranks; gathering returns it as a view for autograd.
-    """
+    """Output layer of the second of two ranks; `hidden` holds the logits of both, four each."""
 
     output_size_per_partition = 4
 

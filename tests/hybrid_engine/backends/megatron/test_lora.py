@@ -39,10 +39,7 @@ def train_adapters(path: Path) -> dict[str, Any]:
 
 
 def _start_alike(run: Any) -> None:
-    """Set the same matrices A in every layout.
-
-    Random initialisation depends on the numbers a layout drew before.
-    """
+    """Set the same matrices A in every layout; random ones depend on the layout."""
     from megatron.core import parallel_state
 
     for name, parameter in run.engine.weights.model.named_parameters():
@@ -121,10 +118,7 @@ def test_adapters_train_and_are_merged(outcomes: Outcomes) -> None:
 
 
 def save_and_load(path: Path, out: Path) -> dict[str, Any]:
-    """Train, save a Hugging Face checkpoint, load it; return logit differences.
-
-    A reference model holds the merged weights and must not move when training goes on.
-    """
+    """Train, save a Hugging Face checkpoint, load it; return logit differences."""
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
 
@@ -144,6 +138,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         read = run.engine.logits(batch["tokens"])
         run.engine.train_step(batch, negative_log_likelihood)
         moved = run.engine.logits(batch["tokens"])
+        # The reference holds the weights merged before the last step.
         stays = torch.equal(frozen, reference.logits(batch["tokens"]))
     return {
         "difference": float((read - trained).abs().max()),
