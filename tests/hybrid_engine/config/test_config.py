@@ -104,7 +104,7 @@ def test_missing_weights_are_reported_unless_they_are_not_needed(model: Path) ->
     lacking = violations(model, 2, {"tensor_model_parallel_size": 3}, random_weights=False)
     assert lacking.keys() == {"model", "actor_config.tensor_model_parallel_size"}
     assert load_config({"model": model}, 1, own_weights=True) == HybridConfig(model=model)
-    (model / "model.safetensors.index.json").write_text('{"weight')
+    (model / "model.safetensors.index.json").write_text('{"weight')  # damaged JSON
     assert violations(model, 1, random_weights=False).keys() == {"model"}
     (model / "model.safetensors.index.json").unlink()
     (model / "model.safetensors").touch()
@@ -174,9 +174,8 @@ def test_impossible_world_sizes_are_refused(model: Path, world_size: Any) -> Non
 
 
 def test_numbers_may_be_text(model: Path) -> None:
-    """YAML 1.1 reads 1e-6 as text."""
     values = {"model": model, "random_weights": True, **nested("actor_config.optimizer.lr", "1e-6")}
-    assert load_config(values, 1).actor_config.optimizer.lr == 1e-6
+    assert load_config(values, 1).actor_config.optimizer.lr == 1e-6  # YAML 1.1 reads 1e-6 as text
 
 
 def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
@@ -244,6 +243,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     file.write_text("generation_config: {}")
     with pytest.raises(ConfigError, match=f"invalid configuration in {file} \\(2\\)") as caught:
         load_config(file, 1)
+    # Errors travel between ranks.
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -263,7 +263,7 @@ def test_unusable_models_are_refused(tmp_path: Path, contents: Any, key: str) ->
 
 
 def test_reading_a_configuration_needs_no_engine() -> None:
-    """So errors are reported at once, also on machines without Megatron and vLLM."""
+    # Errors are reported at once, also on machines without Megatron and vLLM.
     code = (
         "import sys, hybrid_engine.config\n"
         "heavy = {'torch', 'megatron', 'vllm', 'transformers'} & {name.partition('.')[0] for name in sys.modules}\n"

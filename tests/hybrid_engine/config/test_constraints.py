@@ -318,7 +318,6 @@ def test_loading_weights_only_skips_rules_of_computing(tmp_path: Path) -> None:
 
 
 def test_a_training_model_is_checked_without_an_inference_side() -> None:
-    """Rules of the inference side do not apply."""
     table = table_for(EXPERTS)
     assert broken_rules(TrainingContext(ActorConfig(**TP2, **SP), table, 4)) == []
     context = TrainingContext(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
@@ -334,7 +333,7 @@ def test_a_training_model_is_checked_without_an_inference_side() -> None:
 def test_expert_tensor_parallelism_without_ep_needs_megatron_core_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
     context = TrainingContext(ActorConfig(**TP2, **SP, **ETP1), table_for(EXPERTS), 2)
     keys = {}
-    for version in ("0.18.2", "0.19.0", ""):
+    for version in ("0.18.2", "0.19.0", ""):  # "": not installed
         monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda version=version: version)
         keys[version] = [violation.key for violation in broken_rules(context)]
         assert keys[version] == [violation.key for violation in broken_rules(context, own_loop=True)]

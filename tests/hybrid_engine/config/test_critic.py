@@ -52,8 +52,6 @@ def test_rules_of_a_step_apply_to_the_critic_by_its_keys(dense: Path) -> None:
 
 
 def test_the_plan_counts_gradients_in_their_dtype(dense: Path) -> None:
-    """2 instead of 4 bytes a parameter, and 4 more for the shard that the step converts."""
-
     def train_nbytes(num_ranks: int, dtype: str, ddp: dict[str, bool]) -> tuple[int, int]:
         config = HybridConfig(model=dense, actor_config={"params_dtype": dtype, "overrides": {"ddp": ddp}})
         phases = memory_plan(config, num_ranks).phases
@@ -62,18 +60,18 @@ def test_the_plan_counts_gradients_in_their_dtype(dense: Path) -> None:
     for num_ranks in (1, 2, 4):
         usual, parameters = train_nbytes(num_ranks, "bfloat16", {})
         nbytes, _ = train_nbytes(num_ranks, "bfloat16", {"grad_reduce_in_fp32": False})
+        # 2 bytes less per parameter, 4 more for the shard that the step converts.
         assert nbytes - usual == pytest.approx(parameters * (-1 + 2 / num_ranks), abs=8)
         in_float32 = [train_nbytes(num_ranks, "float32", ddp) for ddp in ({}, {"grad_reduce_in_fp32": False})]
         assert in_float32[0] == in_float32[1]
 
 
 def test_a_critic_with_another_model_has_its_own_stages(dense: Path, tmp_path: Path) -> None:
-    """Eight layers next to four with an uneven first stage, then a dense model next to experts."""
     deep = write_config(tmp_path / "deep", {**DENSE, "num_hidden_layers": 8})
     actor = {**PP2, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
     config = configured(dense, actor, {"model": deep})
     assert critic_of(config, 4).actor.num_layers_in_first_pipeline_stage is None
-    assert find_violations(config, 4) == []
+    assert find_violations(config, 4) == []  # 1 + 3 layers would not fit eight
     interleaved = critic_of(configured(dense, {**PP2, **VPP2}, {"model": deep}), 4).actor
     assert interleaved.virtual_pipeline_model_parallel_size == 2
     experts = write_config(tmp_path / "experts", EXPERTS)
@@ -109,7 +107,7 @@ def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     plan = memory_plan(config, 4)
     train = plan.phases["train"].total.max()
     assert plan.phases["critic train"].total.max() > train
-    budget = float(train) / 2**30
+    budget = float(train) / 2**30  # just enough for the actor
     limited = config.model_copy(update={"device_budget_gib": budget})
     (violation,) = find_violations(limited, 4)
     assert violation.key == "device_budget_gib"

@@ -127,7 +127,7 @@ def check(
     directory: Path, config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes, tally: Tally
 ) -> None:
     """Run `load_config`, `plan`, `verify` and `HybridEngine`'s parsing; other errors propagate."""
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config))  # may be invalid on purpose
     steps = {
         "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, ranks),
         "plan": lambda: _plan(directory, train, infer),
@@ -169,6 +169,7 @@ def run(examples: int) -> Tally:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "small").mkdir()
 
+        # Every run is independent.
         @hypothesis.settings(max_examples=examples, deadline=None, database=None, phases=[hypothesis.Phase.generate])
         @hypothesis.given(model_configs(), configurations(), WORLD_SIZES, TRAIN_SIZES, INFER_SIZES)
         def try_one(config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes) -> None:

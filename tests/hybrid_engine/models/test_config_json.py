@@ -43,7 +43,6 @@ def test_published_configs_are_accepted(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_key_has_the_default_of_transformers(family: str, tmp_path: Path) -> None:
-    """vLLM reads config.json by the same classes of transformers."""
     transformers = pytest.importorskip("transformers", reason="its classes define the defaults")
     config_class = getattr(transformers, f"{FAMILIES[family].transformers}Config")
     for whole in (dict(FAMILIES[family].published), tiny_config(family)):
@@ -56,6 +55,7 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, tmp_path: Pa
                 table = table_for(config)
             except ConfigError:
                 continue
+            # vLLM reads config.json by the same classes.
             filled = config_class.from_dict(dict(config)).to_dict()
             assert table == table_for({**filled, "architectures": config["architectures"]}), f"without {key}"
 

@@ -86,7 +86,7 @@ def test_rules_by_convention_cover_all_tensors_or_none() -> None:
     }
     table = table_for(small_config("MistralForCausalLM"))
     shapes = {**table.shapes, "model.layers.2.self_attn.sinks": (4,)}
-    assert conventional_rules(shapes, table.dims) == ()
+    assert conventional_rules(shapes, table.dims) == ()  # sinks follow no convention
 
 
 def test_tensors_ignored_by_the_class_are_ignored() -> None:
@@ -126,6 +126,7 @@ def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))
     with pytest.raises(ConfigError, check=has_violations(("model", "not-built"))):
         load_config({**values, "actor_config": actor}, 1)
+    # The user builds the model.
     config = load_config({**values, "actor_config": actor}, 1, own_loop=True, own_weights=True)
     with pytest.raises(ConfigError, check=without_rules):
         plan_job(config, 1)

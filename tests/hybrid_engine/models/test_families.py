@@ -181,9 +181,9 @@ def test_windows_that_are_off_are_ignored() -> None:
 
 
 def test_expert_models_have_the_windows_of_transformers() -> None:
-    """Every second layer of Qwen2-MoE below max_window_layers, every layer of Qwen3-MoE."""
     switched_on = {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 3}
     windows = [table_for(tiny_config(family, **switched_on)).extras.windows for family in ("qwen2_moe", "qwen3_moe")]
+    # Qwen2-MoE: every second layer below max_window_layers. Qwen3-MoE: every layer.
     assert windows == [(4, None, 4, None), (4, 4, 4, 4)]
 
 
@@ -211,13 +211,12 @@ def test_expert_models_have_the_windows_of_transformers() -> None:
     ],
 )
 def test_unsupported_features_are_named(family: str, changes: dict[str, Any], feature: str) -> None:
-    """Rules are the same, because Megatron's names do not depend on these features."""
     plain = table_for(tiny_config(family))
     table = table_for(tiny_config(family, **changes))
     assert plain.not_built == ()
     (reason,) = table.not_built
     assert feature in reason
-    assert table.rules == plain.rules
+    assert table.rules == plain.rules  # names do not depend on features
 
 
 # Parameters in billions, from the model cards and arXiv:2401.04088, 2405.04434, 2412.19437.
@@ -238,14 +237,14 @@ def billions(table: ModelTable, served: bool = True) -> float:
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_models_have_their_published_sizes(model: str) -> None:
     table = table_for(getattr(published_configs, model))
-    assert billions(table) == pytest.approx(PUBLISHED[model], abs=0.1)
+    assert billions(table) == pytest.approx(PUBLISHED[model], abs=0.1)  # published with one decimal
     assert table.not_built == ()
 
 
 def test_mtp_layers_of_deepseek_v3() -> None:
-    """MTP has 14 billion parameters with the embedding and head repeated in the checkpoint."""
     table = table_for(published_configs.DEEPSEEK_V3)
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
+    # 14 billion parameters with the embedding and head that the checkpoint repeats.
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
     assert not table.is_served("model.layers.61.eh_proj.weight")
     assert table.is_served("model.layers.6.mlp.gate.weight")
@@ -258,7 +257,6 @@ def test_mtp_layers_of_deepseek_v3() -> None:
 
 
 def test_routing_settings_of_the_models() -> None:
-    """Settings of megatron-core; groups of experts are ranked by our own rule."""
     v3 = table_for(published_configs.DEEPSEEK_V3)
     v2 = table_for(published_configs.DEEPSEEK_V2)
     expected = {
@@ -269,6 +267,7 @@ def test_routing_settings_of_the_models() -> None:
     }
     assert {key: v3.transformer[key] for key in expected} == expected
     lite = table_for(published_configs.DEEPSEEK_V2_LITE)
+    # megatron-core has no setting for this ranking of groups.
     assert [table.extras.experts_per_group_score for table in (v3, v2, lite)] == [2, 1, None]
     for normalized in (True, False):
         qwen = table_for({**published_configs.QWEN3_30B_A3B, "norm_topk_prob": normalized})
@@ -283,6 +282,7 @@ def test_without_architectures_there_is_no_table(architectures: list[str] | None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_value_model_differs_only_in_its_head(family: str) -> None:
+    # MTP layers are dropped.
     changes = {"num_nextn_predict_layers": 1} if family == "deepseek_v3" else {}
     table = table_for(tiny_config(family, **changes))
     value = value_table(table)

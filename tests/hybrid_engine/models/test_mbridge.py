@@ -90,6 +90,7 @@ def compare(case: Case, path: Path) -> Comparison:
     start = 0
     for name, shape in table.shapes.items():
         count = torch.Size(shape).numel()
+        # 0 stands for padding; float64 is exact.
         numbers[name] = torch.arange(start + 1, start + 1 + count, dtype=torch.float64).reshape(shape)
         start += count
     total = Comparison(0, [], [], {})

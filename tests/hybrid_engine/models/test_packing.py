@@ -41,7 +41,7 @@ def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_r
             actual[tuple(local)] = part
             taken[tuple(local)] += 1
         np.testing.assert_array_equal(actual, expected)
-        assert taken.max(initial=0) <= 1
+        assert taken.max(initial=0) <= 1  # regions do not overlap
 
 
 @given(
@@ -50,7 +50,6 @@ def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_r
 def test_qkv_is_packed_group_by_group(
     tp_size: int, num_kv_heads: int, queries: int, head_dim: int, on_disk: bool
 ) -> None:
-    """Covers fewer groups than ranks, and one fused, transposed tensor on disk."""
     query = numbered(num_kv_heads * queries * head_dim, WIDTH, 1)
     key, value = (numbered(num_kv_heads * head_dim, WIDTH, tag) for tag in (2, 3))
     rows = []
@@ -61,7 +60,7 @@ def test_qkv_is_packed_group_by_group(
             rows += list(source[group * head_dim : (group + 1) * head_dim])
     canonical = {"q": query, "k": key, "v": value}
     spans = [Span(name) for name in "qkv"]
-    if on_disk:
+    if on_disk:  # one transposed tensor, like GPT-2's c_attn
         canonical = {"c": np.concatenate([query, key, value]).T}
         spans = [Span("c"), Span("c", len(query)), Span("c", len(query) + len(key))]
     packing = InterleavedQKV(*spans, num_kv_heads, queries, head_dim, dim=int(on_disk), transposed=on_disk)
@@ -81,12 +80,12 @@ def test_gate_and_up_are_packed_in_sequence(tp_size: int, rows_per_rank: int, on
 
 @given(st.sampled_from([1, 2, 3]), st.integers(1, 4), st.integers(1, 3))
 def test_gate_and_up_are_packed_in_alternating_blocks(tp_size: int, blocks_per_rank: int, block: int) -> None:
-    """Rows lie like the outputs that Megatron reorders: blocks of gate and up in turn."""
     ffn = tp_size * blocks_per_rank * block
     gate = numbered(ffn, WIDTH, 1)
     up = numbered(ffn, WIDTH, 2)
     ranks = []
     for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True):
+        # Gate and up in turn, as Megatron reorders outputs.
         halves = np.concatenate(pair).reshape(2, blocks_per_rank, block, WIDTH)
         ranks.append(halves.swapaxes(0, 1).reshape(-1, WIDTH))
     assert_packs(GateUp(Span("gate"), Span("up"), block), {"gate": gate, "up": up}, ranks)
@@ -95,7 +94,7 @@ def test_gate_and_up_are_packed_in_alternating_blocks(tp_size: int, blocks_per_r
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(1, 9))
 def test_the_vocabulary_is_padded_at_the_end(tp_size: int, vocab: int, multiple: int) -> None:
     embedding = numbered(vocab, WIDTH, 1)
-    missing = -vocab % (multiple * tp_size)
+    missing = -vocab % (multiple * tp_size)  # every rank has a multiple of rows
     padded = np.concatenate([embedding, np.full((missing, WIDTH), PADDING)])
     assert_packs(Vocabulary("e", vocab), {"e": embedding}, np.split(padded, tp_size))
 

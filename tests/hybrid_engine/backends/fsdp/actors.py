@@ -38,6 +38,7 @@ def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
 
 def configuration(path: Path, world_size: int, **settings: Any) -> HybridConfig:
     defaults = {"fsdp": {}, "params_dtype": "float32", "micro_batch_size": 2, "seq_length": 12, "optimizer": OPTIMIZER}
+    # The directory has a config, but no weights.
     return load_config({"model": path, "random_weights": True, "actor_config": {**defaults, **settings}}, world_size)
 
 
@@ -56,6 +57,7 @@ def state_of(engine: FsdpTrainEngine) -> State:
     for name, tensor in engine.model.named_parameters():
         for key, value in engine.trained_by.state.get(tensor, {}).items():
             tensors[f"{name}: {key}"] = whole(value)
+    # Parameters are compared by name, above.
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.trained_by.param_groups
     ]

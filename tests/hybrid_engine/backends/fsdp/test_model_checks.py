@@ -55,6 +55,7 @@ def weights(**dtypes: torch.dtype) -> dict[str, torch.Tensor]:
 def test_weights_have_the_dtype_of_their_parameters(
     dtypes: dict[str, torch.dtype], wire: str | None, kept: str
 ) -> None:
+    # Buffers do not count.
     with_buffer = {**weights(**dtypes), "buffer": torch.zeros(1, dtype=torch.float64)}
     assert weights_dtype(with_buffer, wire) == kept
 
@@ -117,7 +118,7 @@ def test_attention_without_the_configured_soft_cap_is_refused(
     tmp_path: Path, variant: str, softcap: float | None, implementation: str, is_refused: bool
 ) -> None:
     model = model_from(tmp_path, variant, attn_logit_softcapping=softcap)
-    model.config._attn_implementation = implementation
+    model.config._attn_implementation = implementation  # without transformers' own check
     lines = differences(model)
     assert bool(lines) == is_refused
     assert has_line(lines, f"'{implementation}'", "softcap 50.0", "attn_implementation='eager'") == is_refused
@@ -170,13 +171,12 @@ def test_a_config_that_transformers_cannot_build_is_refused(
 
 
 def test_norms_of_latent_attention_need_the_configured_epsilon(tmp_path: Path) -> None:
-    """vLLM and Megatron use the configured value, transformers the default of its class."""
     model = model_from(tmp_path, "deepseek_v3", rms_norm_eps=0.5)
     model.set_attn_implementation("eager")
     assert has_line(differences(model), "variance_epsilon", "1e-06", "0.5")
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 0.5
+            module.variance_epsilon = 0.5  # as vLLM and Megatron compute
     require_configured(model)
 
 
@@ -197,6 +197,7 @@ def test_overrides_passed_at_loading_are_written(tmp_path: Path, name: str) -> N
     require_configured(model)
     with ExitStack() as owner:
         directory = _model_directory(model, owner)
+        # A model built from the written config computes the same, the config on disk does not.
         built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         built.load_state_dict(model.state_dict())
         tokens = torch.arange(24)[None]
@@ -209,7 +210,7 @@ def test_overrides_passed_at_loading_are_written(tmp_path: Path, name: str) -> N
 def test_end_tokens_of_the_live_model_are_written(tmp_path: Path) -> None:
     model_from(tmp_path).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    model.generation_config.eos_token_id = [5, 6]
+    model.generation_config.eos_token_id = [5, 6]  # vLLM stops by generation_config.json
     model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
     with ExitStack() as owner:
         written = json.loads((_model_directory(model, owner) / "generation_config.json").read_text())
@@ -311,6 +312,7 @@ def two_norms() -> list[float]:
         fully_shard(model, mesh=mesh)
         model(torch.ones(2, 8)).sum().backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+        # The second model must not reduce over these.
         end_groups(*(group for group in mesh.get_all_groups() if group is not dist.group.WORLD))
     dist.destroy_process_group()
     return norms

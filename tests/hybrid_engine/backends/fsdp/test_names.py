@@ -58,6 +58,7 @@ def test_names_are_read_through_torch_wrappers(path: Path, wrap: Callable[[torch
     assert packed.keys() == expected.keys()
     state = wrapped.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in plain.state_dict(keep_vars=True).items()}
+    # Wrappers of layers change the names of parameters, too.
     if wrap is compiled:
         assert {name: names[id(state[place.parameter])] for name, place in packed.items()} == {
             name: place.parameter for name, place in expected.items()
@@ -73,7 +74,7 @@ def test_weights_are_read_through_peft_wrappers(path: Path) -> None:
     assert reading.packed.keys() == expected.keys()
     assert reading.packed["lm_head.weight"].parameter.endswith("lm_head.modules_to_save.default.weight")
     assert all(state[place.parameter].shape == place.view.shape for place in reading.packed.values())
-    assert len(reading.names.loras) == 14
+    assert len(reading.names.loras) == 14  # seven linear layers in each of two layers
     with model.disable_adapter():
         plain_reading = read(path, model)
     assert plain_reading.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
@@ -86,6 +87,7 @@ def test_a_separate_adapter_carries_its_settings(path: Path) -> None:
     assert lora is not None
     modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
     settings = lora.settings
+    # Rank-stabilised scaling.
     assert (settings.rank, settings.alpha, settings.largest_rank) == (4, 6 / 4**0.5 * 4, 4)
     assert settings.ranks == dict.fromkeys(modules, 2)
     assert settings.alphas == pytest.approx(dict.fromkeys(modules, 6 / 2**0.5 * 2))
@@ -162,7 +164,7 @@ NOT_SEPARATE: dict[str, tuple[Callable[[torch.nn.Module], Any], str, tuple[str, 
 
 def test_inactive_adapters_are_ignored(path: Path) -> None:
     model = two_adapters(sharded_models.from_config(path))
-    model.base_model.set_adapter("other")
+    model.base_model.set_adapter("other")  # "default" does not compute
     assert len(read(path, model, "adapter").names.loras) == 2
 
 
@@ -232,9 +234,9 @@ def test_a_model_of_another_config_is_refused_with_all_differences(tmp_path: Pat
 
 
 def test_a_tensor_computed_from_several_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked with a made-up conversion; transformers has none that adds tensors."""
     model = model_of(tmp_path, "llama")
 
+    # No conversion of transformers adds tensors yet.
     def convert(_model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**state, "model.norm.weight": state["model.norm.weight"] + 1}
 

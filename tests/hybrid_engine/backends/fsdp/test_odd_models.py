@@ -160,7 +160,7 @@ def run(directory: str, cases: dict[int, list[str]]) -> dict[str, list[str]]:
             path = Path(directory) / name
             if job.rank == 0:
                 write_config(path, served_config("llama", torch_dtype="float32", **odd.config))
-            job.agreement.conclude(name)
+            job.agreement.conclude(name)  # other ranks read the config next
             faults[name] = [*_faults(odd, path, job)]
     return faults
 
@@ -174,7 +174,7 @@ def _faults(odd: Odd, path: Path, job: Job) -> Iterator[str]:
     for step in range(NUM_STEPS):
         _train(odd, model, optimizers, 10 * step + job.rank)
         offloaded = offloader.offload()
-        if not all(offloaded.nbytes.values()):
+        if not all(offloaded.nbytes.values()):  # every kind must leave
             yield f"stays on the device: {[kind for kind, nbytes in offloaded.nbytes.items() if not nbytes]}"
         offloader.onload()
         driven.weights.prepare()
@@ -205,6 +205,7 @@ def _train(odd: Odd, model: Any, optimizers: Optimizers, seed: int) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
     for number in range(odd.micro_batches):
+        # Gradients are reduced once per step.
         model.set_requires_gradient_sync(number == odd.micro_batches - 1)
         generator = torch.Generator().manual_seed(100 * number + seed)
         tokens = torch.randint(0, 128, (2, 8), generator=generator)

@@ -59,7 +59,7 @@ def not_sharded(rank: Rank) -> None:
 
 def root_not_sharded(rank: Rank) -> None:
     model = rank.model()
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(model):  # embedding and head stay plain tensors
         fully_shard(layer)
     rank.wrapped(model)
 
@@ -97,7 +97,7 @@ def wrapped_by_others(rank: Rank) -> None:
 def driven_twice(rank: Rank) -> None:
     model = shard(rank.model())
     first = rank.wrapped(model)
-    first.close()
+    first.close()  # after this the model may be wrapped again
     second = rank.wrapped(model)
     rank.wrapped(model)
     second.close()
@@ -111,7 +111,7 @@ def optimizer_of_another_model(rank: Rank) -> None:
 
 def another_config(rank: Rank) -> None:
     model = rank.model()
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros(140, 64))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(140, 64))  # config.json has 130
     rank.wrapped(shard(model))
 
 
@@ -238,7 +238,7 @@ def steps_are_counted(rank: Rank) -> None:
 
 def only_padding(rank: Rank) -> None:
     """A part without rows has memory that is counted and can be offloaded."""
-    model = torch.nn.Linear(8, 1, bias=False)
+    model = torch.nn.Linear(8, 1, bias=False)  # one row for two ranks
     fully_shard(model)
     tensors = ShardedTensors(model)
     assert tensors.parts["weight"].lengths == (1 - rank.job.rank, 8)
@@ -281,7 +281,7 @@ def run_accepted(directory: str) -> Outcomes:
                 failures[name] = ""
             except (AssertionError, HybridEngineError) as error:
                 failures[name] = f"{type(error).__name__}: {error}"
-            job.agreement.conclude(name)
+            job.agreement.conclude(name)  # a failed rank does not start the next scenario
     return failures
 
 

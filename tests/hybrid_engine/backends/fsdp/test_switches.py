@@ -107,7 +107,7 @@ def run_cases(directory: str, cases: list[Case]) -> dict[str, Switched]:
 def _run(job: Job, path: Path, case: Case) -> Switched:
     if job.rank == 0:
         write_config(path, served_config(case.family, torch_dtype=case.dtype, **case.model))
-    job.agreement.conclude("writing the config")
+    job.agreement.conclude("writing the config")  # other ranks read it next
     values = {
         "model": str(path),
         "random_weights": True,
@@ -138,7 +138,7 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     try:
         for step in range(case.num_steps):
             with engine.train_context():
-                sharded_models.save(model, path, getattr(torch, case.dtype))
+                sharded_models.save(model, path, getattr(torch, case.dtype))  # for vLLM's own load
             _compare(engine, path, switched)
             with engine.train_context():
                 switched.losses.append(_train(model, optimizer, step, case.data_of(job.rank)))
@@ -161,6 +161,7 @@ def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
 
 def _nbytes(trainer: ShardedModel, kind: str) -> int:
     """Return the bytes of one kind of state; memory shared by tensors counts once."""
+    # Items may share storage; its address identifies it.
     storages = {
         item.tensor.untyped_storage().data_ptr(): item.tensor.untyped_storage().nbytes()
         for item in trainer.offload_items()
@@ -223,7 +224,7 @@ def _compare(engine: HybridEngine[ShardedModel], path: Path, switched: Switched)
     def keep(name: str, tensor: torch.Tensor) -> None:
         parameters[name] = tensor.detach().clone()
 
-    before = _resident(engine)
+    before = _resident(engine)  # all training state is on the device
     with engine.inference.adaptor.observed(keep), engine.rollout_context():
         switched.offloaded = 1 - _resident(engine) / before
         native = native_parameters(engine.inference, str(path))
@@ -257,6 +258,7 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
         return False
+    # Equal NaN count as equal.
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 

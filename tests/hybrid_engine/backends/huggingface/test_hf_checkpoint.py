@@ -113,7 +113,7 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
             job = Job.join(60)
             weights = run.engine.weights
             for tensor in weights.buffers().values():
-                tensor.fill_(7)
+                tensor.fill_(7)  # no weight is right before the load
             load_hf_checkpoint(paths[name], weights, run.table, job)
             run.engine.reload_main_params()
             results[name] = {
@@ -176,7 +176,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     save_model(broken["another architecture"], "qwen2")
     rewrite(broken["quantised"], "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
     headless = save_model(directory / "headless", "qwen3")
-    rewrite(headless, HEAD, lambda tensor: None)
+    rewrite(headless, HEAD, lambda tensor: None)  # drops the tensor
     tied = save_model(directory / "tied", "qwen2", tie_word_embeddings=True)
     save_file(read_canonical(tied) | {HEAD: torch.ones(6)}, tied / model_files.SINGLE)
     calls = {
@@ -214,7 +214,7 @@ def test_a_saved_checkpoint_equals_the_loaded_one(outcome: Any, name: str) -> No
     assert before.keys() == after.keys()
     assert all(torch.equal(before[tensor].to(dtype), after[tensor]) for tensor in before)
     index = json.loads((out / name / model_files.INDEX).read_text())
-    assert len(set(index["weight_map"].values())) > 1
+    assert len(set(index["weight_map"].values())) > 1  # several files
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
     assert not list((out / name).glob("*.incomplete"))
     half = read_canonical(out / f"{name} half")
@@ -224,9 +224,9 @@ def test_a_saved_checkpoint_equals_the_loaded_one(outcome: Any, name: str) -> No
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_digest_of_weights_is_independent_of_the_layout(outcome: Any, name: str) -> None:
-    """Every layout has the digest of the files, where each tensor is one box."""
     paths, _, results = outcome
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    # In the files every tensor is one box.
     hashes = [
         _box_hash(tensor.to(dtype), 0, tensor.stride(), text_digest(tensor_name))
         for tensor_name, tensor in read_canonical(paths[name]).items()
@@ -345,7 +345,7 @@ def load_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool
             tensor.fill_(7)
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
         for name, (_, _, damage) in DAMAGED.items():
-            job.agreement.conclude("all ranks have read")
+            job.agreement.conclude("all ranks have read")  # before rank 0 writes the file again
             contents = bytearray(whole)
             damage(contents)
             if dist.get_rank() == 0:
@@ -394,7 +394,7 @@ def refuse_saves(model: Path, other: Path) -> dict[str, tuple[str, str]]:
         infinite = other.with_name("infinite")
         for name, value, dtype in (("nan", float("nan"), None), ("too large for float16", 7e4, "float16")):
             for tensor in run.engine.weights.buffers().values():
-                tensor[0] = value if dist.get_rank() == 1 else 0.0
+                tensor[0] = value if dist.get_rank() == 1 else 0.0  # wrong on one rank only
             expect_refusal(name, infinite, dtype)
         save_hf_checkpoint(infinite, run.engine.weights, run.table, job, model, "float16", check_nan=False)
     return results

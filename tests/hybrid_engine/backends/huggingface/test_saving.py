@@ -123,7 +123,6 @@ def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
 @pytest.mark.parametrize("newer", [ONE_FILE, SEVERAL_FILES], ids=["to one file", "to several"])
 @pytest.mark.parametrize("older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"])
 def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, older: int | None, newer: int) -> None:
-    """Kill the save before each call that changes a file."""
     model, directory, replaced = (quick_path / name for name in ("model", "hf", "hf.replaced"))
     model.mkdir()
     (model / "config.json").write_text('{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}')
@@ -141,6 +140,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
         if older is not None:
             shutil.copytree(quick_path / "expected-0", directory)
 
+    # Killed before each call that changes a file.
     for _ in kill_at_every_step(lambda: save(directory, 1, newer, model_dir=model), prepare):
         if directory.exists():
             results.append(contents_of(directory))
@@ -151,6 +151,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
     assert results == [expected[0]] * results.count(expected[0]) + [expected[1]] * results.count(expected[1])
     assert (results[0], results[-1]) == tuple(expected)
     config = json.loads(expected[1]["config.json"] if expected[1] else b"")
+    # The dtype of the saved weights replaces the original.
     assert config == {"dtype": "float32", "hidden_size": 8}
     # Every save removed the leftovers of the killed save before it.
     assert sorted(path.name for path in quick_path.glob("hf*")) == ["hf"]
@@ -174,6 +175,7 @@ def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
     save(tmp_path / "hf")
     (tmp_path / place).mkdir(exist_ok=True)
     make(tmp_path / place)
+    # Files and folders, with contents.
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     with pytest.raises(ConfigError, check=has_violations(("path", code))) as caught:
         save(tmp_path / "hf")
@@ -186,7 +188,7 @@ def test_working_directories_are_not_replaced_and_links_are_kept(
 ) -> None:
     (tmp_path / "disk").mkdir()
     monkeypatch.chdir(tmp_path / "disk")
-    for place in (".", "..", "/proc"):
+    for place in (".", "..", "/proc"):  # none can be renamed or removed
         with pytest.raises(ConfigError, check=has_violations(("path", "not-replaceable"), exactly=False)):
             save(Path(place))
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
@@ -207,7 +209,7 @@ def test_an_existing_configuration_is_kept(tmp_path: Path) -> None:
 def test_a_full_disk_raises_and_the_old_files_stay(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_disk / "hf")
     before = contents_of(small_disk / "hf")
-    monkeypatch.setitem(SHAPES, "a", (1 << 20,))
+    monkeypatch.setitem(SHAPES, "a", (1 << 20,))  # more than the disk holds
     with pytest.raises(ConfigError, check=has_violations(("path", "weights-of-another-model"))):
         save(small_disk / "hf")
     full = has_code("file-failed", "new.incomplete/model.safetensors", "no space left", "MB free")

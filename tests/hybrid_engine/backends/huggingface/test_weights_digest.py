@@ -28,7 +28,7 @@ def test_boxes_of_a_tensor_add_up_to_its_hash(dtype: torch.dtype) -> None:
         (tensor[2:, 3:, :1].clone(), 2 * strides[0] + 3 * strides[1]),
     ]
     assert sum(_box_hash(box, offset, strides, 5) for box, offset in boxes) % 2**64 == hash_of(tensor)
-    with mock.patch(MODULE, 3):
+    with mock.patch(MODULE, 3):  # pieces of three elements
         in_pieces = hash_of(tensor)
     assert in_pieces == hash_of(tensor)
     assert torch.equal(tensor.double(), before.double()), "hashing changed the tensor"
@@ -37,6 +37,7 @@ def test_boxes_of_a_tensor_add_up_to_its_hash(dtype: torch.dtype) -> None:
 def test_different_tensors_have_different_hashes() -> None:
     tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     changed = tensor.clone()
+    # The smallest possible change.
     changed[3, 5] = torch.nextafter(changed[3, 5], torch.tensor(9.0))
     exchanged = tensor.clone()
     exchanged[[0, 1]] = exchanged[[1, 0]]

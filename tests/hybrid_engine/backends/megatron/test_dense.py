@@ -213,6 +213,7 @@ def run_bfloat16(path: Path) -> HalfPrecision:
     config = ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16", "optimizer": {"lr": 1e-2}})
     with running(path, config) as run:
         load_canonical(run, path)
+        # Logits are divided by the temperature before softmax.
         batch = make_batch() | {"temperature": torch.full((4,), WARM)}
         before = {name: parameter.clone() for name, parameter in run.engine.weights.model.named_parameters()}
         log_probs = run.engine.log_probs(batch)
@@ -357,7 +358,7 @@ def test_rotary_frequencies_equal_transformers(outcomes: Outcomes, index: int) -
     config = transformers.LlamaConfig(**{**SIZES, "head_dim": 128, "rope_parameters": {**rope, "rope_theta": 5e5}})
     frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(outcomes["frequencies"][0][index], frequencies, rtol=1e-6, atol=0)
-    assert not torch.equal(frequencies, plain_frequencies())
+    assert not torch.equal(frequencies, plain_frequencies())  # the scaling has an effect
 
 
 def test_sequences_longer_than_the_learned_positions_are_refused(outcomes: Outcomes) -> None:

@@ -371,6 +371,7 @@ def step(case: Case, path: Path) -> Stepped:
             for name, tensor in whole_weights(engine.weights).items()
             if not run.table.is_served(name) or name.endswith("e_score_correction_bias")
         }
+        # No label is left.
         masked_report = engine.train_step({**batch, "mask": 0 * mask}, negative_log_likelihood)
         gradients = [
             parameter.main_grad.abs().max().item()
@@ -414,7 +415,7 @@ def pack_sequences(case: Case, path: Path) -> Packed:
     """Run each arrangement as one micro batch, because Megatron takes the mean per micro batch."""
     with running(path, case.config()) as run:
         load_canonical(run, path)
-        run.engine.set_learning_rate(0.0)
+        run.engine.set_learning_rate(0.0)  # all arrangements see the same weights
         run.actor.transformer_config.moe_router_bias_update_rate = 0.0
         losses = []
         batches = padded_batches.batches()
@@ -448,6 +449,7 @@ def step_in_bfloat16(path: Path) -> Biases:
         load_canonical(run, path)
         biases = {name: bias for name, bias in run.engine.weights.model.named_weights() if name.endswith("expert_bias")}
         before = {name: bias.clone() for name, bias in biases.items()}
+        # Peers read the biases at these addresses.
         addresses = {name: bias.data_ptr() for name, bias in biases.items()}
         reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
@@ -469,7 +471,6 @@ def step_in_bfloat16(path: Path) -> Biases:
 def test_router_bias_follows_token_counts(
     launched: Callable[[int], Outcomes], paths: dict[str, Path], num_ranks: int, name: str
 ) -> None:
-    """The bias moves by the update rate towards experts below the mean token count."""
     model = BIASED[num_ranks][name].model
     initial = read_canonical(paths[model])
     counts = count_tokens(model)
@@ -477,6 +478,7 @@ def test_router_bias_follows_token_counts(
     assert counts
     for layer, count in counts.items():
         tensor = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        # Towards experts below the mean token count.
         assert_close(actual[tensor], initial[tensor] + UPDATE_RATE * torch.sign(count.mean() - count), tensor, 1e-7)
 
 
@@ -543,6 +545,7 @@ def test_mtp_does_not_learn_padding_or_across_sequences(
         for losses in launched(2)[num_layers]:
             assert losses.left == losses.right
             assert min(losses.right) > 0
+    # Only one MTP layer supports packing.
     assert all(losses.packed == pytest.approx(losses.right, abs=1e-5) for losses in launched(2)["one mtp layer"])
     assert all("2 MTP layers" in losses.no_packing for losses in launched(2)["two mtp layers"])
 

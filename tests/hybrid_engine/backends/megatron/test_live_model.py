@@ -199,9 +199,9 @@ def test_private_names_exist_in_the_installed_megatron(private: PrivateName) -> 
 
 
 def test_private_names_are_newer_than_the_oldest_supported_version() -> None:
-    """Some supported version lacks the name, so the backend is tested without it."""
     oldest = Version(CORE_VERSIONS[0])
     newest = Version(CORE_VERSIONS[-1])
+    # Otherwise no supported version would test the backend without the name.
     assert all(oldest < Version(private.since) <= newest for private in PRIVATE_NAMES if private.since)
 
 
@@ -231,6 +231,7 @@ class _Gathered(torch.autograd.Function):
 
 @pytest.mark.parametrize("always", [False, True], ids=["asked for", "parallel_output=False"])
 def test_padding_tokens_have_no_probability(monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
+    # Holds rows 4 to 7.
     monkeypatch.setattr("megatron.core.parallel_state.get_tensor_model_parallel_rank", lambda: 1)
     model = torch.nn.Module()
     model.post_process = True

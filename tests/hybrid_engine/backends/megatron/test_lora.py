@@ -60,7 +60,7 @@ def _train(run: Any) -> dict[str, Any]:
     before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
     batch = token_batch(0, 4, 12)
     losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
-    with other_torch_modes():
+    with other_torch_modes():  # merging must not depend on the caller's modes
         weights.prepare()
     changed = {
         name
@@ -73,11 +73,13 @@ def _train(run: Any) -> dict[str, Any]:
     with torch.no_grad():
         for name, parameter in weights.model.named_parameters():
             if name.endswith(".adapter.linear_out.weight"):
+                # Without adapters, the merged weights must give the adapted logits.
                 parameter.zero_()
         for name, weight in weights.model.named_weights():
             weight.copy_(sums[name])
     from_merged = float((run.engine.logits(tokens) - adapted).abs().max())
     poisoned = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
+    # In a matrix that is not sent by itself.
     dict(weights.model.named_parameters())[poisoned].data[0, 0] = torch.nan
     with pytest.raises(WeightError) as caught:
         weights.check_values()

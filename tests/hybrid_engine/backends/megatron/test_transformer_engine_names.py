@@ -239,7 +239,6 @@ def test_ranks_hold_the_whole_checkpoint_together(views: Views) -> None:
 
 
 def test_parameters_have_the_names_of_transformer_engine(views: Views) -> None:
-    """The model is not built from the local spec, for which the other tests would pass too."""
     for name, (_table, ranks) in views.items():
         parameters = {parameter for view in ranks for parameter in view.shapes}
         # "decoder.layers.0.mlp.router.weight" is "mlp.router.weight" in its layer.
@@ -248,18 +247,18 @@ def test_parameters_have_the_names_of_transformer_engine(views: Views) -> None:
             for parameter in parameters
             if parameter.count(".") >= 3
         }
+        # The other tests would also pass with the local spec.
         assert set(CASES[name].names) <= in_layers, name
         assert not any("local_experts" in parameter for parameter in parameters), name
 
 
 def test_packed_rows_become_one_row_with_sequence_offsets(views: Views) -> None:
-    """Checks arguments only, because Transformer Engine needs a GPU."""
     for name, (_table, ranks) in views.items():
         for view in ranks:
             if name.startswith("deepseek_v3"):
                 assert "2 MTP layers" in view.no_packing
                 continue
-            packed = view.packed
+            packed = view.packed  # arguments only: Transformer Engine needs a GPU
             if name == "gemma2":  # capped scores: megatron-core's own attention, with a mask
                 assert packed["attention_mask"].shape == (2, 1, 8, 8)
                 assert packed["shape"] == (2, 8)
@@ -285,7 +284,7 @@ def test_rows_of_interleaved_experts_lie_in_alternating_blocks(views: Views) -> 
             for shard in view.layout.shards
             if shard.region.tensor.startswith("model.layers.0.mlp.experts.3.") and "down" not in shard.region.tensor
         }
-        first = rank * rows // 2
+        first = rank * rows // 2  # gate and up have rows / 2 each on a rank
         blocks = [(first + row, part) for row in range(0, rows // 2, 2) for part in ("gate_proj", "up_proj")]
         assert [held[block] for block in blocks] == list(range(0, rows, 2))
         assert len(held) == len(blocks) > 2

@@ -164,6 +164,7 @@ class SleepingVllm:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
+        # Segments have the size of a granule.
         patch.setattr(weight_memory, "_LEAST_NBYTES", GRANULE)
         if isinstance(extension, Ported):
             patch.setattr(weight_memory, "_clear_error", extension.forget_error)

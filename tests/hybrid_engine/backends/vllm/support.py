@@ -34,7 +34,7 @@ def random_weights(
     dtypes = checkpoint_dtypes(config)
     for name, shape in checkpoint_shapes(config).items():
         values = torch.randn(shape, generator=generator) * 0.1
-        is_norm = "norm" in name or ".ln_" in name
+        is_norm = "norm" in name or ".ln_" in name  # norms are around 1
         tensor_dtype = getattr(torch, dtypes[name]) if name in dtypes else dtype
         weights[name] = (values + 1 if is_norm else values).to(tensor_dtype)
     return weights
@@ -124,7 +124,7 @@ def native_model(engine: Any, checkpoint: str) -> torch.nn.Module:
     module, config = second_model(engine.settings, engine.rank, checkpoint)
     with torch.no_grad(), set_current_vllm_config(config):
         for parameter in module.parameters():
-            parameter.zero_()
+            parameter.zero_()  # padding, which no loader writes
         DefaultModelLoader(config.load_config).load_weights(module, config.model_config)
     process(module, config)
     return module
@@ -165,6 +165,7 @@ def misread_layers(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> 
 
 def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the parameters that are missing on one side or differ bitwise."""
+    # Bytes are compared, so that equal NaN are no difference.
     return [
         name
         for name in sorted({*ours, *native})

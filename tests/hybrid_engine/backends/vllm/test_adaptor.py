@@ -210,7 +210,7 @@ def test_void_weights_keep_their_memory() -> None:
     adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
     assert adaptor.resident_nbytes() == adaptor.nbytes, "zeros must be packed like weights"
     fill(adaptor, weights_of(0))
-    resident = adaptor.resident_nbytes()
+    resident = adaptor.resident_nbytes()  # with staging pages of the fill
     adaptor.release()
     assert adaptor.resident_nbytes() == resident == adaptor.nbytes + LINEAR_NBYTES, "pages for staging count as well"
     with pytest.raises(StateError, check=has_code("weights-uncommitted", "2 of 2")):
@@ -222,7 +222,7 @@ def test_void_weights_keep_their_memory() -> None:
 
 @pytest.mark.parametrize("kept", SHAPES)
 def test_kept_groups_stay_committed_and_the_others_can_be_filled(adaptor: VllmAdaptor, kept: str) -> None:
-    """`linear` is repacked, `norm` is live."""
+    # `linear` is repacked, `norm` is live.
     (released,) = SHAPES.keys() - {kept}
     fill(adaptor, weights_of(0))
     adaptor.release([kept])
@@ -259,36 +259,35 @@ def test_groups_can_be_kept_without_freeing_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_freed_as_a_whole_keeps_no_group(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Example: vLLM's sleep mode."""
     fill(adaptor, weights_of(0))
-    monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)
+    monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)  # like vLLM's sleep mode
     adaptor.release(list(SHAPES))
     assert list(adaptor.committed()) == []
     assert adaptor.resident_nbytes() == 0
 
 
 def test_memory_after_a_failed_wake_up_is_freed_again(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a wake-up out of memory, no weight has memory but other tensors do."""
     adaptor.release()
     freed = []
     monkeypatch.setattr(CpuWeightMemory, "free", lambda _, live: freed.append(set(live)))
     adaptor.release()
     assert freed == [], "released memory was freed again"
+    # Like a wake-up out of memory.
     monkeypatch.setattr(CpuWeightMemory, "is_given_back", lambda *_: False)
     adaptor.release()
     assert freed == [{"norm.weight"}]
 
 
 def test_misread_layers_reads_the_weights_of_a_kernel(adaptor: VllmAdaptor) -> None:
-    """test_layouts.py relies on `misread_layers`."""
     fill(adaptor, weights_of(0))
+    # Relied on by test_layouts.py.
     assert support.misread_layers(adaptor.model, {"linear.weight": weights_of(0)["linear"]}) == []
     assert support.misread_layers(adaptor.model, {"linear.weight": weights_of(1)["linear"]}) == ["linear"]
 
 
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
-    view = adaptor.model.norm.weight.data[:5]
+    view = adaptor.model.norm.weight.data[:5]  # a kernel may hold such a view
     adaptor.release()
     fill(adaptor, weights_of(1))
     assert torch.equal(view, weights_of(1)["norm"][:5])
@@ -375,6 +374,7 @@ def test_an_event_moves_all_named_groups_or_none(state: GroupState, event: Group
         states.advance(event, ["a", "c"])
         assert states.among(expected) == (["a", "b", "c"] if expected is state else ["a", "c"])
         return
+    # A state from which "a" alone may move.
     allowed = next(before for before, other in TRANSITIONS if other is event)
     for step in PATHS[allowed]:
         states.advance(step, ["a"])
@@ -386,7 +386,7 @@ def test_an_event_moves_all_named_groups_or_none(state: GroupState, event: Group
 
 
 def test_only_groups_being_filled_can_be_committed_or_fail() -> None:
-    """The transition table, read from event to states."""
+    # Event -> states it may start from.
     sources = {event: {state for state, other in TRANSITIONS if other is event} for event in GroupEvent}
     assert sources[GroupEvent.COMMIT] == sources[GroupEvent.FAIL] == {GroupState.FILLING}
     assert sources[GroupEvent.ALLOCATE] == sources[GroupEvent.RELEASE] == sources[GroupEvent.VOID] == set(GroupState)

@@ -59,7 +59,7 @@ def test_keys_with_the_name_of_a_vllm_argument_are_passed_and_none_is_left_out(m
 
 
 def test_latent_attention_uses_the_same_kernels_on_every_cpu(model: str) -> None:
-    """vLLM prefers AMX kernels where available, which crash in float32."""
+    # vLLM prefers AMX kernels where available, which crash in float32.
     for extra, backend in (
         ({}, "CPU_MLA"),
         ({"attention_backend": "AMX_MLA"}, "AMX_MLA"),
@@ -180,7 +180,7 @@ def test_custom_all_reduce_is_disabled_with_expandable_segments(
     sizes: InferenceParallelism,
     disabled: bool,
 ) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)  # takes precedence in torch
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
     arguments = llm_arguments(InferenceSettings(model, sizes), "cuda")
     assert arguments.get("disable_custom_all_reduce", False) == disabled
@@ -193,7 +193,7 @@ def test_an_allocator_without_memory_pools_is_refused_with_sleep_mode(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with pytest.raises(ConfigError, check=has_violations(("PYTORCH_CUDA_ALLOC_CONF", "no-memory-pools"))):
         check_arguments(InferenceSettings(model), 0, "cuda")
-    awake = settings_of(model, vllm={"enable_sleep_mode": False})
+    awake = settings_of(model, vllm={"enable_sleep_mode": False})  # sleep mode is on by default
     _check_allocator(awake, "cuda")
     assert llm_arguments(InferenceSettings(model), "cuda")["enable_sleep_mode"] is True
     assert llm_arguments(awake, "cuda")["enable_sleep_mode"] is False
@@ -203,7 +203,7 @@ def test_an_allocator_without_memory_pools_is_refused_with_sleep_mode(
 def test_unsupported_heads_and_a_small_cache_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longest sequence is the model's own, as in vLLM."""
+    # The longest sequence of a rollout.
     config = {**support.QWEN3, "head_dim": 16, "max_position_embeddings": 8192}
     settings = settings_of(support.write_config(tmp_path, config), kv_cache_mb=1)
     with pytest.raises(ConfigError) as caught:

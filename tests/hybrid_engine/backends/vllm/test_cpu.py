@@ -32,7 +32,7 @@ def test_pages_are_reused_for_the_next_bucket() -> None:
     del first
     assert pool.free_nbytes == 0, "a living tensor's pages were freed"
     del second
-    assert pool.free_nbytes == 20480
+    assert pool.free_nbytes == 20480  # five pages
     (other,) = pool.lend([(5050, F32)])
     assert other.data_ptr() == address
     assert pool.free_nbytes == 0
@@ -68,6 +68,7 @@ def test_living_tensors_never_overlap(buckets: list[list[tuple[int, torch.dtype]
     for number, sizes in enumerate(buckets):
         lent = pool.lend(sizes)
         assert [(tensor.numel(), tensor.dtype) for tensor in lent] == sizes
+        # Some are dropped at once.
         living += [(tensor.fill_(number), number) for tensor in lent[number % 2 :]]
         del lent
     tensors = [tensor for tensor, _ in living if tensor.numel()]
@@ -133,7 +134,7 @@ def test_missing_keys_stay_missing(queries: torch.Tensor) -> None:
 
 @pytest.mark.slow  # imports vLLM
 def test_vllm_still_needs_the_patch(queries: torch.Tensor) -> None:
-    """If this fails, the kernel follows strides, and ROTATE can be removed."""
     rows, _ = rotate(queries.flatten(1), queries[:, :1].flatten(1), is_patched=False)
     by_head, _ = rotate(queries, queries[:, :1], is_patched=False)
+    # If this fails, the kernel follows strides, and ROTATE can be removed.
     assert not torch.equal(by_head.flatten(1), rows)

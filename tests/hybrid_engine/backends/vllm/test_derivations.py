@@ -94,7 +94,7 @@ def test_no_older_tensor_is_held_where_addresses_may_change() -> None:
     adaptor = build_adaptor(model, keeps_addresses=False)
     fill(adaptor, model, 0)
     adaptor.release()
-    constants = ("order", "scale", "total")
+    constants = ("order", "scale", "total")  # written at construction, not by loading
     tensors = {path: tensor for path, tensor in model.held().items() if not path.endswith(constants)}
     held = [path for path, tensor in tensors.items() if tensor.untyped_storage().nbytes()]
     # A live weight keeps its storage; the system takes back its pages.
@@ -216,16 +216,14 @@ def test_attention_repeats_only_derivations_that_are_not_views(
 
 @pytest.mark.parametrize("keeps_addresses", [True, False])
 def test_constants_rewritten_by_the_processing_are_not_forward_state(keeps_addresses: bool) -> None:
-    """vLLM's attention rewrites equal scales and gets attributes with its caches."""
-
     def derive(attention: Any, weight: torch.Tensor) -> None:
         copied(attention, weight)
-        attention._k_scale.fill_(1.0)
+        attention._k_scale.fill_(1.0)  # vLLM's attention rewrites its scales
 
     model = Attention(derive, is_inside=False)
     model.attention.register_buffer("_k_scale", torch.ones(1))
     adaptor = build_adaptor(model, keeps_addresses=keeps_addresses)
-    model.attention.isa = "vec"
+    model.attention.isa = "vec"  # set by vLLM with the KV cache
     for seed in range(3):
         fill(adaptor, model, seed)
         assert model.attention.isa == "vec"
@@ -233,11 +231,10 @@ def test_constants_rewritten_by_the_processing_are_not_forward_state(keeps_addre
 
 @pytest.mark.parametrize("processing", [quantised, with_added_tensors], ids=lambda processing: processing.__name__)
 def test_a_method_wrapped_after_loading_stays_wrapped(processing: Processing) -> None:
-    """vLLM wraps methods of experts spread over ranks; the wrapper processes nothing."""
     model = Model(layer=processing)
     adaptor = build_adaptor(model, keeps_addresses=True)
     wrapper = layer_of(fail if processing is not with_added_tensors else processing).quant_method
-    wrapper.old_quant_method = model.layer.quant_method
+    wrapper.old_quant_method = model.layer.quant_method  # vLLM does so for experts over ranks
     model.layer.quant_method = wrapper
     fill(adaptor, model, 2)
     assert model.layer.quant_method is wrapper
@@ -264,7 +261,6 @@ def fail(*_: object) -> None:
 
 
 def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings changed by the processing are undone."""
     model = Model(layer=transposed)
     seen = []
     before = ProcessSettings.now()
@@ -281,7 +277,7 @@ def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: 
     monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
     fill(adaptor, model, 0)
     assert seen == [("high", before.num_threads)]
-    assert ProcessSettings.now() == before
+    assert ProcessSettings.now() == before  # changes by the processing are undone
 
 
 # -- methods that keep a layer's Parameter ---------------------------------------------------------
@@ -304,10 +300,10 @@ def test_weights_kept_in_staging_memory_are_not_overwritten_by_the_next_group() 
 
 @pytest.mark.usefixtures("keeping")
 def test_kept_weights_do_not_hold_staging_memory() -> None:
-    """Staging memory is lent to all groups filled together; a tensor in it would keep all of it."""
     model = Model(shuffled=shuffled_in_place, swapped=with_halves_swapped, transposed=transposed)
     adaptor = build_adaptor(model, keeps_addresses=False)
     fill(adaptor, model, 0)
+    # A tensor in staging memory would keep the memory of all groups filled together.
     for layer in (model.shuffled, model.swapped):
         assert layer.weight.untyped_storage().nbytes() == ROWS * COLUMNS * layer.weight.itemsize
         assert layer.weight.untyped_storage().resizable()  # lent memory is not

@@ -160,7 +160,7 @@ def test_state_is_derived_from_the_new_weights_after_a_switch(first: Callable[[A
         if releases:
             adaptor.release()
         fill(adaptor, weight)
-        for _ in range(2):
+        for _ in range(2):  # the second forward uses kept state
             assert torch.equal(model.layer(x), weight)
 
 
@@ -329,7 +329,7 @@ def switched(directory: str) -> tuple[list[Answers], list[Answers]]:
         native.append(native_answers(checkpoint, 1, GAINS))
     engine = build(checkpoint, support.QWEN3, GAINS, **SMALL_BLOCKS)
     answers = []
-    assert engine.adaptor.staged == ("gains.decay",)
+    assert engine.adaptor.staged == ("gains.decay",)  # computed by the loader
     for values in weights:
         support.write_by_records(engine.adaptor, values)
         engine.reset_caches()

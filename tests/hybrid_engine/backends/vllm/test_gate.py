@@ -199,7 +199,6 @@ def add_request_for(core: Any, name: str, **weights: str) -> None:
 
 
 def test_a_request_for_other_weights_is_refused(core_of: Callable[[str], Any]) -> None:
-    """Weights or job may change before a request arrives, while it waits, and while it runs."""
     core = core_of(OURS)
     join = functools.partial(core.collective_rpc, "init_weight_transfer_engine")
     add_request_for(core, "too early", job="a", version="3")
@@ -212,12 +211,12 @@ def test_a_request_for_other_weights_is_refused(core_of: Callable[[str], Any]) -
     add_request_for(core, "of b", job="b", version="3")
     assert core.refused() == {"of b": "the server belongs to job a, and the request asks for job b"}
     fill(core, 3, 3, job="a")
-    core.resume_scheduler()
+    core.resume_scheduler()  # refuses requests waiting for other weights
     assert core.refused() == {"waits for 4": "the server has version 3 of job a, and the request asks for version 4"}
     add_request_for(core, "of 2", job="a", version="2")
     add_request_for(core, "of 3", job="a", version="3")
     assert [*core.refused()] == ["of 2"]
-    join(kwargs={"init_info": {"job": "b"}})
+    join(kwargs={"init_info": {"job": "b"}})  # refuses all requests for job a
     assert sorted(core.refused()) == ["any of a", "of 3", "waits for 3"]
     add_request_for(core, "of b", job="b", version="3")
     assert core.refused() == {"of b": "the server has version 3 of job a, and the request asks for version 3"}
@@ -265,11 +264,11 @@ def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(cor
 
 
 def test_weights_cannot_change_while_a_server_generates(core_of: Callable[[str], Any]) -> None:
-    """A paused server that still finishes requests counts as generating."""
     core = core_of(OURS)
     update = ["reset_encoder_cache", "update_weights"]
     fill(core, 0, 0)
     assert core.collective_rpc("update_weights") == ["update_weights"] * 2
+    # A paused scheduler may still run requests to their end.
     for drawing in ({"state": "drawing"}, {"running": ["request"]}):
         with (
             mock.patch.multiple(core.scheduler, **drawing),
@@ -305,6 +304,7 @@ def test_all_workers_answer_every_call_if_a_worker_fails(core_of: Callable[[str]
             StateError, check=has_code("worker-failed", f"worker {number}: MemoryError: no memory in this worker")
         ):
             core.collective_rpc("start_weight_update", kwargs={"fails": failing})
+        # No answer is left over.
         assert core.collective_rpc("finish_weight_update") == ["finish_weight_update"] * 2
     with pytest.raises(StateError, check=has_code("weights-incomplete")):
         core.resume_scheduler()
@@ -321,7 +321,7 @@ def test_other_calls_that_change_weights_are_refused(core_of: Callable[[str], An
     for call in (core.sleep, core.release_kv_cache_memory):
         with pytest.raises(StateError, check=has_code("call-refused")):
             call()
-    assert core.sleep(0) == core.sleep(level=0) == "asleep at 0"
+    assert core.sleep(0) == core.sleep(level=0) == "asleep at 0"  # level 0 only pauses
     assert all(worker.calls == ["update_max_model_len"] for worker in core.model_executor.workers)
 
 

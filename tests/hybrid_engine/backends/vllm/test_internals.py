@@ -128,7 +128,7 @@ def test_names_in_missing_packages_are_skipped_with_a_warning(
 @pytest.mark.slow
 @tested
 def test_neither_vllm_nor_its_cpu_modules_are_imported_early() -> None:
-    """vLLM's CPU modules replace parts of `torch.cuda` by stubs."""
+    # Some of vLLM's CPU modules replace parts of `torch.cuda` by stubs.
     program = (
         "import sys; from hybrid_engine.backends.vllm.internals import missing_names; early = 'vllm' in sys.modules; "
         "missing = [*missing_names('cuda')]; "
@@ -220,11 +220,10 @@ def test_a_replacement_on_one_object_is_undone() -> None:
 
 
 def test_an_object_dropped_with_a_replacement_is_collected() -> None:
-    """Example: an engine with LoRA without shutdown. Its original method must not keep it alive."""
     owner = Owner()
     held = ExitStack()
     held.enter_context(GREET.replaced(lambda greet: lambda: greet().upper(), owner=owner))
-    vars(owner)["held"] = held
+    vars(owner)["held"] = held  # like an engine with LoRA without shutdown
     reference = weakref.ref(owner)
     del owner, held
     gc.collect()
@@ -235,7 +234,7 @@ def test_an_object_dropped_with_a_replacement_is_collected() -> None:
     "target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template.delimiter"]
 )
 def test_the_alternative_of_a_missing_target_is_replaced(target: str) -> None:
-    """Covers missing packages too, as in older versions."""
+    # Older versions lack modules, too.
     instead = Replacement(target, "tests", otherwise=TEMPLATE.target)
     with instead.replaced(lambda before: f"{before}{before}"):
         assert Template.delimiter == "$$"

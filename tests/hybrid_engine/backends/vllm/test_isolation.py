@@ -74,7 +74,7 @@ except ModuleNotFoundError as error:
 
 def imported(name: str) -> tuple[dict[str, Any], weakref.ref[torch.nn.Module]]:
     """Run a module that keeps an error, imported by a caller with a local `trainer`."""
-    trainer = torch.nn.Linear(1, 1)
+    trainer = torch.nn.Linear(1, 1)  # kept alive by the error's traceback
     module: dict[str, Any] = {"__name__": name}
     exec(IMPORTING, module)
     return module, weakref.ref(trainer)
@@ -102,7 +102,7 @@ def test_addresses_are_registered_in_the_order_of_the_group(engines: Ranks) -> N
 def registered_buffers() -> tuple[list[list[int]], list[list[int]]]:
     """Return the handles and offsets passed to the kernel on this rank."""
     dist.init_process_group("gloo")
-    group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)
+    group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)  # group order is not rank order
     rank = dist.get_rank()
     calls = []
     ops = internals.CUSTOM_OPS.load()
@@ -117,9 +117,7 @@ def registered_buffers() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def test_a_torch_without_sort_ranks_gets_no_such_argument() -> None:
-    """Covers torch 2.11; a wrong order is detected after the group is made."""
-
-    def sorting(ranks: list[int] | None = None) -> list[int]:
+    def sorting(ranks: list[int] | None = None) -> list[int]:  # torch 2.11
         return sorted(ranks or ())
 
     def listed(ranks: list[int] | None = None, *, sort_ranks: bool = True) -> list[int]:
@@ -189,10 +187,9 @@ def test_process_settings_are_restored() -> None:
 
 
 def test_the_current_stream_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is patched: fake streams only record waits."""
     waits: list[tuple[str, str]] = []
 
-    class Stream(str):
+    class Stream(str):  # records waits instead of waiting
         def wait_stream(self, other: str) -> None:
             waits.append((self, other))
 

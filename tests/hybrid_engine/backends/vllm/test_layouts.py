@@ -186,6 +186,7 @@ def _outcome_of(case: Case, host: Host, directory: Path, traced_before: Layout) 
         *(f"{name} cannot be traced" for name in adaptor.staged),
         *(f"{name} was traced otherwise without memory" for name in _differences_of_shards(traced_before, layout)),
         *_analytic_faults(case, host, layout),
+        # An empty layout would have no faults.
         *([] if support.is_ready(adaptor) and len(read) > 5 else ["not all groups are committed"]),
         *(_faults_in_place(case, host, checkpoint) if case.is_in_place else ()),
     ]
@@ -227,6 +228,7 @@ def _faults_in_place(case: Case, host: Host, checkpoint: str) -> list[str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    # Digests travel instead of tensors.
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
@@ -364,10 +366,9 @@ def test_a_rank_order_only_moves_positions(runs: Runs, by_rank: list[Outcome], n
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
 def test_every_tensor_but_those_of_mtp_layers_is_read(by_rank: list[Outcome], case: Case) -> None:
-    """Over all ranks; vLLM serves without multi-token prediction (MTP)."""
     unread = frozenset.intersection(*(outcome.unread for outcome in by_rank))
     assert all(name.startswith(f"model.layers.{case.model['num_hidden_layers']}.") for name in unread)
-    assert bool(unread) == ("deepseek_v3" in case.family)
+    assert bool(unread) == ("deepseek_v3" in case.family)  # vLLM serves without MTP layers
 
 
 @pytest.mark.parametrize(

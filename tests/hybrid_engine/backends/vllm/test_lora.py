@@ -60,7 +60,7 @@ def run(directory: str, num_tp: int) -> None:
     engine.set_lora("policy", WIDE, second)  # a new version
     assert _gap(engine, _merged(weights[0], second, WIDE), "policy") < ATOL
     assert _gap(engine, weights[0], None) < ATOL
-    filled = support.fill_by_records(engine.adaptor, weights[1])
+    filled = support.fill_by_records(engine.adaptor, weights[1])  # a switch keeps LoRAs
     engine.reset_caches()
     assert support.differences(filled, support.native_parameters(engine, path)) == []
     assert _gap(engine, _merged(weights[1], second, WIDE), "policy") < ATOL
@@ -135,7 +135,7 @@ def _random_lora(seed: int, settings: LoraSettings) -> dict[str, torch.Tensor]:
                 ("lora_A", (settings.rank, shape[1])),
                 ("lora_B", (shape[0], settings.rank)),
             ):
-                values = torch.randn(size, generator=generator) * 0.3
+                values = torch.randn(size, generator=generator) * 0.3  # large enough to matter
                 tensors[f"base_model.model.{module}.{kind}.weight"] = values
     return tensors
 

@@ -112,7 +112,7 @@ def _outcome_of(case: Case, job: Job, directory: Path) -> Outcome:
     table = table_for(config)
     gc.collect()  # tensors of an earlier case
     before = _state()
-    positions = gather_positions(settings, table, job)
+    positions = gather_positions(settings, table, job)  # each rank traces one position
     residue = _residue_since(before)
     computed = inference_side(table, case.sizes)
     source = training_side(table, TrainParallelism(job.world_size, **case.train)).holdings
@@ -201,8 +201,8 @@ def test_tracing_leaves_no_state(by_rank: list[Outcome]) -> None:
 
 
 def test_computed_positions_equal_engines(by_rank: list[Outcome]) -> None:
-    """`plan` uses computed positions, jobs use traced ones: both must choose the same order."""
     assert [outcome.computed for outcome in by_rank] == [[]] * len(by_rank)
+    # `plan` uses computed positions, jobs use traced ones: the order must be the same.
     assert len({order for outcome in by_rank for order in outcome.orders}) == 1
 
 

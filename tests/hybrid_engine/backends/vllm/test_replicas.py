@@ -78,7 +78,7 @@ def test_replicas_are_independent(engines: Ranks, tmp_path: Path) -> None:
 
 
 def test_answers_do_not_depend_on_the_order_of_ranks(engines: Ranks, tmp_path: Path) -> None:
-    """Compares four ranks in order with exchanged middle ranks."""
+    # The middle ranks are exchanged.
     by_rank: list[list[Ordered]] = engines.launch(orders, 4, str(tmp_path), [None, (0, 2, 1, 3)], timeout=600)
     places = [[(rank.dp_rank, rank.tp_rank) for rank in ranks] for ranks in zip(*by_rank, strict=True)]
     assert places == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 0), (0, 1), (1, 1)]]

@@ -148,7 +148,6 @@ def test_all_errors_of_a_list_are_reported_at_once() -> None:
 
 @pytest.mark.slow
 def test_every_prompt_has_its_own_sampling() -> None:
-    """Covers other processes that complete a prompt. A shared sampling is not sent."""
     from vllm import SamplingParams
 
     samplings = [
@@ -166,6 +165,7 @@ def test_every_prompt_has_its_own_sampling() -> None:
         params.seed = sampling.seed
         assert caller_fields(sampling) == caller_fields(params)
     same = asked_for(Sampling(seed=3), 2, sampling_params)
+    # A shared sampling is not sent with every prompt.
     assert (same.seeds, same.messages()) == (3, [b"", b""])
     assert sampling_of(b"", same.shared, 70).seed == 70
     assert same.shared.seed == 3, "the shared sampling must not change"
@@ -419,7 +419,7 @@ def test_only_lists_of_token_ids_can_be_scored(prompts: Any, key: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
 def test_a_directory_without_a_tokenizer_is_named(model_type: str, tmp_path: Path) -> None:
-    """transformers would build a Qwen2 tokenizer that finds no tokens in any text."""
+    # For Qwen2 transformers would build a tokenizer that finds no tokens in any text.
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
     with pytest.raises(ConfigError, check=has_violations(("model", "no-tokenizer"))) as caught:
         token_ids_of(["1"], ModelTokenizer(str(tmp_path)))
@@ -436,6 +436,7 @@ def test_a_tokenizer_without_a_template_refuses_chats(tmp_path: Path) -> None:
 
 def test_text_is_decoded_on_access(tokenizer: ModelTokenizer) -> None:
     fresh = ModelTokenizer(tokenizer.model_dir)
+    # 9 is a special token.
     ended = Completion((1, 9, 2, 3), (), "stop", stop_reason=3, tokenizer=fresh)
     assert "loaded" not in vars(fresh)
     assert ended.text == "1 2", "special and stop tokens must be left out"
@@ -493,7 +494,7 @@ class Engine:
     ],
 )
 def test_near_end_is_called_once_when_few_requests_are_left(share: float, expected: list[str]) -> None:
-    engine = Engine(5, 4, 1)
+    engine = Engine(5, 4, 1)  # ten requests over three steps
     assert engine.generate(NearEnd(share, lambda: engine.log.append("call"))) == expected
     assert "step" not in vars(engine)
 
@@ -538,12 +539,11 @@ def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
 
 
 def test_every_byte_of_every_kind_of_cache_is_zeroed() -> None:
-    """Covers caches that only the runner holds."""
     attention, latent = nan_views(64, (2, 3, 4), (5, 6))
     convolution, state = nan_views(40, (2, 5), (3, 8))
     draft = nan_views(8, (8,))[0].view(torch.int32)
     unused = torch.tensor([])
-    (held,) = nan_views(6, (6,))
+    (held,) = nan_views(6, (6,))  # in no layer, only in the runner
     runner = runner_with(
         [attention, held],
         layer=attention,

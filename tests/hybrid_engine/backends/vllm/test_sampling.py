@@ -49,7 +49,6 @@ prompt_lists = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max
 
 @given(calls=st.lists(st.tuples(st.integers(0, 3), prompt_lists), min_size=2, max_size=4))
 def test_a_stream_depends_on_seed_prompt_and_repetition(calls: list[tuple[int, list[list[int]]]]) -> None:
-    """Other prompts of a call do not matter; streams are far enough apart for all completions."""
     by_key: dict[tuple[int, tuple[int, ...], int], int] = {}
     for seed, prompts in calls:
         num_before: Counter[tuple[int, ...]] = Counter()
@@ -58,6 +57,7 @@ def test_a_stream_depends_on_seed_prompt_and_repetition(calls: list[tuple[int, l
             assert stream is not None
             assert by_key.setdefault((seed, prompt, num_before[prompt]), stream) == stream
             num_before[prompt] += 1
+    # Room for all completions of a prompt.
     assert all(later - earlier > 2**14 for earlier, later in pairwise(sorted(by_key.values())))
 
 
@@ -90,6 +90,7 @@ def draw(directory: str, **chosen: int) -> dict[str, Drawn]:
 
     indices = range(4)[job().rank :: job().world_size]
     ranks_prompts = [[PROMPTS[0], PROMPTS[1]], [PROMPTS[0], PROMPTS[2], PROMPTS[0]]][: job().world_size]
+    # Padding on the left.
     padded = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
     outcomes = {
         "whole": drawn(PROMPTS),
@@ -161,7 +162,6 @@ def test_completions_do_not_depend_on_replicas_or_forms_of_calls(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", SETTINGS)
 def test_log_probabilities_are_those_of_the_sampled_distribution(outcomes: Outcomes, way: str, tmp_path: Path) -> None:
-    """Expected: logits over the temperature, limited to top-k, computed by transformers."""
     from transformers import AutoModelForCausalLM
 
     path = support.write_checkpoint(tmp_path, CONFIG, support.random_weights(CONFIG, 0, torch.float32))
@@ -173,6 +173,7 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(outcomes: Outco
     sequence = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
     with torch.no_grad():
         logits = model(sequence).logits[0, len(completion.prompt_token_ids) - 1 : -1] / completion.temperature
+    # Smallest logit within top-k.
     least = logits.topk(sampling.top_k or logits.shape[-1], dim=-1).values[:, -1:]
     expected = logits.where(logits >= least, -torch.inf).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)

@@ -61,8 +61,8 @@ def test_sampling_limits_and_memory_on_one_rank(engines: Ranks, tmp_path: Path) 
 
 
 def test_numbers_and_quantisation_over_two_ranks(engines: Ranks, tmp_path: Path) -> None:
-    """Compares with transformers first, because vLLM modifies transformers' model classes."""
     calls: dict[str, Call] = {
+        # First, before vLLM modifies transformers' classes.
         "gaps": (compare_with_transformers, (str(tmp_path), 2, DECODED)),
         "quantised": (serve_quantised, (str(tmp_path), 2)),
     }

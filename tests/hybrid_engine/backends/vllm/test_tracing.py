@@ -184,10 +184,10 @@ def _changed_clone(model: Model, weights: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_computed_weights_are_written_by_the_loader_at_every_reshard(load: Load, tp_rank: int) -> None:
-    """Whole storages are staged, so that a staged tensor cannot overwrite other records."""
     model = Model(load, tp_rank=tp_rank)
     trace, layout = _trace(model)
     is_exact = load in (_zeroed_on_a_second_rank, _zeroed_afterwards) and not tp_rank
+    # Whole storages, so that no record is overwritten.
     assert trace.staged == (() if is_exact else ("a", "b"))
     for seed in range(2):
         weights = {

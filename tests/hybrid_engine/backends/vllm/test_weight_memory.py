@@ -53,10 +53,9 @@ def storages(*names: str) -> list[Any]:
 def test_module_tensors_in_the_memory_of_weights_survive(
     vllm: SleepingVllm, memory: SleepMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Example: the table of FP4 values in compressed_tensors, imported during loading."""
     module = ModuleType("imported_while_weights_are_loaded")
     module.table = table = vllm.over("first", 0)
-    table.copy_(torch.arange(table.numel()))
+    table.copy_(torch.arange(table.numel()))  # like the table of FP4 values in compressed_tensors
     monkeypatch.setitem(sys.modules, module.__name__, module)
     memory.free(vllm.live)
     assert module.table is table
@@ -68,7 +67,7 @@ def test_weights_wake_up_group_by_group(vllm: SleepingVllm, memory: SleepMode) -
     live = vllm.live
     addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
     for value in (1, 2):
-        memory.free(live)
+        memory.free(live)  # twice: the second call changes nothing
         memory.free(live)
         assert vllm.asleep() == ALL
         assert memory.nbytes(live) == 0
@@ -161,7 +160,7 @@ def test_the_kv_cache_is_freed_while_weights_stay(vllm: SleepingVllm, memory: Sl
         memory.free_kv_cache()
         memory.free_kv_cache()
         assert vllm.asleep() == kv_segments
-        limit(virtual_memory().nbytes + GRANULE)
+        limit(virtual_memory().nbytes + GRANULE)  # room for one of two segments
         with pytest.raises(RuntimeError, match=r"(?i)out.of.memory"):
             memory.wake_kv_cache()
         assert vllm.asleep() == kv_segments  # a cache that does not fit takes no memory
@@ -203,9 +202,8 @@ def test_a_sleeping_engine_can_end_on_a_full_device(vllm: SleepingVllm, memory: 
 
 @pytest.mark.slow
 def test_segments_released_by_vllm_end_with_their_pool(vllm: SleepingVllm, memory: SleepMode) -> None:
-    """vLLM releases free segments after loading behind torch's back."""
     vllm.add("free after loading", "weights")
-    vllm.trim("free after loading")
+    vllm.trim("free after loading")  # vLLM does so after loading
     memory.free(vllm.live)
     vllm.end()
     assert virtual_memory() == VirtualMemory()
