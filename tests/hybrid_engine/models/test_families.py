@@ -313,8 +313,8 @@ def test_the_page_about_models_is_up_to_date() -> None:
     page = (REPO_ROOT / "docs" / "models.md").read_text()
     listed = re.findall(r"^\| (\w+) \|.*\.py \|", page, re.MULTILINE)
     assert sorted(listed) == sorted(TABLES)
-    of_fields = page.partition("`ModelTable` (")[2].partition("Names in rules")[0]
-    assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", of_fields, re.M)
+    field_table = page.partition("`ModelTable` (")[2].partition("Names in rules")[0]
+    assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", field_table, re.M)
     sources = "".join(path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py"))
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert quoted

@@ -188,10 +188,10 @@ def _compare_loras(engine: Any, whole: Any, path: Path, results: Adapted) -> Non
     dist.barrier()
     loras = engine.inference.loras
     manager = internals.model_runner_of(engine.inference.llm).lora_manager
-    ours = loras._load(loras.request(engine.adapter))
+    delivered = loras._load(loras.request(engine.adapter))
     native = type(manager)._load_adapter(manager, internals.LORA_REQUEST.load()("native", 99, str(path)))
-    assert ours.loras.keys() == native.loras.keys()
-    for name, lora in ours.loras.items():
+    assert delivered.loras.keys() == native.loras.keys()
+    for name, lora in delivered.loras.items():
         other = native.loras[name].optimize()
         lora = lora.optimize()
         results.num_loras += 1

@@ -58,7 +58,7 @@ def test_names_are_read_through_torch_wrappers(path: Path, wrap: Callable[[torch
     assert packed.keys() == expected.keys()
     state = wrapped.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in plain.state_dict(keep_vars=True).items()}
-    # Wrappers of layers change the names of parameters, too.
+    # Wrappers of layers also change the names of parameters.
     if wrap is compiled:
         assert {name: names[id(state[place.parameter])] for name, place in packed.items()} == {
             name: place.parameter for name, place in expected.items()

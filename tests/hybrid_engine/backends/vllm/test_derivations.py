@@ -264,8 +264,8 @@ def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: 
     model = Model(layer=transposed)
     seen = []
     before = ProcessSettings.now()
-    of_build = dataclasses.replace(before, matmul_precision="high", stream=None, num_threads=None)
-    adaptor = build_adaptor(model, keeps_addresses=True, settings=of_build)
+    build_settings = dataclasses.replace(before, matmul_precision="high", stream=None, num_threads=None)
+    adaptor = build_adaptor(model, keeps_addresses=True, settings=build_settings)
     process = model.layer.quant_method.process_weights_after_loading
 
     def set_and_process(layer: torch.nn.Module) -> None:

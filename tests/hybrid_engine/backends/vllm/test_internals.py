@@ -234,7 +234,7 @@ def test_an_object_dropped_with_a_replacement_is_collected() -> None:
     "target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template.delimiter"]
 )
 def test_the_alternative_of_a_missing_target_is_replaced(target: str) -> None:
-    # Older versions lack modules, too.
+    # In older versions whole modules may be missing.
     instead = Replacement(target, "tests", otherwise=TEMPLATE.target)
     with instead.replaced(lambda before: f"{before}{before}"):
         assert Template.delimiter == "$$"

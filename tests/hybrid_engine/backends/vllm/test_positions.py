@@ -193,7 +193,7 @@ def by_rank(outcomes: dict[str, list[Outcome]], request: pytest.FixtureRequest) 
 
 def test_engines_hold_their_traced_positions(by_rank: list[Outcome]) -> None:
     assert [outcome.misplaced for outcome in by_rank] == [[]] * len(by_rank)
-    assert all(outcome.is_same for outcome in by_rank), "tensors are in other places"
+    assert all(outcome.is_same for outcome in by_rank), "engines and traces place tensors differently"
 
 
 def test_tracing_leaves_no_state(by_rank: list[Outcome]) -> None:

@@ -178,10 +178,10 @@ def test_the_next_engine_gets_memory_after_the_end(vllm: SleepingVllm, memory: S
         memory.free_kv_cache()
     assert vllm.asleep() == asleep
     # The driver reuses the handles of released memory, here for an owner that keeps using it.
-    others = [vllm.driver.create(GRANULE) for _ in ALL]
+    handles = [vllm.driver.create(GRANULE) for _ in ALL]
     vllm.end("kv", *ALL[:-1])  # vLLM ends the pool of the cache first
-    assert virtual_memory() == VirtualMemory(len(others), nbytes=len(others) * GRANULE)
-    for handle in others:
+    assert virtual_memory() == VirtualMemory(len(handles), nbytes=len(handles) * GRANULE)
+    for handle in handles:
         vllm.driver.release(handle)
     vllm.add("next", "weights")
 
@@ -189,12 +189,12 @@ def test_the_next_engine_gets_memory_after_the_end(vllm: SleepingVllm, memory: S
 @pytest.mark.slow
 def test_a_sleeping_engine_can_end_on_a_full_device(vllm: SleepingVllm, memory: SleepMode) -> None:
     memory.free(vllm.live)
-    others = [vllm.driver.create(GRANULE) for _ in ALL]
+    handles = [vllm.driver.create(GRANULE) for _ in ALL]
     limit(virtual_memory().nbytes)
     vllm.end()
-    assert virtual_memory() == VirtualMemory(len(others), nbytes=len(others) * GRANULE)
+    assert virtual_memory() == VirtualMemory(len(handles), nbytes=len(handles) * GRANULE)
     limit(None)
-    for handle in others:
+    for handle in handles:
         vllm.driver.release(handle)
     prepare_allocator()
     vllm.add("next", "weights")
