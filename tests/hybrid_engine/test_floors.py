@@ -74,6 +74,7 @@ OUTSIDE = {
     "trainer.fsdp": {"torch"},
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch"},
+    "rl.completion_log": {"rich", "torch"},
     "integrations": {"ray", "verl"},  # in what verl imports; other frameworks by name, where one is used
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),
