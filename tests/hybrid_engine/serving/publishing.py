@@ -1,4 +1,4 @@
-"""A trainer that publishes its weights to a server without workers, so that all of its state leaves the device."""
+"""Publishes a trainer's weights to a server without workers, so that all its state is offloaded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from hybrid_engine.serving.publisher import WeightPublisher
 from tests.hybrid_engine.serving.test_sides import NoWorkers
 
 
-def let_through(trainer: Any, tensors: Iterable[str], job: Job, calls: Mapping[str, Callable[[], object]]) -> list[str]:
-    """Those of these calls that raise no StateError while the weights, these tensors, are published. Collective."""
+def calls_while_published(
+    trainer: Any, tensors: Iterable[str], job: Job, calls: Mapping[str, Callable[[], object]]
+) -> list[str]:
+    """Return the calls that raise no StateError while `tensors` are published. Collective."""
     with mock.patch.object(type(trainer), "unserved", tuple(tensors)):
         publisher = WeightPublisher(trainer, [NoWorkers()], config=GenerateConfig(timeout_seconds=60), job=job)
         with closing(publisher):
             publisher.publish()
-            passed = [name for name, call in calls.items() if not is_refused(call)]
+            allowed = [name for name, call in calls.items() if not is_refused(call)]
             publisher.withdraw()
-    return passed
+    return allowed
 
 
 def is_refused(call: Callable[[], object]) -> bool:

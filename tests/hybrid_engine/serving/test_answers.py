@@ -1,6 +1,6 @@
-"""What a false server answers: no wrong completion is taken, and each is refused by an error with a name.
+"""Invalid responses of a server: each raises a named error, and no wrong completion is returned.
 
-A real `ServedInference` asks a real HTTP server, which answers whatever a case says.
+A real `ServedInference` sends requests to a real HTTP server that returns a prepared response.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ pytestmark = pytest.mark.slow  # imports vLLM
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "gpt_rl" / "model"
 PROMPTS = [[3, 4, 5], [3, 4]]
-MOST = 4
+MAX_TOKENS = 4
 WEIGHTS = DrawnWith(job="host/1/abc", version=3)
 SECONDS = 20.0
-"""Longest that any answer may be waited for: nothing hangs."""
+"""Longest wait for any response."""
 
 
 class Server(ThreadingHTTPServer):
-    """A server that gives one answer.
+    """HTTP server that sends one prepared response.
 
     Attributes:
-        status, headers, body: of the answer; a body of None never comes.
-        asked: bodies of requests, and the key that each had.
+        status, headers, body: of the response; with a body of None it never comes.
+        requests: body and API key of each request.
     """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.status, self.headers = 200, dict[str, str]()
+        self.status = 200
+        self.headers = dict[str, str]()
         self.body: bytes | None = b""
-        self.asked: list[tuple[dict[str, Any], str | None]] = []
-        self.has_asked = threading.Event()
+        self.requests: list[tuple[dict[str, Any], str | None]] = []
+        self.has_request = threading.Event()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,8 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((body, self.headers["Authorization"]))
-        self.server.has_asked.set()
+        self.server.requests.append((body, self.headers["Authorization"]))
+        self.server.has_request.set()
         if self.server.body is None:
             time.sleep(2 * SECONDS)
             return
@@ -79,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is written."""
+        """Write no log."""
 
 
 @contextmanager
@@ -101,52 +102,58 @@ def served() -> Iterator[tuple[ServedInference, Server]]:
         yield inference, server
 
 
-def choice(**changed: Any) -> dict[str, Any]:
-    """A choice that is right, but for what is changed."""
-    drawn = {"job": WEIGHTS.job, "versions": [str(WEIGHTS.version)]}
-    right = {"index": 0, "token_ids": [7, 8], "finish_reason": "stop", "text": "", "hybrid_engine": drawn}
-    return {**right, "logprobs": {"token_logprobs": [-1.0, -0.5]}, **changed}
+def choice(**changes: Any) -> dict[str, Any]:
+    """Return a valid choice with some fields changed."""
+    weights = {"job": WEIGHTS.job, "versions": [str(WEIGHTS.version)]}
+    valid = {"index": 0, "token_ids": [7, 8], "finish_reason": "stop", "text": "", "hybrid_engine": weights}
+    return {**valid, "logprobs": {"token_logprobs": [-1.0, -0.5]}, **changes}
 
 
 def log_probs(*values: Any) -> dict[str, Any]:
     return {"logprobs": {"token_logprobs": list(values)}}
 
 
-def answer(*choices: dict[str, Any]) -> bytes:
+def response(*choices: dict[str, Any]) -> bytes:
     return json.dumps({"choices": choices}).encode()
 
 
-def first(**changed: Any) -> bytes:
-    """An answer whose first choice is changed."""
-    return answer(choice(**changed), choice(index=1))
+def first_choice(**changes: Any) -> bytes:
+    """Return a response with some fields of its first choice changed."""
+    return response(choice(**changes), choice(index=1))
 
 
-RIGHT = {
-    "right": first(),
-    "out of order": answer(choice(index=1), choice()),
-    "most tokens": first(token_ids=[1, 2, 3, 4], **log_probs(-1.0, -1.0, -1.0, -1.0)),
-    "certain": first(**log_probs(0.0, -0.0)),
-    "one token": first(token_ids=[7], finish_reason="length", **log_probs(-1)),
-    "last id": first(token_ids=[7, 13]),
-    "more fields": first(more={"x": [1]}),
-    "stopped by a token": first(stop_reason=8),
-    "lifted by rounding": first(**log_probs(1e-7, -1.0)),
+VALID = {
+    "unchanged": first_choice(),
+    "out of order": response(choice(index=1), choice()),
+    "most tokens": first_choice(token_ids=[1, 2, 3, 4], **log_probs(-1.0, -1.0, -1.0, -1.0)),
+    "certain": first_choice(**log_probs(0.0, -0.0)),
+    "one token": first_choice(token_ids=[7], finish_reason="length", **log_probs(-1)),
+    "last id": first_choice(token_ids=[7, 13]),
+    "more fields": first_choice(more={"x": [1]}),
+    "stopped by a token": first_choice(stop_reason=8),
+    "lifted by rounding": first_choice(**log_probs(1e-7, -1.0)),
 }
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-OF_ANOTHER = {"job": "host/2/def", "versions": ["3"]}
-WRONG: dict[str, bytes] = {
-    **{f"token id {value!r}": first(token_ids=[7, value]) for value in (10**9, -5, 1.5, "a", True, [1], None, 14)},
-    "token ids a string": first(token_ids="78"),
-    "too many tokens": first(token_ids=[7] * 9, **log_probs(*[-1.0] * 9)),
-    "no tokens": first(token_ids=[], **log_probs()),
-    **{f"log-probability {value!r}": first(**log_probs(-1.0, value)) for value in (math.nan, math.inf, -math.inf)},
-    **{f"log-probability {value!r}": first(**log_probs(-1.0, value)) for value in (5.0, None, "x", [-1.0])},
-    "a log-probability too few": first(**log_probs(-1.0)),
-    "no log-probabilities": first(logprobs=None),
-    "one index twice": answer(choice(), choice()),
-    "an index too high": answer(choice(), choice(index=2)),
-    "a choice too few": answer(choice()),
-    "a choice too many": answer(choice(), choice(index=1), choice(index=2)),
+OTHER_WEIGHTS = {"job": "host/2/def", "versions": ["3"]}
+INVALID: dict[str, bytes] = {
+    **{
+        f"token id {value!r}": first_choice(token_ids=[7, value])
+        for value in (10**9, -5, 1.5, "a", True, [1], None, 14)
+    },
+    "token ids a string": first_choice(token_ids="78"),
+    "too many tokens": first_choice(token_ids=[7] * 9, **log_probs(*[-1.0] * 9)),
+    "no tokens": first_choice(token_ids=[], **log_probs()),
+    **{
+        f"log-probability {value!r}": first_choice(**log_probs(-1.0, value))
+        for value in (math.nan, math.inf, -math.inf)
+    },
+    **{f"log-probability {value!r}": first_choice(**log_probs(-1.0, value)) for value in (5.0, None, "x", [-1.0])},
+    "a log-probability too few": first_choice(**log_probs(-1.0)),
+    "no log-probabilities": first_choice(logprobs=None),
+    "one index twice": response(choice(), choice()),
+    "an index too high": response(choice(), choice(index=2)),
+    "a choice too few": response(choice()),
+    "a choice too many": response(choice(), choice(index=1), choice(index=2)),
     "no choices": b"{}",
     "choices of another type": b'{"choices": {"0": 1}}',
     "a list": b"[]",
@@ -154,59 +161,62 @@ WRONG: dict[str, bytes] = {
     "no UTF-8": b"\xff\xfe",
     "deep JSON": DEEP,
     "empty": b"",
-    "aborted": first(finish_reason="abort"),
-    "refused": first(finish_reason="abort", stop_reason="the server belongs to job host/2/def"),
-    "unfinished": first(finish_reason=None),
-    "weights of another job": first(hybrid_engine=OF_ANOTHER),
-    "weights of another version": first(hybrid_engine={"job": WEIGHTS.job, "versions": ["3", "4"]}),
-    "weights not said": first(hybrid_engine=None),
+    "aborted": first_choice(finish_reason="abort"),
+    "refused": first_choice(finish_reason="abort", stop_reason="the server belongs to job host/2/def"),
+    "unfinished": first_choice(finish_reason=None),
+    "weights of another job": first_choice(hybrid_engine=OTHER_WEIGHTS),
+    "weights of another version": first_choice(hybrid_engine={"job": WEIGHTS.job, "versions": ["3", "4"]}),
+    "no weight version": first_choice(hybrid_engine=None),
 }
 STATUSES = {
     "204": (204, {}),
     "302": (302, {"Location": "http://127.0.0.1:1/"}),
-    "304 without a place": (304, {}),
+    "304 without a location": (304, {}),
     "500": (500, {}),
 }
 GENERATION_ERRORS = {"aborted", *(f"log-probability {value!r}" for value in (math.nan, math.inf, -math.inf))}
 
 
-def ask(inference: ServedInference) -> list[Any]:
-    return inference.generate_over_replicas(PROMPTS, Sampling(max_tokens=MOST))
+def generate(inference: ServedInference) -> list[Any]:
+    return inference.generate_over_replicas(PROMPTS, Sampling(max_tokens=MAX_TOKENS))
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_answer_is_taken(served: tuple[ServedInference, Server], name: str) -> None:
+@pytest.mark.parametrize("name", VALID)
+def test_a_valid_response_is_accepted(served: tuple[ServedInference, Server], name: str) -> None:
     inference, server = served
-    server.status, server.headers, server.body = 200, {}, RIGHT[name]
-    assert [len(of_prompt) for of_prompt in ask(inference)] == [1, 1]
-    body, key = server.asked[-1]
+    server.status = 200
+    server.headers = {}
+    server.body = VALID[name]
+    assert [len(completions) for completions in generate(inference)] == [1, 1]
+    body, key = server.requests[-1]
     assert body["vllm_xargs"] == {JOB: WEIGHTS.job, VERSION: "3"}
     assert key is None
 
 
-@pytest.mark.parametrize("name", [*WRONG, *STATUSES])
-def test_a_wrong_answer_is_an_error_with_a_name(served: tuple[ServedInference, Server], name: str) -> None:
+@pytest.mark.parametrize("name", [*INVALID, *STATUSES])
+def test_an_invalid_response_raises_a_named_error(served: tuple[ServedInference, Server], name: str) -> None:
     inference, server = served
     server.status, server.headers = STATUSES.get(name, (200, {}))
-    server.body = WRONG.get(name, first())
-    kind, started = GenerationError if name in GENERATION_ERRORS else ServerError, time.monotonic()
+    server.body = INVALID.get(name, first_choice())
+    kind = GenerationError if name in GENERATION_ERRORS else ServerError
+    started = time.monotonic()
     with pytest.raises(kind) as caught:
-        inference._ask(0, PROMPTS, Sampling(max_tokens=MOST))
+        inference._ask(0, PROMPTS, Sampling(max_tokens=MAX_TOKENS))
     assert type(caught.value) is kind
     assert len(str(caught.value)) < 3000
     with pytest.raises((GenerationError, ServerError)):
-        ask(inference)
+        generate(inference)
     assert time.monotonic() - started < SECONDS
 
 
-def test_after_a_failure_nothing_more_is_asked_for(
+def test_a_failure_stops_further_requests(
     served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inference, _ = served
-    num_asked = itertools.count()
+    num_requests = itertools.count()
 
     def fail_first(number: int, prompts: object, sampling: object) -> list[Any]:
-        if next(num_asked) == 0:
+        if next(num_requests) == 0:
             raise ServerError("no memory")
         time.sleep(0.1)
         return []
@@ -214,43 +224,45 @@ def test_after_a_failure_nothing_more_is_asked_for(
     monkeypatch.setattr(server_inference, "_MOST_REQUESTS", 2)
     monkeypatch.setattr(inference, "_ask", fail_first)
     with pytest.raises(ServerError, match="no memory"):
-        inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MOST, seed=1))
-    assert next(num_asked) < 20
+        inference.generate_over_replicas([[3, 4]] * 20, Sampling(max_tokens=MAX_TOKENS, seed=1))
+    assert next(num_requests) < 20
 
 
-def test_the_key_of_a_server_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     inference, server = served
-    server.status, server.headers, server.body = 200, {}, first()
+    server.status = 200
+    server.headers = {}
+    server.body = first_choice()
     monkeypatch.setenv(API_KEY, "sesame")
-    ask(inference)
-    assert server.asked[-1][1] == "Bearer sesame"
+    generate(inference)
+    assert server.requests[-1][1] == "Bearer sesame"
 
 
-class Ended(Exception):
-    """What a program may make of SIGTERM."""
+class Terminated(Exception):
+    """Exception that a program may raise on SIGTERM."""
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Ended])
-def test_one_signal_ends_the_wait_for_a_silent_server(
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Terminated])
+def test_a_signal_ends_the_wait_for_a_silent_server(
     served: tuple[ServedInference, Server], kind: type[BaseException]
 ) -> None:
     inference, server = served
     server.body = None
-    server.has_asked.clear()
+    server.has_request.clear()
 
-    def interrupt() -> None:
-        server.has_asked.wait(SECONDS)
+    def send_signal() -> None:
+        server.has_request.wait(SECONDS)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    def end(*_: object) -> None:
+    def raise_kind(*_: object) -> None:
         raise kind
 
-    before = signal.signal(signal.SIGUSR1, end)
+    previous = signal.signal(signal.SIGUSR1, raise_kind)
     started = time.monotonic()
     try:
-        threading.Thread(target=interrupt, daemon=True).start()
+        threading.Thread(target=send_signal, daemon=True).start()
         with pytest.raises((kind, GenerationError)):
-            ask(inference)
+            generate(inference)
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, previous)
     assert time.monotonic() - started < SECONDS

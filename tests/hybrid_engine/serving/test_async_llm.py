@@ -1,4 +1,4 @@
-"""A publisher around a trainer of one's own, and an `AsyncLLM` in its process."""
+"""A publisher around a user's own trainer, and an `AsyncLLM` in the same process."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ ENGINE = {
 
 
 def complete(server: VllmActor) -> list[Any]:
-    choices = server.complete({"prompt": PROMPTS, "max_tokens": NUM_TOKENS, "temperature": 0.0, "logprobs": 0})[
-        "choices"
-    ]
+    sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "logprobs": 0}
+    choices = server.complete({"prompt": PROMPTS, **sampling})["choices"]
     return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
 
-def streamed(server: VllmActor, publisher: WeightPublisher) -> list[list[int]]:
-    """What the snippet of docs/servers.md has drawn, part by part, and what is drawn at once."""
+def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[list[int]]:
+    """Return the parts that the snippet of docs/servers.md streams, then the whole completion."""
     page = (REPO_ROOT / "docs" / "servers.md").read_text().partition("## Streaming")[2]
     (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"server": server, "publisher": publisher}
@@ -50,8 +49,8 @@ def streamed(server: VllmActor, publisher: WeightPublisher) -> list[list[int]]:
 def publish_to_async_llm(model: str) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     fork_processes()
-    torch.compiler.set_stance("force_eager")  # samplers are compiled at the first request, for a minute
-    found = dict[str, Any]()
+    torch.compiler.set_stance("force_eager")  # or samplers compile for a minute
+    results = dict[str, Any]()
     server = VllmActor(model=model, **ENGINE)
     try:
         with ExitStack() as ends, closing(Job.join(60)) as job:
@@ -64,32 +63,32 @@ def publish_to_async_llm(model: str) -> dict[str, Any]:
             with closing(publisher):
                 for name in ("first", "second"):
                     publisher.publish()
-                    found[name] = complete(server)
+                    results[name] = complete(server)
                     if name == "first":
-                        found["streamed"] = streamed(server, publisher)
+                        results["streamed"] = stream_by_snippet(server, publisher)
                     publisher.withdraw()
                     for buffer in trainer.weights.buffers().values():
                         buffer.mul_(1.5)
-            found["is paused"] = server._call("is_paused")
+            results["is paused"] = server._call("is_paused")
     finally:
         server.shutdown()
-    return found
+    return results
 
 
 def generate_in_process(model: str) -> list[Any]:
     config = config_of(model, [], {})
     with ActorHybridWorker(config) as worker, worker.rollout_context():
-        answers = worker.generate_sequences(PROMPTS, Sampling(max_tokens=NUM_TOKENS, temperature=0.0))
-    return [(list(each[0].token_ids), list(each[0].logprobs)) for each in answers]
+        completions = worker.generate_sequences(PROMPTS, Sampling(max_tokens=NUM_TOKENS, temperature=0.0))
+    return [(list(first.token_ids), list(first.logprobs)) for first, *_ in completions]
 
 
 @pytest.mark.long
-def test_an_async_llm_is_filled(engines: Ranks, tmp_path: Path) -> None:
+def test_a_publisher_fills_an_async_llm(engines: Ranks, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
-    (found,) = engines.launch(publish_to_async_llm, 1, model, timeout=400)
-    assert found["first"] == engines.launch(generate_in_process, 1, model, timeout=300)[0]
-    *parts, whole = found["streamed"]
+    (results,) = engines.launch(publish_to_async_llm, 1, model, timeout=400)
+    assert results["first"] == engines.launch(generate_in_process, 1, model, timeout=300)[0]
+    *parts, whole = results["streamed"]
     assert len(parts) > 1
     assert [token for part in parts for token in part] == whole
-    assert found["second"] != found["first"]
-    assert found["is paused"]
+    assert results["second"] != results["first"]
+    assert results["is paused"]

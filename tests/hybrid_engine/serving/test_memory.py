@@ -1,11 +1,12 @@
-"""Memory of a device on which trainers and a server are processes of their own, sampled while they switch.
+"""Device memory that trainers and a server, as separate processes, hold while they switch.
 
-Each holds its weights in a memory file, as elastic memory is on a CPU. A fourth process reads every two milliseconds
-how many pages each file has, and how much anonymous memory each process has taken beside it since before. (To read
-`Pss` would take longer than a bucket does.)
+Each holds its weights in a memory file, like elastic memory on a CPU. A fourth process reads every
+two milliseconds the number of pages of each file, and the anonymous memory that each process has
+allocated since the start. (Reading `Pss` would take longer than a bucket.)
 
-Processes are read one after the other, so bytes that one gives back and another takes meanwhile could count twice. Each
-is read twice in turn, and the lesser of both counts: never more than was there in between.
+Processes are read one after the other, so bytes that move between two of them could count twice.
+Each is therefore read twice in turn and the smaller value counts: never more than was in use in
+between.
 """
 
 from __future__ import annotations
@@ -39,36 +40,42 @@ from hybrid_engine.switch.sharding_manager import ShardingManager
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import INFER, TRAIN
 
-NUM_TRAINERS, SERVER, SAMPLER = 2, 2, 3
+NUM_TRAINERS = 2
+SERVER = 2
+SAMPLER = 3
 MIB = 2**20
 BUCKET = 8 * MIB
 TENSORS = {f"tensor{number:02}": (512, 1024) for number in range(32)}  # of 2 MiB each
 SIZE = 512 * 1024
 NBYTES = 4 * SIZE * len(TENSORS)
 SLACK = 4 * MIB
-"""What three interpreters take for themselves, and by which the kernel's count of anonymous pages may be off."""
-NUM_WARM_UPS, NUM_SWITCHES = 2, 20
+"""Memory of three interpreters, and the error of the kernel's count of anonymous pages."""
+NUM_WARM_UPS = 2
+NUM_SWITCHES = 20
 NUM_WITHOUT = 8
-"""Switches that show what is held without the second signal: two buckets more."""
+"""Switches without the second signal, which hold two buckets more."""
 LONGEST_DELAY = 0.05
-"""Seconds before a step of a bucket, on the side that is slow in a switch: meanwhile the other could go on by two."""
+"""Seconds before a step of a bucket on the slow side; enough for two buckets on the other side."""
 
 
 class Delays:
-    """Of one rank, seeded. In four switches trainers are slow, the server is, both are, and none."""
+    """Seeded delays of one rank. Of four switches the trainers, the server, both or none are
+    slow."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._draw, self._longest = rank, random.Random(rank), 0.0
+        self._rank = rank
+        self._draw = random.Random(rank)
+        self._longest = 0.0
 
     def begin_switch(self, number: int) -> None:
         is_slow = number % 4 in ((1, 2) if self._rank == SERVER else (0, 2))
         self._longest = LONGEST_DELAY * is_slow
 
-    def pass_some(self) -> None:
+    def pause(self) -> None:
         time.sleep(self._draw.random() * self._longest)
 
 
-class HalfOfAll(NoTraining):
+class HalfOfRows(NoTraining):
     """A trainer with half of the rows of every tensor."""
 
     def __init__(self, rank: int) -> None:
@@ -78,11 +85,12 @@ class HalfOfAll(NoTraining):
         self.flat.fill_(rank + 1)
 
     def layout(self) -> Layout:
-        buffer_id, part = BufferId(self.rank, "param"), SIZE // NUM_TRAINERS
+        buffer_id = BufferId(self.rank, "param")
+        part = SIZE // NUM_TRAINERS
         shards = []
         for number, (name, (rows, columns)) in enumerate(TENSORS.items()):
-            own = rows // NUM_TRAINERS
-            region = Region(name, (self.rank * own, 0), (own, columns))
+            num_rows = rows // NUM_TRAINERS
+            region = Region(name, (self.rank * num_rows, 0), (num_rows, columns))
             shards.append(Shard(region, Place(buffer_id, number * part, (columns, 1))))
         return Layout(TENSORS, {buffer_id: Buffer(self.flat.numel(), "float32")}, tuple(shards))
 
@@ -94,26 +102,27 @@ class HalfOfAll(NoTraining):
 
 
 class SlowOffloader(Offloader):
-    """Parameters go late, and ranks say late that they have read a bucket."""
+    """Offloads parameters late, and notifies late that a bucket was read."""
 
     def __init__(self, owner: Offloadable, delays: Delays) -> None:
         super().__init__(owner)
         self._delays = delays
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
-        self._delays.pass_some()
+        self._delays.pause()
         return super().offload_parts(kind, parts)
 
     def save_parts(self, kind: Kind, parts: Iterable[Part]) -> None:
         super().save_parts(kind, parts)
-        self._delays.pass_some()
+        self._delays.pause()
 
 
-class AllOfAll(NoInference):
-    """A server's weights: every tensor is a group. It takes memory when it is asked for it, and not when it writes."""
+class WholeTensors(NoInference):
+    """Weights of a server, one group per tensor. They take memory in `allocate`, not in writes."""
 
     def __init__(self, rank: int, delays: Delays) -> None:
-        self.rank, self._delays = rank, delays
+        self.rank = rank
+        self._delays = delays
         self.flat = allocate_elastic(NBYTES // 4, torch.float32, "cpu", "param")
         self._parts = dict(zip(TENSORS, self.flat.split(SIZE), strict=True))
         self.live: set[str] = set()
@@ -126,12 +135,12 @@ class AllOfAll(NoInference):
         return Layout(TENSORS, {ids[name]: Buffer(SIZE, "float32", name) for name in TENSORS}, tuple(shards))
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        self._delays.pass_some()
+        self._delays.pause()
         self.live.update(groups)
         return {name: self._parts[name].zero_() for name in groups}
 
     def commit(self, groups: Sequence[str]) -> None:
-        self._delays.pass_some()
+        self._delays.pause()
 
     def release(self, keep: Collection[str] = ()) -> None:
         assert not keep
@@ -151,7 +160,9 @@ class AllOfAll(NoInference):
 
 
 def fence_of_one_signal(*args: Any, is_apart: bool, **kwargs: Any) -> ReleaseFence:
-    """As it was: a fence tells that a bucket was read, and not that the one before has gone."""
+    """Build a fence that signals that a bucket was read, but not that the previous one was
+    released.
+    """
     assert is_apart
     return ReleaseFence(*args, **kwargs)
 
@@ -160,16 +171,16 @@ def switch_or_sample(has_second_signal: bool, num_switches: int) -> dict[str, in
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == SAMPLER:
         return sample(store)
-    as_it_was = mock.patch.object(sharding_manager, "ReleaseFence", fence_of_one_signal)
-    with nullcontext() if has_second_signal else as_it_was:
+    one_signal = mock.patch.object(sharding_manager, "ReleaseFence", fence_of_one_signal)
+    with nullcontext() if has_second_signal else one_signal:
         switch_again_and_again(store, rank, num_switches)
     return None
 
 
 def switch_again_and_again(store: dist.Store, rank: int, num_switches: int) -> None:
     delays = Delays(rank)
-    training = NoTraining() if rank == SERVER else HalfOfAll(rank)
-    inference = AllOfAll(rank, delays) if rank == SERVER else NoInference()
+    training = NoTraining() if rank == SERVER else HalfOfRows(rank)
+    inference = WholeTensors(rank, delays) if rank == SERVER else NoInference()
     flat = inference.flat if rank == SERVER else training.flat
     world = World(dist.PrefixStore("job", store), rank, SERVER + 1)
     with ExitStack() as ends:
@@ -201,37 +212,40 @@ def switch_again_and_again(store: dist.Store, rank: int, num_switches: int) -> N
         store.wait(["sampled"])
 
 
-class Watched:
-    """Another process, and the memory file that it holds as its share of the device."""
+class WatchedProcess:
+    """Another process, with the memory file that stands for its device memory."""
 
-    def __init__(self, told: str) -> None:
-        pid, address, token = told.split()
-        (self._file,), self._statm = fetch(address, [token]), Path(f"/proc/{pid}/statm")
-        self.before = self._anonymous_nbytes()
+    def __init__(self, handle: str) -> None:
+        pid, address, token = handle.split()
+        (self._file,) = fetch(address, [token])
+        self._statm = Path(f"/proc/{pid}/statm")
+        self._num_before = self._anonymous_nbytes()
 
     def _anonymous_nbytes(self) -> int:
         _, resident, of_files, *_ = map(int, self._statm.read_bytes().split())
         return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
     def nbytes(self) -> int:
-        """On the device now, with what it has taken beside it since before."""
-        return os.fstat(self._file).st_blocks * 512 + max(0, self._anonymous_nbytes() - self.before)
+        """Return bytes on the device and anonymous bytes allocated since the start."""
+        return os.fstat(self._file).st_blocks * 512 + max(0, self._anonymous_nbytes() - self._num_before)
 
 
 def sample(store: dist.Store) -> dict[str, int]:
     ranks = range(SERVER + 1)
-    watched = [Watched(store.get(f"ready{rank}").decode()) for rank in ranks]
-    found = {"at rest": sum(each.nbytes() for each in watched), "most": 0, "samples": 0}
+    processes = [WatchedProcess(store.get(f"ready{rank}").decode()) for rank in ranks]
+    at_rest = sum(process.nbytes() for process in processes)
+    peak = 0
+    num_samples = 0
     store.set("sampling", "")
     while not store.check([f"done{rank}" for rank in ranks]):
         for _ in range(20):
-            first = [each.nbytes() for each in watched]
-            held = sum(map(min, first, [each.nbytes() for each in watched]))
-            found["most"] = max(found["most"], held)
-            found["samples"] += 1
+            first = [process.nbytes() for process in processes]
+            second = [process.nbytes() for process in processes]
+            peak = max(peak, sum(map(min, first, second)))
+            num_samples += 1
             time.sleep(0.002)
     store.set("sampled", "")
-    return found
+    return {"at rest": at_rest, "peak": peak, "samples": num_samples}
 
 
 @pytest.mark.parametrize(
@@ -239,12 +253,14 @@ def sample(store: dist.Store) -> dict[str, int]:
     [(True, NUM_SWITCHES), (False, NUM_WITHOUT)],
     ids=["both signals", "without the second"],
 )
-def test_processes_of_a_device_hold_the_larger_side_and_two_buckets(
+def test_peak_memory_is_the_larger_side_and_two_buckets(
     ranks: Ranks, has_second_signal: bool, num_switches: int
 ) -> None:
-    *_, found = ranks.launch(switch_or_sample, SAMPLER + 1, has_second_signal, num_switches, timeout=300)
-    assert found["samples"] > 10 * num_switches
-    assert abs(found["at rest"] - NBYTES) < SLACK  # both sides have as much
-    assert found["most"] > NBYTES
-    most = NBYTES + 2 * BUCKET + SLACK
-    assert (found["most"] <= most) is has_second_signal, f"{(found['most'] - NBYTES) / BUCKET:.2f} buckets"
+    arguments = (has_second_signal, num_switches)
+    *_, memory = ranks.launch(switch_or_sample, SAMPLER + 1, *arguments, timeout=300)
+    assert memory["samples"] > 10 * num_switches
+    assert abs(memory["at rest"] - NBYTES) < SLACK  # both sides are of one size
+    assert memory["peak"] > NBYTES
+    limit = NBYTES + 2 * BUCKET + SLACK
+    num_buckets = (memory["peak"] - NBYTES) / BUCKET
+    assert (memory["peak"] <= limit) is has_second_signal, f"{num_buckets:.2f} buckets"

@@ -1,7 +1,7 @@
-"""`release_weights: false`: a server that keeps its weights while trainers train, and the bound on its lag.
+"""`release_weights: false`: a server keeps its weights while trainers train, with bounded lag.
 
-Two trainers, a publisher, and a worker of a server in a process of its own are real; the engines on both sides are
-fakes. Real servers that draw tokens meanwhile: test_requests.py.
+Two trainers, a publisher and the worker of a server in a separate process are real; the engines on
+both sides are fakes. test_requests.py has real servers that generate meanwhile.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.hybrid_engine.switch.fakes import SHAPES, FakeInference, FakeTraining
 NUM_TRAINERS = 2
 
 
-class Placed(FakeInference):
-    """Leaves a file while its weights are there: `held`."""
+class MarkedInference(FakeInference):
+    """Creates the file `held` while its weights are allocated."""
 
     keeps_memory = False
 
@@ -54,18 +54,24 @@ class Placed(FakeInference):
         self._held.touch()
 
     def take_place(self, rank: int, *, keeps_memory: bool) -> None:
-        self.rank, self.keeps_memory = rank, keeps_memory
+        self.rank = rank
+        self.keeps_memory = keeps_memory
 
 
 class FakeServer:
-    """A server of one worker: pauses, and says its version, as vLLM does behind the gate."""
+    """A server of one worker that can pause and reports its version, like vLLM behind the gate.
+
+    Args:
+
+        held: file that exists while the server's weights are allocated.
+    """
 
     def __init__(self, held: Path) -> None:
-        """`held`: a file that is there while its weights are."""
         self.script = Script()
-        self.weights = Placed(self.script, held)
+        self.weights = MarkedInference(self.script, held)
         self.receiver = WeightReceiver(self.weights, self.weights, 0, torch.device("cpu"))
-        self.is_paused, self.version = True, NO_VERSION
+        self.is_paused = True
+        self.version = NO_VERSION
 
     def num_workers(self) -> int:
         return 1
@@ -92,9 +98,11 @@ class FakeServer:
         self.is_paused = True
 
     def resume(self) -> None:
-        if why := self.receiver.obstacle():
-            raise StateError(why)
-        self.is_paused, self.version = False, str(self.receiver.version)
+        obstacle = self.receiver.obstacle()
+        if obstacle:
+            raise StateError(obstacle)
+        self.is_paused = False
+        self.version = str(self.receiver.version)
 
     def arm(self, call: str) -> None:
         self.script.arm(call, MemoryError(f"no memory in {call}"))
@@ -102,34 +110,40 @@ class FakeServer:
     def compute_in(self, dtype: str) -> None:
         self.weights.dtype = dtype
 
-    def look(self) -> dict[str, Any]:
-        """The version that it draws with, None where it does not; and the versions that its weights are of."""
-        drawn, live = None if self.is_paused else self.version, self.weights.live
-        found = {
-            name: [number for number in range(40) if torch.equal(flat.view(SHAPES[name]), canonical(name, number))]
-            for name, flat in live.items()
+    def observe(self) -> dict[str, Any]:
+        """Return the server's state: version in use (None while paused) and versions of tensors."""
+        versions = {}
+        for name, flat in self.weights.live.items():
+            tensor = flat.view(SHAPES[name])
+            versions[name] = [number for number in range(40) if torch.equal(tensor, canonical(name, number))]
+        return {
+            "version": None if self.is_paused else self.version,
+            "holds": self.receiver.holds.name,
+            "weights": versions,
+            "keeps": self.weights.keeps_memory,
         }
-        return {"draws": drawn, "holds": self.receiver.holds.name, "found": found, "keeps": self.weights.keeps_memory}
 
 
 def serve(listener: Listener, path: str) -> None:
-    """Answer calls until there are no more."""
+    """Execute the caller's calls until it sends null."""
     server = FakeServer(Path(path).with_suffix(".held"))
     with listener, listener.accept() as caller:
-        while (called := json.loads(caller.recv_bytes())) is not None:
+        while (call := json.loads(caller.recv_bytes())) is not None:
+            name, arguments = call
             try:
-                answer = {"answer": getattr(server, called[0])(**called[1])}
+                reply = {"result": getattr(server, name)(**arguments)}
             except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            caller.send_bytes(json.dumps(answer).encode())
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            caller.send_bytes(json.dumps(reply).encode())
     server.receiver.leave()
 
 
 class Caller(Server):
-    """Calls it."""
+    """Client of a `FakeServer` in another process."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()  # an update that was left may still be open
+        self._connection = connection
+        self._lock = threading.Lock()  # an abandoned update may still be running
 
     def num_workers(self) -> int:
         return int(self._call("num_workers"))
@@ -137,18 +151,18 @@ class Caller(Server):
     def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
         with self._lock:
             self._connection.send_bytes(json.dumps([name, fields]).encode())
-            answer = json.loads(self._connection.recv_bytes())
-        if "error" in answer:
-            raise ServerError(answer["error"])
-        return answer["answer"]
+            reply = json.loads(self._connection.recv_bytes())
+        if "error" in reply:
+            raise ServerError(reply["error"])
+        return reply["result"]
 
-    look = functools.partialmethod(_call, "look")
+    observe = functools.partialmethod(_call, "observe")
     arm = functools.partialmethod(_call, "arm")
     compute_in = functools.partialmethod(_call, "compute_in")
 
 
 class PartsOffloader(ScriptedOffloader):
-    """Fails behind a bucket, too."""
+    """Can also fail while it offloads parts behind a bucket."""
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
         self.script.reach("offload part")
@@ -156,11 +170,13 @@ class PartsOffloader(ScriptedOffloader):
 
 
 class Trainers:
-    """One of the trainers, and what it publishes by."""
+    """A trainer with the parts of its publisher."""
 
     def __init__(self, caller: Caller | None, job: Job, path: str) -> None:
         self.path = path
-        self.caller, self.job, self.script = caller, job, Script()
+        self.caller = caller
+        self.job = job
+        self.script = Script()
         self.training = FakeTraining(self.script, job.rank, NUM_TRAINERS, elastic=True)
         self.offloader = PartsOffloader(self.script, self.training)
 
@@ -170,7 +186,7 @@ class Trainers:
         return WeightPublisher(self.training, servers, config=config, job=self.job, offloader=self.offloader)
 
     def step(self, publisher: WeightPublisher) -> str:
-        """Train by one step; says why not."""
+        """Train one step; return the error if it is refused, "" otherwise."""
         with publisher.train_context():
             try:
                 self.training.before_step()
@@ -180,7 +196,7 @@ class Trainers:
         return ""
 
     def publish(self, publisher: WeightPublisher) -> str:
-        """Says what failed."""
+        """Publish the weights; return the error if it fails, "" otherwise."""
         try:
             publisher.publish()
         except Exception as error:
@@ -189,9 +205,9 @@ class Trainers:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def look(self) -> dict[str, Any] | None:
+    def observe(self) -> dict[str, Any] | None:
         self.job.agreement.conclude("looking")
-        return None if self.caller is None else self.caller.look()
+        return None if self.caller is None else self.caller.observe()
 
     def arm(self, who: str, call: str) -> None:
         if who == "server" and self.caller is not None:
@@ -201,8 +217,8 @@ class Trainers:
         self.job.agreement.conclude("arming")
 
 
-def with_a_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
-    """Run `act(Trainers, *args)` on each trainer beside a server, and return what it returned there."""
+def run_with_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
+    """Run `act(Trainers, *args)` on each trainer with a server, and return its result there."""
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
@@ -220,7 +236,8 @@ def with_a_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
         return act(Trainers(caller, job, path), *args)
 
 
-BEFORE, WITHIN = "before the first byte", "after it"
+BEFORE = "before the first byte"
+WITHIN = "after the first byte"
 FAULTS = {
     ("trainer 1", "prepare"): BEFORE,
     ("trainer 0", "check"): BEFORE,
@@ -230,44 +247,49 @@ FAULTS = {
     ("server", "commit second"): WITHIN,
     ("server", "wake"): WITHIN,
 }
-"""Who fails in which of its calls -> when that is."""
+"""(participant, call that fails) -> moment of the failure."""
 
 
-def fail_in_each(trainers: Trainers) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def fail_in_each_call(trainers: Trainers) -> dict[str, Any]:
+    observations: dict[str, Any] = {}
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         for who, call in FAULTS:
             assert trainers.step(publisher) == ""
             version = trainers.training.version
-            training = trainers.look()
+            before = trainers.observe()
             trainers.arm(who, call)
             failed = trainers.publish(publisher)
-            after, refused = trainers.look(), trainers.step(publisher)
+            after = trainers.observe()
+            refused = trainers.step(publisher)
             assert trainers.training.version == version
             again = trainers.publish(publisher)
-            found[f"{who}, {call}"] = (version, training, failed, after, refused, again, trainers.look())
-    return found
+            observations[f"{who}, {call}"] = (
+                *(version, before, failed, after, refused, again),
+                trainers.observe(),
+            )
+    return observations
 
 
-def test_a_failure_leaves_the_version_before_or_none(ranks: Ranks, tmp_path: Path) -> None:
-    """The next publish fills the server; until then no step goes beyond the bound."""
-    found, *_ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), fail_in_each, timeout=200)
+def test_a_failure_leaves_the_previous_version_or_none(ranks: Ranks, tmp_path: Path) -> None:
+    """The next publish fills the server; until then no step exceeds the bound."""
+    arguments = (str(tmp_path / "server"), fail_in_each_call)
+    observations, *_ = ranks.launch(run_with_server, NUM_TRAINERS + 1, *arguments, timeout=200)
     for (who, call), moment in FAULTS.items():
-        version, training, failed, after, refused, again, at_last = found[f"{who}, {call}"]
-        assert training == whole(version - 1), call
+        version, before, failed, after, refused, again, at_last = observations[f"{who}, {call}"]
+        assert before == state_with(version - 1), call
         assert f"no memory in {call}" in failed
         if moment is BEFORE:
-            assert after == training, call
+            assert after == before, call
         else:
-            assert (after["draws"], after["holds"], after["found"]) == (None, "EMPTY", {}), call
+            assert (after["version"], after["holds"], after["weights"]) == (None, "EMPTY", {}), call
         assert f"version {version + 1} " in refused
         assert f"version {version - 1}: " in refused
-        assert (again, at_last) == ("", whole(version)), call
+        assert (again, at_last) == ("", state_with(version)), call
 
 
 def lose_at_the_end(trainers: Trainers) -> list[Any]:
-    """A server is lost for one trainer where the other has come to the end of the switch."""
+    """Lose a server on one trainer while the other has completed the switch."""
     with closing(trainers.publisher()) as publisher:
         assert trainers.publish(publisher) == ""
         assert trainers.step(publisher) == ""
@@ -275,36 +297,40 @@ def lose_at_the_end(trainers: Trainers) -> list[Any]:
         assert manager is not None
         enter = manager.enter
 
-        def losing(target: State) -> None:
+        def enter_and_lose(target: State) -> None:
             enter(target)
             raise LostRankError("rank 2 has ended")
 
         if trainers.job.rank == 1:
-            manager.enter = losing  # type: ignore[method-assign]  # of this object alone, which is not used again
-        return [trainers.publish(publisher), trainers.publish(publisher), trainers.look()]
+            manager.enter = enter_and_lose  # type: ignore[method-assign]
+        return [trainers.publish(publisher), trainers.publish(publisher), trainers.observe()]
 
 
-def test_what_one_trainer_has_lost_all_have(ranks: Ranks, tmp_path: Path) -> None:
-    first, second, _ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), lose_at_the_end)
+def test_a_server_lost_by_one_trainer_is_lost_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second, _ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), lose_at_the_end)
     assert first == [
         "RemoteError: the switch with the servers failed on 1 rank(s):\nrank 1: LostRankError: rank 2 has ended",
         "",
-        whole(1),
+        state_with(1),
     ]
     assert second[0].startswith("ServerError: a server was lost in a switch; training state is on the device")
     assert second[1] == ""
 
 
-def whole(version: int) -> dict[str, Any]:
-    """What is seen of a server that draws tokens with these weights."""
-    return {"draws": str(version), "holds": "FILLED", "found": {name: [version] for name in SHAPES}, "keeps": True}
+def state_with(version: int) -> dict[str, Any]:
+    """Return the state of a server that generates with the weights of `version`."""
+    weights = {name: [version] for name in SHAPES}
+    return {"version": str(version), "holds": "FILLED", "weights": weights, "keeps": True}
 
 
 def fall_behind(trainers: Trainers, most: int) -> list[tuple[int, str]]:
-    """Steps until one is refused, and so again after each publish; versions of trainers and server at each."""
-    seen = []
+    """Train until a step is refused, after each of three publishes.
+
+    Returns the versions of trainers and server at each step.
+    """
+    versions = []
     with closing(trainers.publisher(server_max_lag=most)) as publisher:
-        trainers.step(publisher)  # nobody draws tokens yet
+        trainers.step(publisher)  # no server generates yet
         for _ in range(3):
             assert trainers.publish(publisher) == ""
             assert publisher.publish() is None
@@ -313,72 +339,79 @@ def fall_behind(trainers: Trainers, most: int) -> list[tuple[int, str]]:
                 if trainers.step(publisher):
                     break
                 publisher.require_drawing()
-                look = trainers.look()
-                seen.append((trainers.training.version, look and look["draws"]))
-    trainers.training.before_step()  # there is no publisher any more
-    return seen
+                state = trainers.observe()
+                versions.append((trainers.training.version, state and state["version"]))
+    trainers.training.before_step()  # without a publisher there is no bound
+    return versions
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_the_lag_never_passes_its_bound(ranks: Ranks, tmp_path: Path, most: int) -> None:
-    seen, *_ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), fall_behind, most, timeout=200)
-    assert [version - int(drawn) for version, drawn in seen] == [*range(1, most + 1)] * 3
+def test_the_lag_never_exceeds_its_bound(ranks: Ranks, tmp_path: Path, most: int) -> None:
+    versions, *_ = ranks.launch(
+        run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), fall_behind, most, timeout=200
+    )
+    assert [version - int(served) for version, served in versions] == [*range(1, most + 1)] * 3
 
 
 def take_over(trainers: Trainers) -> list[Any]:
-    """Other trainers fail in their first publish, and then do not; and others that take weights back."""
-    seen = []
+    """Publish by a second publisher, which fails first."""
+    observations = []
     with closing(trainers.publisher()) as publisher:
         trainers.publish(publisher)
-    seen.append(trainers.look())
+    observations.append(trainers.observe())
     with closing(trainers.publisher()) as publisher:
         trainers.step(publisher)
         trainers.arm("trainer 1", "prepare")
         assert "no memory" in trainers.publish(publisher)
-        seen.append(trainers.look())
+        observations.append(trainers.observe())
         assert trainers.publish(publisher) == ""
-        seen.append(trainers.look())
-    return seen
+        observations.append(trainers.observe())
+    return observations
 
 
-def test_a_server_draws_tokens_until_other_trainers_write(ranks: Ranks, tmp_path: Path) -> None:
-    seen, *_ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), take_over, timeout=200)
-    assert seen == [whole(0), whole(0), whole(1)]
+def test_a_server_generates_until_other_trainers_write(ranks: Ranks, tmp_path: Path) -> None:
+    observations, *_ = ranks.launch(run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), take_over, timeout=200)
+    assert observations == [state_with(0), state_with(0), state_with(1)]
 
 
-def send_what_changed(trainers: Trainers) -> list[Any]:
+def send_changes(trainers: Trainers) -> list[Any]:
     trainers.training.frozen = ("first",)
-    seen = []
+    observations = []
     with closing(trainers.publisher(incremental="auto")) as publisher:
         for fault in (None, None, ("trainer 1", "prepare"), ("server", "commit second"), None):
             if fault is not None:
                 trainers.arm(*fault)
-                said = trainers.publish(publisher)
-                assert "no memory" in said, said
+                error = trainers.publish(publisher)
+                assert "no memory" in error, error
             assert trainers.publish(publisher) == ""
-            report, look = publisher.last_report, trainers.look()
+            report = publisher.last_report
+            state = trainers.observe()
             assert report is not None
-            seen.append((report.bytes_received, report.bytes_skipped, look and look["draws"], look and look["found"]))
+            nbytes = (report.bytes_received, report.bytes_skipped)
+            observations.append((*nbytes, state and state["version"], state and state["weights"]))
             trainers.step(publisher)
-    return seen
+    return observations
 
 
-def test_only_what_changed_is_sent(ranks: Ranks, tmp_path: Path) -> None:
-    """After a failure in a fill all is sent; after one before it, what changed."""
-    seen, *_ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_what_changed, timeout=200)
+def test_only_changes_are_sent(ranks: Ranks, tmp_path: Path) -> None:
+    """A failure within the fill makes the next one complete; a failure before it does not."""
+    observations, *_ = ranks.launch(
+        run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_changes, timeout=200
+    )
     first, second = (4 * rows * columns for rows, columns in SHAPES.values())
     received = [(first + second, 0), (second, first), (second, first), (first + second, 0), (second, first)]
     versions = [(str(number), {"first": [0], "second": [number]}) for number in range(5)]
-    assert seen == [(*sent, *said) for sent, said in zip(received, versions, strict=True)]
+    assert observations == [(*sent, *state) for sent, state in zip(received, versions, strict=True)]
 
 
 def send_deltas(trainers: Trainers) -> list[Any]:
-    """With a step of all elements, or a write to a few, before each; another publisher joins in the end."""
-    seen = []
+    """Publish after a step of all elements or a write of a few; another publisher joins at the
+    end."""
+    observations = []
     events = ("step", "write", "write", ("trainer 1", "prepare"), ("server", "commit second"), "write", "join", "write")
     with ExitStack() as ends:
         for event in events:
-            if not seen or event == "join":
+            if not observations or event == "join":
                 ends.close()
                 keys = {"incremental": "delta", "transport": "collective", "server_max_lag": 9}
                 publisher = ends.enter_context(closing(trainers.publisher(**keys)))
@@ -390,66 +423,71 @@ def send_deltas(trainers: Trainers) -> list[Any]:
                 trainers.arm(*event)
                 assert "no memory" in trainers.publish(publisher)
             assert trainers.publish(publisher) == ""
-            report, look = publisher.last_report, trainers.look()
+            report = publisher.last_report
+            state = trainers.observe()
             assert report is not None
-            seen.append(
-                (event, report.messages_delta, report.messages_whole, report.bytes_received, look and look["draws"])
-            )
-    return seen
+            messages = (report.messages_delta, report.messages_whole)
+            version = state and state["version"]
+            observations.append((event, *messages, report.bytes_received, version))
+    return observations
 
 
-def test_a_delta_goes_to_a_server_that_is_known_to_have_the_last_message(ranks: Ranks, tmp_path: Path) -> None:
-    """Failures before the fill change nothing of what it has; within it, and for who joins, all goes again."""
-    seen, *_ = ranks.launch(with_a_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_deltas, timeout=200)
-    for number, (event, deltas, whole, received, draws) in enumerate(seen):
-        assert draws is not None
+def test_deltas_go_to_a_server_that_has_the_last_message(ranks: Ranks, tmp_path: Path) -> None:
+    """Whole messages follow a failure within the fill, or a new publisher."""
+    observations, *_ = ranks.launch(
+        run_with_server, NUM_TRAINERS + 1, str(tmp_path / "server"), send_deltas, timeout=200
+    )
+    for number, (event, deltas, whole, received, version) in enumerate(observations):
+        assert version is not None
         is_whole = number == 0 or event in (("server", "commit second"), "join")
         assert (deltas == 0) is is_whole, event
         assert (whole > 0) is is_whole, event
         assert (received > 4096) is is_whole, event
 
 
-def publish_to_one_that_rounds(trainers: Trainers, dtype: str) -> tuple[str, str, str]:
+def publish_to_a_rounding_server(trainers: Trainers, dtype: str) -> tuple[str, str, str]:
     if trainers.caller is not None:
         trainers.caller.compute_in(dtype=dtype)
     with closing(trainers.publisher()) as publisher:
-        said = trainers.publish(publisher)
+        refused = trainers.publish(publisher)
     with closing(trainers.publisher(compress_reshard=True)) as publisher:
         cast = trainers.publish(publisher)
     if trainers.caller is not None:
         trainers.caller.compute_in(dtype="float32")
     with closing(trainers.publisher()) as publisher:
-        return said, cast, trainers.publish(publisher)
+        return refused, cast, trainers.publish(publisher)
 
 
-def test_weights_are_rounded_where_that_was_asked_for_alone(ranks: Ranks, tmp_path: Path) -> None:
-    arguments = str(tmp_path / "server"), publish_to_one_that_rounds, "bfloat16"
-    for said, *others in ranks.launch(with_a_server, NUM_TRAINERS + 1, *arguments)[:NUM_TRAINERS]:
-        assert "are float32 in training and bfloat16 in the servers: start the servers with --dtype float32" in said
+def test_weights_are_rounded_only_with_compress_reshard(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = str(tmp_path / "server"), publish_to_a_rounding_server, "bfloat16"
+    by_rank = ranks.launch(run_with_server, NUM_TRAINERS + 1, *arguments)
+    for refused, *others in by_rank[:NUM_TRAINERS]:
+        assert "are float32 in training and bfloat16 in the servers: start the servers with --dtype float32" in refused
         assert others == ["", ""]
 
 
 class Stepped(GuardedState):
-    """As many parameters as optimizers; a step is of all of them."""
+    """State of as many optimizers as parameters; a step runs all of them."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(number)]
-        self.optimizers = [torch.optim.SGD([each], lr=1.0) for each in parameters]
+        self.optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters]
         self.watch([], self.optimizers)
-        for each in parameters:
-            each.grad = torch.ones(2)
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_step_is_asked_for_once(number: int) -> None:
-    """Where several optimizers take part in it, none is refused after another has stepped."""
-    state, asked = Stepped(number), list[int]()
-    state.before_step = lambda: asked.append(0)
+def test_a_step_of_several_optimizers_is_checked_once(number: int) -> None:
+    """No optimizer is refused after another has stepped."""
+    state = Stepped(number)
+    checks: list[int] = []
+    state.before_step = lambda: checks.append(0)
     for step in range(1, 4):
         for optimizer in state.optimizers:
             optimizer.step()
-            assert len(asked) == step
+            assert len(checks) == step
 
     def refuse() -> None:
         raise StateError("too far ahead")
@@ -457,14 +495,16 @@ def test_a_step_is_asked_for_once(number: int) -> None:
     state.before_step = refuse
     with pytest.raises(StateError, match="too far ahead"):
         state.optimizers[0].step()
-    assert all((group["params"][0] == -3).all() for each in state.optimizers for group in each.param_groups)
+    for optimizer in state.optimizers:
+        assert all((group["params"][0] == -3).all() for group in optimizer.param_groups)
 
 
-def test_an_optimizer_that_replaces_another_is_asked_for_too() -> None:
-    state, asked = Stepped(1), list[int]()
-    state.before_step = lambda: asked.append(0)
+def test_a_replaced_optimizer_is_checked_too() -> None:
+    state = Stepped(1)
+    checks: list[int] = []
+    state.before_step = lambda: checks.append(0)
     state.optimizers[0].step()
     later = torch.optim.SGD(state.optimizers[0].param_groups[0]["params"], lr=1.0)
     state.watch([], [later])
     later.step()
-    assert len(asked) == 2
+    assert len(checks) == 2

@@ -1,10 +1,11 @@
-"""Real trainers fill real vLLM servers, which are processes of their own.
+"""Real trainers fill real vLLM servers, which run as separate processes.
 
-What a server holds and computes is what a cold start of the saved checkpoint has.
+A server must hold and compute the same as a cold start from the saved checkpoint.
 """
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +28,15 @@ NUM_VERSIONS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Trainers, and the servers that they fill.
+    """Trainers and the servers that they fill.
 
     Attributes:
         family: of the model.
-        trainers: how many.
+        trainers: number of ranks.
         actor: their layout.
-        servers: arguments of each.
-        generate: keys of the switch.
-        max_tokens: of each answer.
+        servers: arguments of each server.
+        generate: further keys of generate_config.
+        max_tokens: of each completion.
     """
 
     family: str
@@ -46,8 +47,8 @@ class Case:
     max_tokens: int = 8
 
 
-# vLLM's other kernel that decodes with latent attention is compiled for DeepSeek's own size of a head alone (576), and
-# says "Unsupported block size" of a small model's; the first token needs none
+# Without AMX, vLLM decodes latent attention by a kernel compiled for DeepSeek's head size (576)
+# only, and raises "Unsupported block size" for a small model. The first token needs no decoding.
 DECODES = torch.cpu._is_amx_tile_supported()
 TP2 = ("--tensor-parallel-size", "2")
 CASES = {
@@ -69,8 +70,8 @@ ALWAYS = ("qwen2, tp2 to tp1",)
 
 def config_of(model: str, urls: list[str], actor: dict[str, Any], **generate: Any) -> Any:
     keys = {"servers": urls, "verify": "full", "bucket_mb": 1, "timeout_seconds": 60, "max_model_len": 128, **generate}
-    own = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, **actor}
-    return load_config({"model": model, "actor_config": own, "generate_config": keys})
+    actor_keys = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, **actor}
+    return load_config({"model": model, "actor_config": actor_keys, "generate_config": keys})
 
 
 def train_step(worker: ActorHybridWorker, step: int) -> None:
@@ -81,34 +82,38 @@ def train_step(worker: ActorHybridWorker, step: int) -> None:
 
 
 def publish_versions(model: str, urls: list[str], case: Case, out: str) -> list[dict[str, Any]]:
-    found = []
+    versions = []
     with ActorHybridWorker(config_of(model, urls, case.actor, **case.generate)) as worker:
         servers = [HttpServer(url, 60) for url in urls]
         for version in range(NUM_VERSIONS):
             with worker.rollout_context():
                 report = worker.sharding.last_report
-                answers = worker.generate_sequences(PROMPTS, Sampling(max_tokens=case.max_tokens, temperature=0.0))
+                sampling = Sampling(max_tokens=case.max_tokens, temperature=0.0)
+                completions = worker.generate_sequences(PROMPTS, sampling)
                 if worker.rank == 0:
-                    found.append(
+                    versions.append(
                         {
-                            "answers": [(each[0].token_ids, each[0].logprobs) for each in answers],
+                            "completions": [(first.token_ids, first.logprobs) for first, *_ in completions],
                             "version": [version_of(server) for server in servers],
                             "sums": [checksums(server) for server in servers],
                             "report": report,
                         }
                     )
-                worker.barrier("looked at")
+                worker.barrier("checked")
             with worker.train_context():
                 if worker.rank == 0:
-                    found[-1]["away"] = [version_of(server) for server in servers]
-                    found[-1]["paused"] = [server.get("is_paused")["is_paused"] for server in servers]
+                    versions[-1]["withdrawn"] = [version_of(server) for server in servers]
+                    versions[-1]["paused"] = [server.get("is_paused")["is_paused"] for server in servers]
                 worker.save_hf_checkpoint(f"{out}/v{version}")
                 train_step(worker, version)
-    return found
+    return versions
 
 
 def checksums(server: HttpServer) -> dict[str, str]:
-    """vLLM's own; nothing of a vLLM before 0.32, which has none: there the switch's verification has to do."""
+    """Return vLLM's checksums of the weights; empty for vLLM before 0.32, which has none.
+
+    Without them, the switch's own verification is the only check.
+    """
     if not has_route(server, "weight_checker"):
         return {}
     sums: dict[str, str] = server.post("weight_checker", {"action": "checksum"})["checksums"]
@@ -116,34 +121,34 @@ def checksums(server: HttpServer) -> dict[str, str]:
 
 
 def version_of(server: HttpServer) -> str | None:
-    """Of its weights; None of vLLM 0.26, which says none."""
+    """Return the version of the weights; None for vLLM 0.26, which does not report it."""
     return str(server.get("weight_info")["weight_version"]) if has_route(server, "weight_info") else None
 
 
 def complete(server: HttpServer, max_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
     choices = server.post("v1/completions", {**body, "return_tokens_as_token_ids": True})["choices"]
-    return [(tuple(each["token_ids"]), tuple(each["logprobs"]["token_logprobs"])) for each in choices]
+    return [(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])) for choice in choices]
 
 
 def write_model(directory: Path, family: str) -> str:
-    """A checkpoint of random weights."""
+    """Write a checkpoint of random weights."""
     config = {**served_config(family), "torch_dtype": "float32"}
     return write_checkpoint(directory, config, random_weights(config, 7, torch.float32))
 
 
 @pytest.mark.parametrize("name", ALWAYS)
-def test_a_server_computes_what_a_cold_start_does(engines: Ranks, tmp_path: Path, name: str) -> None:
-    assert_as_a_cold_start(engines, tmp_path, CASES[name])
+def test_a_server_computes_the_same_as_a_cold_start(engines: Ranks, tmp_path: Path, name: str) -> None:
+    assert_matches_cold_start(engines, tmp_path, CASES[name])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ALWAYS])
 def test_servers_of_other_families_and_layouts(engines: Ranks, tmp_path: Path, name: str) -> None:
-    assert_as_a_cold_start(engines, tmp_path, CASES[name])
+    assert_matches_cold_start(engines, tmp_path, CASES[name])
 
 
-def assert_as_a_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> None:
+def assert_matches_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> None:
     model = write_model(tmp_path / "model", case.family)
     with ExitStack() as ends:
         servers = [
@@ -152,18 +157,20 @@ def assert_as_a_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> None:
         ]
         urls = [server.url for server in servers]
         versions = engines.launch(publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400)[0]
-    assert len({str(each["answers"]) for each in versions}) == NUM_VERSIONS
-    for number, each in enumerate(versions):
-        if None not in each["version"]:
-            assert (each["version"], each["away"]) == ([str(number)] * len(urls), [NO_VERSION] * len(urls))
-        assert each["paused"] == [True] * len(urls)
-        assert each["report"].bytes_received == each["report"].bytes_least > 0
-        assert each["report"].tensors_verified > 0
+    assert len({str(observed["completions"]) for observed in versions}) == NUM_VERSIONS
+    for number, observed in enumerate(versions):
+        if None not in observed["version"]:
+            assert observed["version"] == [str(number)] * len(urls)
+            assert observed["withdrawn"] == [NO_VERSION] * len(urls)
+        assert observed["paused"] == [True] * len(urls)
+        assert observed["report"].bytes_received == observed["report"].bytes_least > 0
+        assert observed["report"].tensors_verified > 0
     for number, arguments in enumerate(case.servers):
         with serving(tmp_path / f"v{NUM_VERSIONS - 1}", tmp_path / f"cold{number}", *PLAIN, *arguments) as cold:
             assert checksums(HttpServer(cold.url, 60)) == versions[-1]["sums"][number]
-            if len(case.servers) == 1:  # else ranks have asked different ones
-                assert complete(HttpServer(cold.url, 60), case.max_tokens) == versions[-1]["answers"]
+            if len(case.servers) == 1:  # otherwise ranks used different servers
+                completions = complete(HttpServer(cold.url, 60), case.max_tokens)
+                assert completions == versions[-1]["completions"]
 
 
 def draw(model: str, urls: list[str]) -> list[Any]:
@@ -173,14 +180,16 @@ def draw(model: str, urls: list[str]) -> list[Any]:
 
 
 @pytest.mark.long
-def test_a_server_draws_what_vllm_in_process_does(engines: Ranks, tmp_path: Path) -> None:
-    """By the same random streams, from the same distribution."""
+def test_a_server_samples_the_same_as_vllm_in_process(engines: Ranks, tmp_path: Path) -> None:
+    """The distribution and the random streams are the same."""
     model = write_model(tmp_path / "model", "qwen2")
-    (here,) = engines.launch(draw, 1, model, [], timeout=400)
+    (in_process,) = engines.launch(draw, 1, model, [], timeout=400)
     with serving(model, tmp_path / "server", *FILLED, *PLAIN) as server:
         served = engines.launch(draw, 2, model, [server.url], timeout=400)
     assert served[0] == served[1]
-    flat_here, flat_served = ([one for group in groups for one in group] for groups in (here, served[0]))
-    for one, other in zip(flat_here, flat_served, strict=True):
-        assert (one.token_ids, one.temperature) == (other.token_ids, other.temperature)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    expected = itertools.chain.from_iterable(in_process)
+    sampled = itertools.chain.from_iterable(served[0])
+    for completion, reference in zip(sampled, expected, strict=True):
+        assert completion.token_ids == reference.token_ids
+        assert completion.temperature == reference.temperature
+        assert reference.logprobs == pytest.approx(completion.logprobs, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Each side alone, in a job of one process that has no weights: what is kept of a job when it goes wrong."""
+"""Each side alone, in a job of one process without weights: the state that failures leave."""
 
 from __future__ import annotations
 
@@ -33,19 +33,22 @@ CPU = torch.device("cpu")
 
 
 class NoWeights(NoInference):
-    """A worker's."""
+    """Weights of a worker that has none."""
 
     def take_place(self, rank: int, *, keeps_memory: bool) -> None:
         self.rank = rank
 
 
 class NoWorkers(Server):
-    """A server without workers, which fails in one call. As vLLM's, it has one update at a time."""
+    """A server without workers that fails in one call. Like vLLM, it allows one update at a
+    time."""
 
     is_updating = False
 
     def __init__(self) -> None:
-        self.calls, self.fails_in, self.may_fail = list[str](), "", threading.Event()
+        self.calls: list[str] = []
+        self.fails_in = ""
+        self.may_fail = threading.Event()
 
     def num_workers(self) -> int:
         return 0
@@ -76,7 +79,7 @@ def publisher_of(job: Job, *servers: object) -> WeightPublisher:
     return WeightPublisher(NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job)  # type: ignore[arg-type]
 
 
-def test_an_invitation_that_is_refused_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_invitation_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     receiver = WeightReceiver(NoWeights(), NoWeights(), 0, CPU)
     with closing(Rendezvous(None)) as place:
@@ -92,20 +95,20 @@ def test_an_invitation_that_is_refused_ends_no_job(monkeypatch: pytest.MonkeyPat
         receiver.leave()
 
 
-class SayingManager(ShardingManager):
-    is_made = threading.Event()
+class SignallingManager(ShardingManager):
+    is_built = threading.Event()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_made.set()
+        self.is_built.set()
 
 
-def test_servers_that_fail_once_they_joined_are_invited_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_fail_after_joining_are_invited_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     server = NoWorkers()
     with closing(publisher_of(job, server)) as publisher:
         server.fails_in = "init_weight_transfer_engine"
-        monkeypatch.setattr(publisher_module, "ShardingManager", SayingManager)
-        monkeypatch.setattr(SayingManager, "is_made", server.may_fail)
+        monkeypatch.setattr(publisher_module, "ShardingManager", SignallingManager)
+        monkeypatch.setattr(SignallingManager, "is_built", server.may_fail)
         with pytest.raises(ServerError, match="the server is gone"):
             publisher.publish()
         assert publisher.state is State.TRAIN
@@ -116,8 +119,8 @@ def test_servers_that_fail_once_they_joined_are_invited_anew(job: Job, monkeypat
 
 
 @pytest.mark.parametrize("target", [State.INFER, State.TRAIN])
-def test_a_switch_follows_one_that_was_interrupted(job: Job, monkeypatch: pytest.MonkeyPatch, target: State) -> None:
-    """Ctrl-C leaves the servers with an update that nobody has ended."""
+def test_a_switch_recovers_from_an_interrupted_one(job: Job, monkeypatch: pytest.MonkeyPatch, target: State) -> None:
+    """Ctrl-C leaves an unfinished update on the servers."""
     server = NoWorkers()
     with closing(publisher_of(job, server)) as publisher:
         with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
@@ -137,6 +140,6 @@ def test_a_switch_follows_one_that_was_interrupted(job: Job, monkeypatch: pytest
         ((7,), "invalid-server"),
     ],
 )
-def test_servers_that_cannot_be_are_refused(job: Job, servers: tuple[object, ...], code: str) -> None:
+def test_invalid_servers_are_refused(job: Job, servers: tuple[object, ...], code: str) -> None:
     with pytest.raises(ConfigError, check=has_violations(("servers", code))):
         publisher_of(job, *servers)

@@ -1,4 +1,4 @@
-"""Trainers on one host fill servers on another: what these hold, and what goes over the link between them."""
+"""Trainers on one host fill servers on another: their weights, and the bytes between the hosts."""
 
 from __future__ import annotations
 
@@ -39,24 +39,28 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 SERVERS = {"tp1": (), "tp2": TP2}
-NUM_TRAINERS, NUM_VERSIONS, MAX_TOKENS = 2, 3, 8
+NUM_TRAINERS = 2
+NUM_VERSIONS = 3
+MAX_TOKENS = 8
 LOST_SECONDS = 15
 SECRET = "of these two hosts"
 ANYWHERE = ("0.0.0.0:", ":::")
-BESIDE, BESIDE_WITH_A_JOIN = 0.01, 0.02
-"""Bytes over the link beside the plan's, in both directions and with all headers, as a share of the plan's. A join has
-layouts and connections."""
+OVERHEAD = 0.01
+OVERHEAD_WITH_JOIN = 0.02
+"""Bytes over the link in addition to the plan's, in both directions and with all headers, as a
+share of the plan's. A join adds layouts and connections."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One version, on servers.
+    """Observations of one published version.
 
     Attributes:
         report: of the switch.
-        link: bytes that the trainers' host sent and received meanwhile; link_back: likewise, in the switch back.
-        listeners: what listens for TCP on the trainers' host after the switch.
-        versions, sums, answers: by server.
+        link: bytes that the trainers' host sent and received during the switch to inference.
+        link_back: likewise, during the switch back.
+        listeners: TCP listeners on the trainers' host after the switch.
+        versions, sums, completions: by server.
     """
 
     report: ReshardReport
@@ -65,17 +69,18 @@ class Published:
     listeners: set[str]
     versions: list[str]
     sums: list[dict[str, str]]
-    answers: list[Any]
+    completions: list[Any]
 
 
-class Counted:
-    """Bytes over a link during a block, once all ranks are through it."""
+class LinkCounter:
+    """Counts bytes over a link during a block, from and to a barrier of all ranks."""
 
     def __init__(self, worker: ActorHybridWorker, host: Host) -> None:
-        self._worker, self._host = worker, host
+        self._worker = worker
+        self._host = host
         self.nbytes: dict[str, int] = {}
 
-    def __enter__(self) -> Counted:
+    def __enter__(self) -> LinkCounter:
         self._worker.barrier("before")
         self._before = self._host.link_nbytes()
         self._worker.barrier("counted")
@@ -88,7 +93,7 @@ class Counted:
 
 
 def publish_versions(host: Host, urls: list[str]) -> list[Published]:
-    """On a rank of the trainers, from their host."""
+    """Publish from a rank of the trainers, on their host."""
     os.environ[TOKEN] = SECRET
     with host.entered():
         actor = {"tensor_model_parallel_size": 2}
@@ -99,26 +104,29 @@ def publish_versions(host: Host, urls: list[str]) -> list[Published]:
 
 
 def _publish(worker: ActorHybridWorker, host: Host, servers: list[HttpServer], version: int) -> Published:
-    with Counted(worker, host) as there:
+    with LinkCounter(worker, host) as forth:
         worker.sharding.publish()
     report = worker.sharding.last_report
-    versions, sums, answers, listeners = [], [], [], host.listeners()
+    versions: list[str] = []
+    sums: list[dict[str, str]] = []
+    completions: list[Any] = []
+    listeners = host.listeners()
     if worker.rank == 0:
         versions = [server.get("weight_info")["weight_version"] for server in servers]
         sums = [checksums(server) for server in servers]
-        answers = [answers_of(server) for server in servers]
-    worker.barrier("looked at")
-    with Counted(worker, host) as back:
+        completions = [completions_of(server) for server in servers]
+    worker.barrier("checked")
+    with LinkCounter(worker, host) as back:
         worker.sharding.withdraw()
     if worker.rank == 0:
         assert [server.get("weight_info")["weight_version"] for server in servers] == [NO_VERSION] * len(servers)
     worker.save_hf_checkpoint(f"/tmp/v{version}")
     train_step(worker, version)
-    return Published(report, there.nbytes, back.nbytes, listeners, versions, sums, answers)
+    return Published(report, forth.nbytes, back.nbytes, listeners, versions, sums, completions)
 
 
-def answers_of(server: HttpServer) -> list[Any]:
-    """One prompt after the other: products of other sizes, in a batch, are rounded otherwise."""
+def completions_of(server: HttpServer) -> list[Any]:
+    """Complete the prompts one at a time: rounding depends on the size of the batch."""
     return [complete(server, MAX_TOKENS, [prompt]) for prompt in PROMPTS]
 
 
@@ -129,8 +137,11 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
-def started(host: Host, model: str, *load: str) -> Iterator[list[str]]:
-    """Addresses of one server for each of SERVERS, on a host; `model`: a directory there."""
+def start_servers(host: Host, model: str, *load: str) -> Iterator[list[str]]:
+    """Start one server for each of SERVERS on a host; yield their addresses.
+
+    `model`: a directory on that host.
+    """
     with ExitStack() as ends, ThreadPoolExecutor(len(SERVERS)) as pool:
 
         def start(name: str) -> str:
@@ -141,51 +152,54 @@ def started(host: Host, model: str, *load: str) -> Iterator[list[str]]:
         yield list(pool.map(start, SERVERS))
 
 
-def test_servers_on_another_host_have_each_byte_once_over_the_link(engines: Ranks, hosts: tuple[Host, Host]) -> None:
+def test_each_byte_crosses_the_link_to_servers_once(engines: Ranks, hosts: tuple[Host, Host]) -> None:
     trainers, away = hosts
     config = {**served_config("qwen2", **SIZES), "torch_dtype": "float32"}
     weights = random_weights(config, 7, torch.float32)
     write_checkpoint(trainers.path("/tmp/model"), config, weights)
     write_config(away.path("/tmp/model"), config)
-    start_fork_server()  # which is to be on neither host
-    with started(away, "/tmp/model", *FILLED) as urls:
+    start_fork_server()  # which must be on neither host
+    with start_servers(away, "/tmp/model", *FILLED) as urls:
         before = away.listeners()
         with trainers.network():
             published = engines.launch(publish_versions, NUM_TRAINERS, trainers, urls, timeout=400)[0]
         new = away.listeners() - before
-    assert {each.rpartition(":")[0] for each in new} == {away.address}
-    assert not [each for found in published for each in found.listeners if each.startswith(ANYWHERE)]
+    assert {listener.rpartition(":")[0] for listener in new} == {away.address}
+    for observed in published:
+        assert not any(listener.startswith(ANYWHERE) for listener in observed.listeners)
 
-    least = sum(weight.nbytes for weight in weights.values())  # both servers on one host: all of it, once
-    for version, found in enumerate(published):
-        report, link = found.report, sum(found.link.values())
+    least = sum(weight.nbytes for weight in weights.values())  # once for both servers of the host
+    for version, observed in enumerate(published):
+        report = observed.report
+        link = sum(observed.link.values())
         assert report.bytes_across_hosts == least
         assert report.bytes_received == report.bytes_least > least
         assert report.tensors_verified > 0
-        assert found.versions == [str(version)] * len(urls)
-        assert least < link < least * (1 + (BESIDE if version else BESIDE_WITH_A_JOIN))
-        assert sum(found.link_back.values()) < least * BESIDE
-    assert len({str(found.sums) for found in published}) == NUM_VERSIONS
-    assert_cold(away, trainers.path(f"/tmp/v{NUM_VERSIONS - 1}"), published[-1])
+        assert observed.versions == [str(version)] * len(urls)
+        assert least < link < least * (1 + (OVERHEAD if version else OVERHEAD_WITH_JOIN))
+        assert sum(observed.link_back.values()) < least * OVERHEAD
+    assert len({str(observed.sums) for observed in published}) == NUM_VERSIONS
+    assert_matches_cold_servers(away, trainers.path(f"/tmp/v{NUM_VERSIONS - 1}"), published[-1])
 
 
-def assert_cold(away: Host, checkpoint: Path, published: Published) -> None:
-    """Servers that load the checkpoint hold and compute what those hold and compute that were filled."""
+def assert_matches_cold_servers(away: Host, checkpoint: Path, published: Published) -> None:
+    """Check that servers which load the checkpoint hold and compute the same as the filled ones."""
     shutil.copytree(checkpoint, away.path("/tmp/cold"))
-    with started(away, "/tmp/cold") as urls, away.network():
+    with start_servers(away, "/tmp/cold") as urls, away.network():
         cold = [HttpServer(url, 60) for url in urls]
         assert [checksums(server) for server in cold] == published.sums
-        assert [answers_of(server) for server in cold] == published.answers
+        assert [completions_of(server) for server in cold] == published.completions
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A publish during which the link was cut, and one after it was mended.
+    """A publish during which the link was cut, and the next one on the restored link.
 
     Attributes:
-        error: which the first one raised. seconds: until then.
-        is_as_before: the training weights were, bit for bit.
-        version: on the server, after the second one.
+        error: raised by the first publish.
+        seconds: until it was raised.
+        is_as_before: whether training weights are unchanged, bit for bit.
+        version: on the server after the second publish.
     """
 
     error: str
@@ -218,7 +232,7 @@ def _cut(worker: ActorHybridWorker, away: Host, server: HttpServer, when: str) -
     with pytest.MonkeyPatch.context() as patch:
         if when == "before it":
             cut()
-        else:  # the server has begun
+        else:  # the server has started its switch
             enter = manager.enter
             patch.setattr(manager, "enter", lambda target: (cut(), enter(target)))
         started = time.monotonic()
@@ -228,27 +242,26 @@ def _cut(worker: ActorHybridWorker, away: Host, server: HttpServer, when: str) -
     is_as_before = all(torch.equal(flat, before[name]) for name, flat in flats.items())
     if worker.rank == 0:
         away.set_link("up")
-    worker.barrier("mended")
+    worker.barrier("restored")
     worker.sharding.publish()
     version = server.get("weight_info")["weight_version"] if worker.rank == 0 else ""
     worker.sharding.withdraw()
     return Cut(str(caught.value), seconds, is_as_before, version)
 
 
-def test_trainers_outlive_a_link_that_is_cut(engines: Ranks, hosts: tuple[Host, Host]) -> None:
+def test_trainers_survive_a_cut_link(engines: Ranks, hosts: tuple[Host, Host]) -> None:
     trainers, away = hosts
     model = write_model(trainers.path("/tmp/model"), "qwen2")
     shutil.copytree(model, away.path("/tmp/model"))
     start_fork_server()
     arguments = "/tmp/model", away.path("/tmp/server"), *FILLED, *PLAIN
     with serving(*arguments, environment={TOKEN: SECRET}, host=away) as server, trainers.network():
-        found = engines.launch(publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300)
-    for by_rank in found:
-        for cut in by_rank.values():
+        by_rank = engines.launch(publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300)
+    for cuts in by_rank:
+        for cut in cuts.values():
             assert cut.seconds < LOST_SECONDS + 20
             assert cut.is_as_before
-        assert (
-            "asking the servers for a switch" in by_rank["before it"].error or server.url in by_rank["before it"].error
-        )
-        assert "a server was lost in a switch" in by_rank["within it"].error
-    assert [cut.version for cut in found[0].values()] == ["0", "0"]
+        error = cuts["before it"].error
+        assert "asking the servers for a switch" in error or server.url in error
+        assert "a server was lost in a switch" in cuts["within it"].error
+    assert [cut.version for cut in by_rank[0].values()] == ["0", "0"]

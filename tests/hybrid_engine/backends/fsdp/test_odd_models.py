@@ -26,7 +26,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.fsdp.test_switches import same_bits
-from tests.hybrid_engine.serving.publishing import let_through
+from tests.hybrid_engine.serving.publishing import calls_while_published
 from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard, shard_over_tensor_parallel
 
@@ -189,7 +189,7 @@ def _faults(odd: Odd, path: Path, job: Job) -> Iterator[str]:
         "state_dict of an optimizer": optimizers[0].state_dict,
         "load_state_dict of an optimizer": lambda: optimizers[0].load_state_dict(moments),
     }
-    passed = let_through(driven, driven.table.shapes, job, calls)
+    passed = calls_while_published(driven, driven.table.shapes, job, calls)
     yield from (f"{call} goes on while the weights are published" for call in passed)
     other = odd.make(path)
     other_optimizers = odd.optimizers(other)

@@ -17,7 +17,7 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.harness.reachable import UNACCOUNTED, reachable, residual
 from tests.hybrid_engine.end_to_end.digests import digest
-from tests.hybrid_engine.serving.publishing import let_through
+from tests.hybrid_engine.serving.publishing import calls_while_published
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
@@ -55,7 +55,7 @@ def run_case(path: Path, settings: dict[str, Any], *, offloads: bool) -> dict[st
                 "log_probs": lambda: run.engine.log_probs(batch),
             }
             with closing(Job.join(60)) as job:
-                result["let through"] = let_through(run.engine, run.table.shapes, job, calls)
+                result["let through"] = calls_while_published(run.engine, run.table.shapes, job, calls)
         result["digest"] = digests(run.engine)
         return result
 
