@@ -1,9 +1,10 @@
-"""Random pairs of layouts for the planner, and an oracle that knows single elements only.
+"""Random pairs of layouts for the planner, and an oracle that handles single elements only.
 
-Each tensor is sharded on each side in a way of its own: cut along dims into uneven parts over some of the ranks
-(tensor and pipeline parallel), several such copies on other ranks (data parallel), overlapping windows (replicated KV
-heads), the rank's part cut again and stored in another order among other tensors' parts (fused and interleaved
-projections), transposed, with gaps (padding). Each side has one dtype, or two that tensors choose from.
+Each tensor is sharded differently on each side: cut along dims into uneven parts over some ranks
+(tensor and pipeline parallel), in several copies on other ranks (data parallel), in overlapping
+windows (replicated KV heads), with a rank's part cut again and stored in another order among parts
+of other tensors (fused and interleaved projections), transposed, or with gaps (padding). Each side
+has one dtype, or a mix of two.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from hybrid_engine.records.sides import Side
 Index = tuple[int, ...]
 NOT_WRITTEN = -1
 DTYPES = (("bfloat16",), ("float32",), ("bfloat16", "float32"))
+"""Choices of dtypes for the tensors of a side; the last is mixed."""
 
-# A strategy is checked when it is first drawn from, which takes longer than to draw: each is made once.
-integers, one_of = functools.cache(st.integers), functools.cache(st.sampled_from)
+# The check of a strategy at its first draw costs more than the draw, so each is built once.
+integers = functools.cache(st.integers)
+one_of = functools.cache(st.sampled_from)
 SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 
 
@@ -40,13 +43,15 @@ def some_ranks(num_ranks: int) -> st.SearchStrategy[set[int]]:
     return st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=2)
 
 
-"""Of a side's tensors: fp32 to bf16 and the other way, bf16 to bf16, or mixed."""
-
-
 @dataclass(frozen=True)
 class Case:
-    """Two layouts over the same tensors; `hosts` and, where ranks share some, `devices` by rank, `relaying` those hosts
-    whose ranks read each other's memory."""
+    """Two layouts of the same tensors.
+
+    Attributes:
+        hosts: by rank.
+        relaying: hosts with ranks that read each other's memory, and so relay.
+        devices: by rank; empty if no ranks share a device.
+    """
 
     source: Layout
     destination: Layout
@@ -55,9 +60,9 @@ class Case:
     relaying: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
 
-    def share_a_device(self, one: int, other: int) -> bool:
+    def share_a_device(self, rank: int, other: int) -> bool:
         places = [*zip(self.hosts, self.devices or map(str, range(len(self.hosts))), strict=True)]
-        return places[one] == places[other]
+        return places[rank] == places[other]
 
 
 def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
@@ -67,7 +72,7 @@ def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str 
 
 
 def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
-    """Every element of every tensor has a number of its own."""
+    """Assign a unique number to every element of every tensor."""
     numbers = itertools.count()
     return {
         name: np.array([next(numbers) for _ in range(math.prod(shape))]).reshape(shape)
@@ -76,14 +81,14 @@ def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
 
 
 def elements_of(shard: Shard) -> Iterator[tuple[Index, int]]:
-    """(canonical index, position in the buffer) of every element of a record, one by one."""
+    """Yield (canonical index, position in the buffer) of every element of a record."""
     for index in itertools.product(*map(range, shard.region.lengths)):
         position = shard.place.offset + sum(i * s for i, s in zip(index, shard.place.strides, strict=True))
         yield tuple(o + i for o, i in zip(shard.region.offsets, index, strict=True)), position
 
 
 def filled_buffers(layout: Layout) -> dict[BufferId, np.ndarray]:
-    """What the layout says each buffer holds; NOT_WRITTEN where it says nothing."""
+    """Return the contents of the buffers by the layout; NOT_WRITTEN where it has no record."""
     values = canonical_values(layout.tensors)
     buffers = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in layout.buffers.items()}
     for shard in layout.shards:
@@ -92,13 +97,14 @@ def filled_buffers(layout: Layout) -> dict[BufferId, np.ndarray]:
     return buffers
 
 
-def carry_out(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray], dict[BufferId, np.ndarray]]:
-    """Destination buffers after all transfers, and how often each of their elements was written.
+def run_plan(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray], dict[BufferId, np.ndarray]]:
+    """Run all transfers of a plan.
 
-    Relay buffers hold nothing before a bucket, are written once in it, and are read only where they were written.
+    Returns the destination buffers, and how often each of their elements was written. Relay buffers
+    are empty before a bucket, are written once in it, and are read only where written.
     """
     sources = filled_buffers(case.source)
-    found = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in case.destination.buffers.items()}
+    contents = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in case.destination.buffers.items()}
     counts = {buffer_id: np.zeros(buffer.numel, int) for buffer_id, buffer in case.destination.buffers.items()}
     for bucket in plan.buckets:
         relays = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in plan.relays.items()}
@@ -109,36 +115,36 @@ def carry_out(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray]
                 assert (relays[transfer.dst.buffer][at] == NOT_WRITTEN).all()
                 relays[transfer.dst.buffer][at] = values
             else:
-                found[transfer.dst.buffer][at] = values
+                contents[transfer.dst.buffer][at] = values
                 counts[transfer.dst.buffer][at] += 1
         for transfer in bucket.fan_out:
             values = relays[transfer.src.buffer][positions_of(transfer, transfer.src)]
             assert (values != NOT_WRITTEN).all()
             at = positions_of(transfer, transfer.dst)
-            found[transfer.dst.buffer][at] = values
+            contents[transfer.dst.buffer][at] = values
             counts[transfer.dst.buffer][at] += 1
-    return found, counts
+    return contents, counts
 
 
 def itemsizes(layout: Layout) -> dict[str, int]:
-    """Tensor -> bytes per element where it is held."""
+    """Return the bytes per element of each tensor on a side."""
     return {shard.region.tensor: layout.buffers[shard.place.buffer].itemsize for shard in layout.shards}
 
 
 def wire_itemsizes(case: Case) -> dict[str, int]:
-    """Tensor -> bytes per element that cross a link: those of the narrower side."""
-    source, destination = itemsizes(case.source), itemsizes(case.destination)
-    return {name: min(source[name], nbytes) for name, nbytes in destination.items()}
+    """Return the bytes per element of each tensor that cross a link: the narrower side's."""
+    source = itemsizes(case.source)
+    return {name: min(source[name], nbytes) for name, nbytes in itemsizes(case.destination).items()}
 
 
 def network_lower_bound(source: Layout, destination: Layout, hosts: Sequence[str]) -> dict[str, int]:
-    """Host -> bytes that its ranks together must receive from other hosts, whatever the plan."""
+    """Return the bytes that the ranks of each host must receive from other hosts in any plan."""
     sides = (placed_holdings(layout, len(hosts)).holdings for layout in (source, destination))
     return dict(zip(dict.fromkeys(hosts), summarize(*sides, hosts).network_lower_bound.tolist(), strict=True))
 
 
 def positions_of(transfer: Transfer, place: Place) -> np.ndarray:
-    """Where each element of a transfer's box lies at one end of it."""
+    """Return the position of each element of a transfer's box at one end."""
     region = Region(transfer.tensor, (0,) * len(transfer.lengths), transfer.lengths)
     return np.array([position for _, position in elements_of(Shard(region, place))])
 
@@ -159,14 +165,15 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtypes: Sequence[str]) -> Layout:
-    """A layout in which the ranks together hold all of every tensor, each buffer without overlap."""
+    """Draw a layout that holds all elements of every tensor, without overlap in a buffer."""
     parts: dict[tuple[BufferId, str], list[Region]] = {}
     for name, shape in tensors.items():
         dtype = draw(one_of(dtypes))
         for region, rank in draw(holders(name, shape, num_ranks)):
             buffer_id = BufferId(rank, f"{draw(one_of(('one', 'two')))} {dtype}")
             parts.setdefault((buffer_id, dtype), []).extend(draw(cuts(region)))
-    buffers, shards = {}, []
+    buffers: dict[BufferId, Buffer] = {}
+    shards: list[Shard] = []
     for (buffer_id, dtype), regions in parts.items():
         buffers[buffer_id], placed = draw(placements(buffer_id, draw(st.permutations(regions)), dtype))
         shards += placed
@@ -175,18 +182,18 @@ def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtype
 
 @st.composite
 def holders(draw: st.DrawFn, name: str, shape: Index, num_ranks: int) -> list[tuple[Region, int]]:
-    """Who holds which region: one or more whole copies, each cut over ranks of its own choice."""
-    found: dict[tuple[int, Region], None] = {}
+    """Draw the holders of a tensor's regions: one or more copies, each cut over ranks."""
+    holdings: dict[tuple[int, Region], None] = {}
     for _ in range(draw(integers(1, 2))):
         for region in draw(cuts(Region(name, (0,) * len(shape), shape))):
             for rank in draw(some_ranks(num_ranks)):
-                found[(rank, region)] = None
-    return [(region, rank) for rank, region in found]
+                holdings[(rank, region)] = None
+    return [(region, rank) for rank, region in holdings]
 
 
 @st.composite
 def cuts(draw: st.DrawFn, region: Region) -> list[Region]:
-    """The region in uneven parts along one dim, or along two, or whole."""
+    """Cut a region into uneven parts along up to two dims."""
     parts = [region]
     for _ in range(draw(integers(0, 2)) if region.lengths else 0):
         dim = draw(integers(0, len(region.lengths) - 1))
@@ -197,21 +204,31 @@ def cuts(draw: st.DrawFn, region: Region) -> list[Region]:
 def _cut(region: Region, dim: int, at: int) -> list[Region]:
     if at >= region.lengths[dim]:
         return [region]
-    first, rest, moved = list(region.lengths), list(region.lengths), list(region.offsets)
+    first = list(region.lengths)
+    rest = list(region.lengths)
+    offsets = list(region.offsets)
     first[dim] = at
     rest[dim] -= at
-    moved[dim] += at
-    return [Region(region.tensor, region.offsets, tuple(first)), Region(region.tensor, tuple(moved), tuple(rest))]
+    offsets[dim] += at
+    return [
+        Region(region.tensor, region.offsets, tuple(first)),
+        Region(region.tensor, tuple(offsets), tuple(rest)),
+    ]
 
 
 @st.composite
 def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtype: str) -> tuple[Buffer, list[Shard]]:
-    """A buffer that holds the regions one after another, in any dim order; what lies between is declared padding."""
-    shards, end = [], 0
+    """Draw a buffer that holds the regions one after another, in any dim order.
+
+    Gaps between them are declared as padding.
+    """
+    shards = []
+    end = 0
     used: set[int] = set()
     for region in regions:
         end += draw(one_of((0, 0, 2)))
-        strides, step = [0] * len(region.lengths), 1
+        strides = [0] * len(region.lengths)
+        step = 1
         for dim in draw(st.permutations(range(len(region.lengths)))):
             strides[dim] = step
             step = step * region.lengths[dim] + draw(one_of((0, 0, 0, 1)))

@@ -1,4 +1,4 @@
-"""Buckets: while one layout is given up for the other, no rank holds much more than the larger one."""
+"""Buckets: while one layout replaces the other, no rank holds much more than the larger one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def box(ranks: Iterable[int], nbytes: int) -> BytesByRank:
 
 
 def pipeline(num_layers: int, stages: int, num_ranks: int, layer_nbytes: int) -> list[BytesByRank]:
-    """By layer: which ranks hold how much of it, with as many slices as ranks in a stage."""
+    """Return the holders of each layer, cut into as many slices as a stage has ranks."""
     per_stage = num_ranks // stages
-    stage_of = [layer * stages // num_layers for layer in range(num_layers)]
-    return [box(range(s * per_stage, (s + 1) * per_stage), layer_nbytes // per_stage) for s in stage_of]
+    stages_of_layers = [layer * stages // num_layers for layer in range(num_layers)]
+    slice_nbytes = layer_nbytes // per_stage
+    return [box(range(s * per_stage, (s + 1) * per_stage), slice_nbytes) for s in stages_of_layers]
 
 
 def layers(fills: list[BytesByRank], frees: list[BytesByRank]) -> dict[str, Need]:
@@ -41,8 +42,11 @@ def layers(fills: list[BytesByRank], frees: list[BytesByRank]) -> dict[str, Need
     return {f"layer{n}": Need((f"group{n}",), fill, free) for n, (fill, free) in enumerate(pairs)}
 
 
-def highest(needs: dict[str, Need], outlines: list[Outline], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """By rank the most bytes, when a bucket's sources go once it has been sent, and the larger layout's bytes."""
+def peak_and_larger(needs: dict[str, Need], outlines: list[Outline], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return each rank's peak bytes and the bytes of its larger layout.
+
+    The source of a bucket is released once the bucket has been sent.
+    """
     filled, freed, peak = (np.zeros(num_ranks, dtype=int) for _ in range(3))
     trained = np.zeros(num_ranks, dtype=int)
     for need in needs.values():
@@ -59,19 +63,20 @@ def highest(needs: dict[str, Need], outlines: list[Outline], num_ranks: int) -> 
 @pytest.mark.parametrize("train_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("infer_stages", [1, 2, 4, 8])
 def test_no_rank_holds_more_than_the_larger_layout_and_two_layers(train_stages: int, infer_stages: int) -> None:
-    num_ranks, layer = 8, 840 * 8
+    num_ranks = 8
+    layer = 840 * 8
     needs = layers(pipeline(32, infer_stages, num_ranks, layer), pipeline(32, train_stages, num_ranks, layer))
     outlines = outline_buckets(needs, num_ranks, bucket_nbytes=1)
-    peak, larger = highest(needs, outlines, num_ranks)
+    peak, larger = peak_and_larger(needs, outlines, num_ranks)
     largest = max(int(side.nbytes.max()) for need in needs.values() for side in (need.fills, need.frees))
     assert (peak <= larger + 2 * largest).all()
     assert len(outlines) == 32
 
 
-def test_in_the_models_order_a_late_stage_would_hold_both() -> None:
+def test_model_order_would_make_late_stages_hold_both() -> None:
     needs = layers(pipeline(32, 1, 4, 4000), pipeline(32, 4, 4, 4000))
     in_order = [Outline((name,), need.groups, 0) for name, need in needs.items()]
-    peak, larger = highest(needs, in_order, 4)
+    peak, larger = peak_and_larger(needs, in_order, 4)
     assert peak.max() > 1.7 * larger.max()
 
 
@@ -87,45 +92,46 @@ needs_of_any_kind = st.lists(
 
 
 @given(needs_of_any_kind, st.integers(1, 40), st.sets(st.integers(0, 11)))
-def test_every_tensor_once_and_groups_whole(
-    drawn: list[tuple[set[int], dict[int, int], dict[int, int]]], size: int, apart: set[int]
+def test_buckets_contain_each_tensor_once_and_whole_groups(
+    drawn: list[tuple[set[int], dict[int, int], dict[int, int]]], size: int, frozen: set[int]
 ) -> None:
-    needs = {
-        f"t{n}": Need(
-            tuple(f"g{group}" for group in sorted(groups)) or (f"own{n}",),
-            *(BytesByRank(np.array(list(side), dtype=int), np.array(list(side.values()), dtype=int)) for side in sides),
-        )
-        for n, (groups, *sides) in enumerate(drawn)
-    }
-    names_apart = {f"t{n}" for n in apart}
-    outlines = outline_buckets(needs, 4, size, names_apart)
-    assert sorted(tensor for one in outlines for tensor in one.tensors) == sorted(needs)
-    groups = [group for one in outlines for group in one.groups]
+    def by_rank(side: dict[int, int]) -> BytesByRank:
+        return BytesByRank(np.array(list(side), dtype=int), np.array(list(side.values()), dtype=int))
+
+    needs = {}
+    for n, (groups, fills, frees) in enumerate(drawn):
+        names = tuple(f"g{group}" for group in sorted(groups)) or (f"own{n}",)
+        needs[f"t{n}"] = Need(names, by_rank(fills), by_rank(frees))
+    outlines = outline_buckets(needs, 4, size, {f"t{n}" for n in frozen})
+    assert sorted(tensor for outline in outlines for tensor in outline.tensors) == sorted(needs)
+    groups = [group for outline in outlines for group in outline.groups]
     assert len(groups) == len(set(groups))
-    for one in outlines:
-        filled, freed = np.zeros(4, dtype=int), np.zeros(4, dtype=int)
-        for tensor in one.tensors:
+    for outline in outlines:
+        filled, freed = np.zeros((2, 4), dtype=int)
+        for tensor in outline.tensors:
             np.add.at(filled, needs[tensor].fills.ranks, needs[tensor].fills.nbytes)
             np.add.at(freed, needs[tensor].frees.ranks, needs[tensor].frees.nbytes)
-        assert one.nbytes == max(filled.max(), freed.max())
-        assert one in outlines[-2:] or one.nbytes >= size
+        assert outline.nbytes == max(filled.max(), freed.max())
+        assert outline in outlines[-2:] or outline.nbytes >= size
 
 
-def test_what_is_apart_shares_no_bucket_and_costs_no_more_than_a_bucket() -> None:
-    """Half of the stages are frozen, which the other ranks fill before they give anything up."""
-    num_ranks, layer = 4, 4000
+def test_frozen_tensors_have_separate_buckets() -> None:
+    """Half of the stages are frozen; other ranks fill those before they release anything."""
+    num_ranks = 4
+    layer = 4000
     needs = layers(pipeline(32, 1, num_ranks, layer), pipeline(32, 4, num_ranks, layer))
-    apart = {f"layer{n}" for n in range(16)}
-    outlines = outline_buckets(needs, num_ranks, bucket_nbytes=2 * layer, frozen=apart)
-    assert all(apart.issuperset(one.tensors) or apart.isdisjoint(one.tensors) for one in outlines)
-    peak, larger = highest(needs, outlines, num_ranks)
-    assert (peak <= larger + 2 * max(one.nbytes for one in outlines)).all()
+    frozen = {f"layer{n}" for n in range(16)}
+    outlines = outline_buckets(needs, num_ranks, bucket_nbytes=2 * layer, frozen=frozen)
+    for outline in outlines:
+        assert frozen.issuperset(outline.tensors) or frozen.isdisjoint(outline.tensors)
+    peak, larger = peak_and_larger(needs, outlines, num_ranks)
+    assert (peak <= larger + 2 * max(outline.nbytes for outline in outlines)).all()
 
 
 BUCKETS = [Bucket(0, (), (), ("a", "b"), 0), Bucket(1, (), (), ("c",), 0)]
 
 
-def test_bytes_of_a_bucket_by_rank() -> None:
+def test_residency_counts_bytes_of_buckets() -> None:
     buffers = {
         BufferId(0, "one"): Buffer(10, "float32", "a"),
         BufferId(0, "two"): Buffer(3, "bfloat16", "b"),
@@ -147,36 +153,36 @@ def test_a_bucket_stays_on_all_ranks_or_on_none() -> None:
     assert Residency(nbytes, 0, None).kept([0, 1, 2]) == {0, 1, 2}
 
 
-def test_what_one_rank_trains_is_not_frozen() -> None:
+def test_a_tensor_trained_on_one_rank_is_not_frozen() -> None:
     held = [{"a", "b"}, {"b", "c"}, {"d"}]
     assert frozen_everywhere(zip(held, [{"a", "b"}, {"c"}, set()], strict=True)) == {"a", "c"}
 
 
 @given(cases(), st.booleans())
-def test_nothing_goes_before_its_last_reader(case: Case, is_last_read: bool) -> None:
-    """And what nobody reads stays."""
+def test_memory_is_released_after_its_last_reader(case: Case, is_last_read: bool) -> None:
+    """Unread memory stays."""
     buckets = plan(case.source, case.destination, case.hosts, case.bucket_nbytes).buckets
     number_of = {tensor: bucket.index for bucket in buckets for tensor in bucket.tensors}
     if not is_last_read:
         number_of |= dict.fromkeys(buckets[-1].tensors, len(buckets))
         buckets = buckets[:-1]
     for rank in range(len(case.hosts)):
-        own = [shard for shard in case.source.shards if shard.place.buffer.rank == rank]
+        shards = [shard for shard in case.source.shards if shard.place.buffer.rank == rank]
         last_read = {
             buffer_id.name: np.full(buffer.numel, -1)
             for buffer_id, buffer in case.source.buffers.items()
             if buffer_id.rank == rank
         }
-        for shard in own:
+        for shard in shards:
             for _, position in elements_of(shard):
                 last_read[shard.place.buffer.name][position] = number_of[shard.region.tensor]
-        gone = {name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()}
-        schedule = release_schedule(own, [bucket.tensors for bucket in buckets])
+        released_before = {name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()}
+        schedule = release_schedule(shards, [bucket.tensors for bucket in buckets])
         for bucket, released in zip(buckets, schedule, strict=True):
             for name, extents in released.items():
                 for extent in extents:
-                    assert not gone[name][extent.start : extent.stop].any()
-                    gone[name][extent.start : extent.stop] = True
+                    assert not released_before[name][extent.start : extent.stop].any()
+                    released_before[name][extent.start : extent.stop] = True
                     assert (last_read[name][extent.start : extent.stop] <= bucket.index).all()
         for name, numbers in last_read.items():
-            assert not is_last_read or gone[name][numbers >= 0].all()
+            assert not is_last_read or released_before[name][numbers >= 0].all()

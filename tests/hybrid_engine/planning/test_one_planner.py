@@ -1,4 +1,4 @@
-"""One planner: bytes of all ranks, plans of single ranks and the plan of everything agree, with casts and without."""
+"""Bytes of all ranks, plans of single ranks and the full plan agree, with and without casts."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout,
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, sharded_cases
-from tests.hybrid_engine.planning.cases import Case, carry_out, cases, filled_buffers, plan, whole
+from tests.hybrid_engine.planning.cases import Case, cases, filled_buffers, plan, run_plan, whole
 
 
 def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
-    source, destination = case.source.layout(), case.destination.layout()
+    sides = (case.source.layout(), case.destination.layout())
     hosts = [str(host) for host in case.hosts]
-    return plan(source, destination, hosts, 700, case.unserved, rank, relaying_hosts=list(map(str, case.relaying)))
+    relaying = [str(host) for host in case.relaying]
+    return plan(*sides, hosts, 700, case.unserved, rank, relaying_hosts=relaying)
 
 
 @JOBS
 @given(st.one_of(layout_cases(), sharded_cases()))
 def test_every_element_arrives_where_vllm_has_it(case: LayoutCase) -> None:
-    source, destination = case.source.layout(), case.destination.layout()
+    source = case.source.layout()
+    destination = case.destination.layout()
     assert layout_faults(source, exact=False) == []
     pair = Case(source, destination, tuple(map(str, case.hosts)), 700)
-    found, counts = carry_out(full_plan(case), pair)
+    contents, counts = run_plan(full_plan(case), pair)
     for buffer_id, expected in filled_buffers(destination).items():
-        np.testing.assert_array_equal(found[buffer_id], expected)
+        np.testing.assert_array_equal(contents[buffer_id], expected)
         assert (counts[buffer_id] == 1).all()
 
 
 @JOBS
 @given(st.one_of(layout_cases(), sharded_cases()))
-def test_the_summary_is_the_plans(case: LayoutCase) -> None:
+def test_the_summary_matches_the_plan(case: LayoutCase) -> None:
     summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
     assert_same_bytes(full_plan(case), summary)
 
 
 @JOBS
 @given(st.one_of(layout_cases(), sharded_cases()))
-def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
+def test_every_rank_receives_the_minimum(case: LayoutCase) -> None:
     summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
     np.testing.assert_array_equal(summary.received, summary.lower_bound)
     if DTYPE_NBYTES[case.infer_dtype] <= DTYPE_NBYTES[case.train_dtype]:
@@ -63,8 +65,8 @@ def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
 
 
 @given(cases())
-def test_the_summary_is_the_plans_for_any_records(case: Case) -> None:
-    """Boxes that overlap, ranks that hold a box twice, tensors that are cut in several dims."""
+def test_the_summary_matches_plans_of_any_records(case: Case) -> None:
+    """Boxes overlap, ranks hold a box twice, and tensors are cut in several dims."""
     holdings = (placed_holdings(layout, len(case.hosts)).holdings for layout in (case.source, case.destination))
     summary = summarize(*holdings, case.hosts, case.relaying)
     assert_same_bytes(plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying), summary)
@@ -76,22 +78,25 @@ def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:
         sent[transfer.src_rank, transfer.link] += transfer.nbytes
     for rank in range(len(summary.own)):
         count = expected.bytes_by_rank.get(rank, ByteCount(0, 0, 0, 0))
-        found = summary.own[rank], summary.host[rank], summary.network[rank], summary.lower_bound[rank]
-        assert found == (count.own, count.host, count.network, count.lower_bound)
-        sent_by_rank = sent[rank, Link.HOST], sent[rank, Link.NETWORK]
-        assert (summary.sent_host[rank], summary.sent_network[rank]) == sent_by_rank
+        assert summary.own[rank] == count.own
+        assert summary.host[rank] == count.host
+        assert summary.network[rank] == count.network
+        assert summary.lower_bound[rank] == count.lower_bound
+        assert summary.sent_host[rank] == sent[rank, Link.HOST]
+        assert summary.sent_network[rank] == sent[rank, Link.NETWORK]
 
 
 @JOBS
 @given(layout_cases())
-def test_holdings_are_those_of_the_records(case: LayoutCase) -> None:
+def test_holdings_match_the_records(case: LayoutCase) -> None:
     for side in (case.source, case.destination):
         expected = placed_holdings(side.layout(), len(case.hosts)).holdings
         assert side.holdings.dtypes == expected.dtypes
         assert list(side.holdings.owners) == list(expected.owners)
         for name, owners in side.holdings.owners.items():
-            pairs = zip(owners, expected.owners[name], strict=True)
-            assert all(found.region == other.region and (found.ranks == other.ranks).all() for found, other in pairs)
+            for box, other in zip(owners, expected.owners[name], strict=True):
+                assert box.region == other.region
+                assert (box.ranks == other.ranks).all()
 
 
 def test_a_tensor_has_one_dtype_on_each_side() -> None:
@@ -111,7 +116,7 @@ def test_a_tensor_has_one_dtype_on_each_side() -> None:
 
 
 BALANCED = [
-    # training tp, pp, ep; inference tp, ep; ranks, ranks of a host
+    # training TP, PP, EP; inference TP, EP; number of ranks, ranks per host
     ((4, 4, 1), (2, 1), 64, 8),
     ((6, 1, 1), (2, 1), 48, 12),
     ((2, 1, 1), (6, 1), 48, 6),
@@ -121,11 +126,13 @@ BALANCED = [
 
 
 @pytest.mark.parametrize(("train", "infer", "num_ranks", "per_host"), BALANCED)
-def test_ranks_that_hold_the_same_send_as_much(
+def test_ranks_with_equal_holdings_send_equal_bytes(
     train: tuple[int, int, int], infer: tuple[int, int], num_ranks: int, per_host: int
 ) -> None:
-    """But for those that need a part of what they hold, and so are not asked by themselves. The vocabulary is left out:
-    the first ranks hold more of it."""
+    """Tolerance: a rank that needs a part of its own holdings does not receive it.
+
+    Layers only: the first ranks hold more of the vocabulary.
+    """
     table = table_for(EXPERTS if train[2] > 1 else DENSE)
     tensor, pipeline, expert = train
     sizes = TrainParallelism(num_ranks, tensor, pipeline, expert=expert, expert_tensor=1 if expert > 1 else None)

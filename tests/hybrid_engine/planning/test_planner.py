@@ -1,4 +1,4 @@
-"""Plans of random layouts, carried out element by element and compared with brute force."""
+"""Plans of random layouts, executed element by element and compared with brute force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.hybrid_engine.planning.cases import (
     NOT_WRITTEN,
     Case,
     box_transfers,
-    carry_out,
     cases,
     elements_of,
     filled_buffers,
@@ -33,6 +32,7 @@ from tests.hybrid_engine.planning.cases import (
     network_lower_bound,
     plan,
     positions_of,
+    run_plan,
     whole,
     wire_itemsizes,
 )
@@ -44,10 +44,10 @@ def plan_of(case: Case, rank: int | None = None) -> ReshardPlan:
 
 
 Element = tuple[str, tuple[int, ...]]
-"""Tensor and index."""
+"""Tensor name and index."""
 
 
-def held_by(layout: Layout) -> dict[Element, set[int]]:
+def ranks_by_element(layout: Layout) -> dict[Element, set[int]]:
     ranks: dict[Element, set[int]] = {}
     for shard in layout.shards:
         for index, _ in elements_of(shard):
@@ -57,15 +57,15 @@ def held_by(layout: Layout) -> dict[Element, set[int]]:
 
 @given(cases())
 def test_every_element_arrives_exactly_once(case: Case) -> None:
-    found, counts = carry_out(plan_of(case), case)
+    contents, counts = run_plan(plan_of(case), case)
     for buffer_id, expected in filled_buffers(case.destination).items():
-        np.testing.assert_array_equal(found[buffer_id], expected)
+        np.testing.assert_array_equal(contents[buffer_id], expected)
         np.testing.assert_array_equal(counts[buffer_id], (expected != NOT_WRITTEN).astype(int))
 
 
 @dataclass(frozen=True)
 class Journey:
-    """How one element came to one place: from `src` by `link`, maybe over a relay buffer on `relay_rank`."""
+    """Path of one element to one place: from `src` by `link`, optionally through a relay buffer."""
 
     element: Element
     src: int
@@ -81,34 +81,42 @@ def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
         for index, position in elements_of(shard)
     }
     for bucket in result.buckets:
-        came: dict[tuple[BufferId, int], int] = {}
+        senders: dict[tuple[BufferId, int], int] = {}
         for transfer in bucket.transfers:
             for position in positions_of(transfer, transfer.dst).flat:
                 key = transfer.dst.buffer, position
                 if transfer.dst.buffer in result.relays:
                     assert transfer.link is Link.NETWORK
-                    came[key] = transfer.src_rank
+                    senders[key] = transfer.src_rank
                 else:
                     yield Journey(canonical[key], transfer.src_rank, transfer.dst_rank, transfer.link)
         for transfer in bucket.fan_out:
             assert transfer.link is (Link.SELF if transfer.src_rank == transfer.dst_rank else Link.HOST)
             pairs = zip(positions_of(transfer, transfer.src), positions_of(transfer, transfer.dst), strict=True)
             for src, dst in pairs:
-                element, sender = canonical[transfer.dst.buffer, dst], came[transfer.src.buffer, src]
+                element = canonical[transfer.dst.buffer, dst]
+                sender = senders[transfer.src.buffer, src]
                 yield Journey(element, sender, transfer.dst_rank, Link.NETWORK, transfer.src_rank)
 
 
 @given(cases())
 def test_elements_come_from_the_nearest_rank(case: Case) -> None:
-    """Self before same device before same host before anyone else, element by element; relays only from elsewhere."""
-    holders = held_by(case.source)
+    """Prefer self, then the device, then the host. Relays serve only elements of other hosts."""
+    holders = ranks_by_element(case.source)
     result = plan_of(case)
     for journey in journeys_of(result, case):
-        src, dst, ranks = journey.src, journey.dst, holders[journey.element]
-        same_host, same_device = case.hosts[src] == case.hosts[dst], case.share_a_device(src, dst)
-        near = Link.DEVICE if same_device else Link.HOST if same_host else Link.NETWORK
+        src = journey.src
+        dst = journey.dst
+        ranks = holders[journey.element]
+        same_host = case.hosts[src] == case.hosts[dst]
+        same_device = case.share_a_device(src, dst)
         assert src in ranks
-        assert journey.link is (Link.SELF if src == dst else near)
+        if src == dst:
+            assert journey.link is Link.SELF
+        elif same_device:
+            assert journey.link is Link.DEVICE
+        else:
+            assert journey.link is (Link.HOST if same_host else Link.NETWORK)
         if dst in ranks:
             assert src == dst
         elif any(case.share_a_device(rank, dst) for rank in ranks):
@@ -121,14 +129,16 @@ def test_elements_come_from_the_nearest_rank(case: Case) -> None:
     for transfer in result.transfers():
         src = (result.relays | case.source.buffers)[transfer.src.buffer]
         dst = (result.relays | case.destination.buffers)[transfer.dst.buffer]
-        assert transfer.nbytes == transfer.numel * min(src.itemsize, dst.itemsize), "the narrower crosses the link"
+        assert transfer.nbytes == transfer.numel * min(src.itemsize, dst.itemsize)  # the narrower
 
 
 @given(cases())
 def test_an_element_enters_a_host_once(case: Case) -> None:
-    """Where its ranks relay: as often as it must, to a rank that needs it; elsewhere once for every place."""
-    result, itemsize = plan_of(case), wire_itemsizes(case)
-    holders, wanted = held_by(case.source), held_by(case.destination)
+    """A relaying host receives the minimum; other hosts may receive an element several times."""
+    result = plan_of(case)
+    itemsize = wire_itemsizes(case)
+    holders = ranks_by_element(case.source)
+    wanted = ranks_by_element(case.destination)
     entered: Counter[str] = Counter()
     for transfer in result.transfers():
         if transfer.link is Link.NETWORK:
@@ -166,7 +176,7 @@ def test_relay_buffers_belong_to_a_bucket_and_are_filled(case: Case) -> None:
         assert all(len(ranks) == 1 for ranks in senders.values())
         assert readers.keys() == senders.keys()
         for buffer_id, numel in filled.items():
-            assert buffer_id not in filled_to, "in two buckets"
+            assert buffer_id not in filled_to, "relay buffer is in two buckets"
             filled_to[buffer_id] = numel
             assert buffer_id.rank in readers[buffer_id]
             assert result.relays[buffer_id].group == str(bucket.index)
@@ -175,9 +185,10 @@ def test_relay_buffers_belong_to_a_bucket_and_are_filled(case: Case) -> None:
 
 
 @given(cases())
-def test_bytes_are_counted_and_least(case: Case) -> None:
-    result, itemsize = plan_of(case), wire_itemsizes(case)
-    holders = held_by(case.source)
+def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> None:
+    result = plan_of(case)
+    itemsize = wire_itemsizes(case)
+    holders = ranks_by_element(case.source)
     wanted: dict[int, Counter[Element]] = {}
     for shard in case.destination.shards:
         elements = ((shard.region.tensor, index) for index, _ in elements_of(shard))
@@ -191,7 +202,7 @@ def test_bytes_are_counted_and_least(case: Case) -> None:
                 by_link[transfer.link] += transfer.nbytes
         assert count.own == by_link[Link.SELF] + by_link[Link.DEVICE]
         assert (count.host, count.network) == (by_link[Link.HOST], by_link[Link.NETWORK])
-        on_device = {each for each in range(len(case.hosts)) if case.share_a_device(each, rank)}
+        on_device = {other for other in range(len(case.hosts)) if case.share_a_device(other, rank)}
         least = sum(itemsize[element[0]] for element in elements if not on_device & {*holders[element]})
         total = sum(itemsize[element[0]] * times for element, times in elements.items())
         assert count.lower_bound == least
@@ -206,7 +217,8 @@ def test_bytes_are_counted_and_least(case: Case) -> None:
 @given(cases(), st.randoms(use_true_random=False))
 def test_plans_do_not_depend_on_the_order_of_records(case: Case, shuffler: random.Random) -> None:
     def shuffled(layout: Layout) -> Layout:
-        shards, buffers = list(layout.shards), list(layout.buffers.items())
+        shards = list(layout.shards)
+        buffers = list(layout.buffers.items())
         shuffler.shuffle(shards)
         shuffler.shuffle(buffers)
         return Layout(layout.tensors, dict(buffers), tuple(shards))
@@ -216,20 +228,23 @@ def test_plans_do_not_depend_on_the_order_of_records(case: Case, shuffler: rando
 
 
 @given(cases(), st.data())
-def test_a_ranks_plan_is_its_part_of_everybodys(case: Case, data: st.DataObject) -> None:
+def test_a_ranks_plan_is_its_part_of_the_full_plan(case: Case, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(case.hosts) - 1))
-    everybody = plan_of(case)
-    own = plan_of(case, rank)
-    assert (own.fingerprint, own.unread) == (everybody.fingerprint, everybody.unread)
-    assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
-    assert own.buckets == tuple(bucket.of_rank(rank) for bucket in everybody.buckets)
-    transfers = [each for bucket in own.buckets for each in (*bucket.transfers, *bucket.fan_out)]
-    concerned = {place.buffer for each in transfers for place in (each.src, each.dst)} & everybody.relays.keys()
-    assert own.relays.items() >= {buffer_id: everybody.relays[buffer_id] for buffer_id in concerned}.items()
+    full = plan_of(case)
+    part = plan_of(case, rank)
+    assert (part.fingerprint, part.unread) == (full.fingerprint, full.unread)
+    assert part.bytes_by_rank == {key: count for key, count in full.bytes_by_rank.items() if key == rank}
+    assert part.buckets == tuple(bucket.of_rank(rank) for bucket in full.buckets)
+    used: set[BufferId] = set()
+    for bucket in part.buckets:
+        for transfer in (*bucket.transfers, *bucket.fan_out):
+            used |= {transfer.src.buffer, transfer.dst.buffer}
+    relays = {buffer_id: full.relays[buffer_id] for buffer_id in used & full.relays.keys()}
+    assert part.relays.items() >= relays.items()
 
 
 @given(cases(), st.data())
-def test_boxes_for_files_are_the_plans_before_they_are_coalesced(case: Case, data: st.DataObject) -> None:
+def test_box_transfers_equal_the_plan_before_coalescing(case: Case, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(case.hosts) - 1))
     boxes = box_transfers(case.source, case.destination, case.hosts, rank)
     planned = plan(case.source, case.destination, case.hosts, rank=rank)
@@ -241,11 +256,12 @@ def test_boxes_for_files_are_the_plans_before_they_are_coalesced(case: Case, dat
 
 
 @given(cases())
-def test_fingerprints_know_everything(case: Case) -> None:
+def test_fingerprints_depend_on_every_input(case: Case) -> None:
     fingerprint = plan(case.source, case.destination, case.hosts).fingerprint
     relayed = plan(case.source, case.destination, case.hosts, relaying_hosts=case.hosts).fingerprint
     hosts = (*case.hosts[:-1], "another")
-    alone, shared = ([str(rank % count) for rank in range(len(case.hosts))] for count in (len(case.hosts), 1))
+    alone = [str(rank) for rank in range(len(case.hosts))]
+    shared = ["0"] * len(case.hosts)
     assert plan(case.source, case.destination, case.hosts, devices=alone).fingerprint == fingerprint
     if len(case.hosts) > len(set(case.hosts)):
         assert plan(case.source, case.destination, case.hosts, devices=shared).fingerprint != fingerprint
@@ -254,7 +270,7 @@ def test_fingerprints_know_everything(case: Case) -> None:
     layout = case.destination
     buffer_id = min(layout.buffers)
     moved = replace(layout.shards[0], place=replace(layout.shards[0].place, offset=10**6))
-    others = [
+    variants = [
         replace(layout, shards=(moved, *layout.shards[1:])),
         replace(layout, shards=layout.shards[1:]),
         replace(layout, tensors={**layout.tensors, "more": (2,)}),
@@ -262,7 +278,8 @@ def test_fingerprints_know_everything(case: Case) -> None:
         replace(layout, buffers={**layout.buffers, buffer_id: replace(layout.buffers[buffer_id], dtype="int8")}),
         replace(layout, buffers={**layout.buffers, buffer_id: replace(layout.buffers[buffer_id], group="other")}),
     ]
-    assert len({Side.split(each, len(hosts)).fingerprint for each in (layout, *others)}) == len(others) + 1
+    fingerprints = {Side.split(variant, len(hosts)).fingerprint for variant in (layout, *variants)}
+    assert len(fingerprints) == len(variants) + 1
 
 
 @given(cases())
@@ -272,7 +289,7 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     group_of = {buffer_id: buffer.group for buffer_id, buffer in case.destination.buffers.items()}
     bucket_of_group = {group: bucket.index for bucket in buckets for group in bucket.groups}
-    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), "a group is spread over two"
+    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), "a group is in two buckets"
     assert bucket_of_group.keys() == set(group_of.values())
     freed = itemsizes(case.source)
     for bucket in buckets:
@@ -296,25 +313,29 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
         assert named <= set(bucket.tensors)
 
 
-SOURCE, DESTINATION = BufferId(0, "source"), BufferId(1, "destination")
+SOURCE = BufferId(0, "source")
+DESTINATION = BufferId(1, "destination")
 
 
 @given(cases())
-def test_what_a_pair_of_ranks_gets_depends_on_the_pair_alone(case: Case) -> None:
-    """So both ends derive the same, whatever else is in their plans; bytes stay."""
-    sides = case.source, case.destination
-    of_ranks = [box_transfers(*sides, case.hosts, rank) for rank in range(len(case.hosts))]
-    boxes = list(dict.fromkeys(itertools.chain(*of_ranks)))  # most are in those of two ranks
-    everything = coalesce(boxes)
-    assert sum(one.nbytes for one in everything) == sum(one.nbytes for one in boxes)
-    assert all(stride >= 0 for one in everything for stride in (*one.src.strides, *one.dst.strides))
-    for src, dst in {(one.src_rank, one.dst_rank) for one in boxes}:
-        own = [one for one in boxes if (one.src_rank, one.dst_rank) == (src, dst)]
-        assert coalesce(own) == [one for one in everything if (one.src_rank, one.dst_rank) == (src, dst)]
+def test_coalescing_of_a_pair_ignores_other_pairs(case: Case) -> None:
+    """Both ends derive the same transfers, as their plans share only those."""
+
+    def between(transfers: Iterable[Transfer], pair: tuple[int, int]) -> list[Transfer]:
+        return [transfer for transfer in transfers if (transfer.src_rank, transfer.dst_rank) == pair]
+
+    by_rank = [box_transfers(case.source, case.destination, case.hosts, rank) for rank in range(len(case.hosts))]
+    boxes = list(dict.fromkeys(itertools.chain(*by_rank)))  # both ranks of a pair have its boxes
+    coalesced = coalesce(boxes)
+    assert sum(transfer.nbytes for transfer in coalesced) == sum(box.nbytes for box in boxes)
+    for transfer in coalesced:
+        assert min((*transfer.src.strides, *transfer.dst.strides), default=0) >= 0
+    for pair in {(box.src_rank, box.dst_rank) for box in boxes}:
+        assert coalesce(between(boxes, pair)) == between(coalesced, pair)
 
 
 @given(cases())
-def test_a_plan_is_coalesced_as_far_as_it_can_be(case: Case) -> None:
+def test_a_plan_cannot_be_coalesced_further(case: Case) -> None:
     for bucket in plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying).buckets:
         assert coalesce(bucket.transfers) == list(bucket.transfers)
         assert coalesce(bucket.fan_out) == list(bucket.fan_out)
@@ -322,26 +343,28 @@ def test_a_plan_is_coalesced_as_far_as_it_can_be(case: Case) -> None:
 
 def box(tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: tuple[int, ...]) -> Transfer:
     strides = (lengths[1], 1)
-    src_place, dst_place = Place(SOURCE, src, src_strides), Place(DESTINATION, dst, strides)
+    src_place = Place(SOURCE, src, src_strides)
+    dst_place = Place(DESTINATION, dst, strides)
     return Transfer(tensor, lengths, src_place, dst_place, 2 * lengths[0] * lengths[1], Link.HOST)
 
 
-def test_experts_of_a_layer_are_one_copy() -> None:
+def test_experts_of_a_layer_become_one_copy() -> None:
     experts = [box(f"experts.{e}.down", (4, 8), 100 * e, 32 * e, (8, 1)) for e in range(6)]
-    (one,) = coalesce(experts)
-    assert (one.lengths, one.src.strides, one.dst.strides) == ((6, 32), (100, 1), (32, 1))
-    assert one.tensor == "experts.0.down … experts.5.down"
+    (transfer,) = coalesce(experts)
+    assert transfer.lengths == (6, 32)
+    assert transfer.src.strides == (100, 1)
+    assert transfer.dst.strides == (32, 1)
+    assert transfer.tensor == "experts.0.down … experts.5.down"
 
 
-def test_a_source_that_runs_backwards_stays_apart() -> None:
+def test_decreasing_source_offsets_are_not_coalesced() -> None:
     assert len(coalesce([box("a", (2, 8), 50, 0, (8, 1)), box("b", (2, 8), 0, 16, (8, 1))])) == 2
 
 
-def test_an_odd_box_does_not_break_the_run_after_it() -> None:
-    boxes = [
-        box(str(n), (2, 8), src, dst, (8, 1)) for n, (src, dst) in enumerate([(0, 0), (90, 16), (130, 80), (170, 144)])
-    ]
-    assert sorted(len(one.lengths) for one in coalesce(boxes)) == [1, 2]
+def test_a_run_is_coalesced_after_an_irregular_box() -> None:
+    offsets = [(0, 0), (90, 16), (130, 80), (170, 144)]
+    boxes = [box(str(n), (2, 8), src, dst, (8, 1)) for n, (src, dst) in enumerate(offsets)]
+    assert sorted(len(transfer.lengths) for transfer in coalesce(boxes)) == [1, 2]
 
 
 def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
@@ -353,8 +376,8 @@ def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
 
 
 @given(cases(), st.integers(0, 50), st.integers(1, 9))
-def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors: int) -> None:
-    """Over any number of tensors of a class, whoever receives over the same link."""
+def test_holders_of_a_box_send_equal_shares(case: Case, first: int, num_tensors: int) -> None:
+    """Shares are equal over any number of tensors of a class, and over each link."""
     for tensor in case.destination.tensors:
         sources = owners_of(case.source, tensor)
         routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying, case.devices))
@@ -369,11 +392,11 @@ def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors:
                         place = places[part.link][dst] if part.link in places else None
                         received[part.source, part.link, place] += part.link is not Link.SELF
                         sent[part.source, part.link, place, src] += 1
-        # boxes of one source have the same sender to a host
-        of_hosts: dict[tuple[int, tuple[int, ...]], HostIngress] = {}
+        # all boxes of a source have the same sender to a host
+        by_destination: dict[tuple[int, tuple[int, ...]], HostIngress] = {}
         for ingress in routes.ingress:
-            of_hosts.setdefault((ingress.source, tuple(ingress.positions.tolist())), ingress)
-        for (number, _), ingress in of_hosts.items():
+            by_destination.setdefault((ingress.source, tuple(ingress.positions.tolist())), ingress)
+        for (number, _), ingress in by_destination.items():
             for index in range(num_tensors):
                 for src in routes.ingress_senders(ingress, RoundRobinOffset(first, index)).tolist():
                     received[number, Link.NETWORK, None] += 1
@@ -387,7 +410,7 @@ def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=20))
-def test_equal_columns_are_one_group(rows: list[list[bool]]) -> None:
+def test_equal_columns_form_one_group(rows: list[list[bool]]) -> None:
     groups = groups_of_columns([np.array(row) for row in rows], 7)
     columns = {tuple(row[number] for row in rows) for number in range(7)}
     assert len(groups) == len(columns)
@@ -404,8 +427,8 @@ def sent_by_rank(transfers: Iterable[Transfer]) -> Counter[int]:
     return sent
 
 
-def test_windows_that_overlap_are_cut() -> None:
-    """Rank 1 needs rows 0 to 5, rank 2 rows 4 to 9: 4 and 5 come once, the others straight."""
+def test_overlapping_windows_are_relayed() -> None:
+    """Rank 1 needs rows 0 to 5, rank 2 rows 4 to 9: the host receives rows 4 and 5 once."""
     source = whole("t", (10, 3), 0, "src")
     windows = [(1, 0), (2, 4)]
     destination = Layout(
@@ -442,7 +465,7 @@ def test_the_narrower_dtype_crosses_the_link(source: str, destination: str, expe
 
 
 def test_only_groups_that_share_tensors_are_joined() -> None:
-    """Groups of tensors that alternate still make buckets of their own."""
+    """Groups of alternating tensors still get separate buckets."""
     layouts = [
         whole(f"t{number}", (4,), 0, f"b{number}", group="even" if number % 2 == 0 else "odd") for number in range(6)
     ]
@@ -456,7 +479,7 @@ def test_only_groups_that_share_tensors_are_joined() -> None:
     assert len(bucket.transfers) == 7
 
 
-def test_tensors_that_nobody_reads() -> None:
+def test_unread_tensors_must_be_allowed() -> None:
     source = Layout.merge([whole("read", (4,), 0, "read"), whole("tied", (4,), 0, "tied")])
     destination = whole("read", (4,), 0, "weight")
     result = plan(source, destination, ["a"], may_stay_unread=["tied", "unheard of"])
@@ -467,7 +490,7 @@ def test_tensors_that_nobody_reads() -> None:
         plan(destination, source, ["a"])
 
 
-def test_every_fault_is_in_one_error() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     source = Layout.merge(
         [
             whole("sound", (4, 4), 0, "s.sound"),
@@ -500,7 +523,8 @@ def test_every_fault_is_in_one_error() -> None:
                 {overlap: Buffer(24, "bfloat16"), BufferId(1, "d.short"): Buffer(9, "bfloat16")},
                 (
                     Shard(Region("sound", (0, 0), (4, 4)), Place(overlap, 0, (4, 1))),
-                    Shard(Region("short", (0,), (8,)), Place(overlap, 12, (1,))),  # as much as the gap behind it
+                    # This overlap is as large as the gap behind it, so volumes match.
+                    Shard(Region("short", (0,), (8,)), Place(overlap, 12, (1,))),
                     Shard(Region("short", (0,), (8,)), Place(BufferId(1, "d.short"), 0, (1,))),
                     Shard(Region("short", (4,), (8,)), Place(BufferId(1, "d.short"), 0, (1,))),
                 ),
@@ -524,7 +548,7 @@ def test_every_fault_is_in_one_error() -> None:
     findings = caught.value.findings
     for name, text in expected:
         assert any(name in finding and text in finding for finding in findings), (name, text, findings)
-    # the overlapping buffer also has the wrong volume: 24 written of 24, so only the overlap is said of it
+    # 24 of the overlapping buffer's 24 elements are written, so only the overlap is reported.
     assert len(findings) == len(expected), findings
     assert f"({len(findings)})" in str(caught.value)
 
@@ -540,20 +564,20 @@ def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> list[BoxOwners]:
             boxes((0, 76032, [0, 2]), (76032, 151936, [1, 3])),
             boxes((0, 75968, [8, 10]), (75968, 151936, [9, 11])),
             (),
-            id="a vocabulary that Megatron pads",
+            id="vocabulary padded by Megatron",
         ),
         pytest.param(
-            boxes((0, 1000, [0, 1])), boxes((0, 900, [8, 16]), (900, 1000, [24, 32])), (), id="a large and a small part"
+            boxes((0, 1000, [0, 1])), boxes((0, 900, [8, 16]), (900, 1000, [24, 32])), (), id="large and small part"
         ),
         pytest.param(
             boxes((0, 1000, [0, 1])),
             boxes((0, 900, [8, 9, 16, 17]), (900, 1000, [24, 25, 32, 33])),
             range(5),
-            id="hosts that relay",
+            id="relaying hosts",
         ),
     ],
 )
-def test_senders_have_equal_shares_of_unequal_boxes(
+def test_senders_share_unequal_boxes_equally(
     sources: list[BoxOwners], destinations: list[BoxOwners], relaying: Collection[int]
 ) -> None:
     routes = Routes(sources, destinations, Hosts([rank // 8 for rank in range(40)], relaying))
@@ -565,7 +589,7 @@ def test_senders_have_equal_shares_of_unequal_boxes(
     assert senders.max() < 1.01 * senders.mean()
 
 
-def test_bits_are_lost_where_the_dtype_of_most_is_narrowed() -> None:
+def test_narrowing_the_dtype_of_most_tensors_is_a_fault() -> None:
     held = {"a": "float32", "b": "float32", "c": "bfloat16"}
     assert rounding_faults(held, held) == []
     (fault,) = rounding_faults(held, dict.fromkeys(held, "bfloat16"))

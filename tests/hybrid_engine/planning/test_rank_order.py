@@ -1,4 +1,4 @@
-"""Orders of ranks: never worse than sequential, the best on one host, and HybridFlow's bound where shards nest."""
+"""Orders of ranks: never worse than sequential, best on one host, within HybridFlow's bound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def order_of(case: LayoutCase) -> tuple[int, ...]:
 
 
 def held_nbytes(source: Holdings, positions: Holdings, order: Sequence[int]) -> int:
-    """Bytes of what every position needs that the rank at it holds, position by position and tensor by tensor."""
+    """Return the bytes that ranks in this order already hold of their positions' needs."""
     total = 0
     for name, needed in positions.owners.items():
         itemsize = DTYPE_NBYTES[wire_dtype(source.dtypes[name], positions.dtypes[name])]
@@ -45,16 +45,17 @@ def held_nbytes(source: Holdings, positions: Holdings, order: Sequence[int]) -> 
 
 @JOBS
 @given(layout_cases())
-def test_more_is_held_than_in_sequential_order(case: LayoutCase) -> None:
-    order, sequential = order_of(case), tuple(range(len(case.hosts)))
-    assert sorted(order) == list(sequential)
-    source, positions = case.source.holdings, case.positions.holdings
-    held = {each: held_nbytes(source, positions, each) for each in (order, sequential)}
-    assert held[order] >= held[sequential]
-    if held[order] == held[sequential]:
-        assert order == sequential, "nothing is gained by moving"
-    for each, nbytes in held.items():
-        destination = inference_side(case.table, replace(case.infer, rank_order=each)).holdings
+def test_ranks_hold_at_least_as_much_as_in_sequential_order(case: LayoutCase) -> None:
+    best = order_of(case)
+    sequential = tuple(range(len(case.hosts)))
+    assert sorted(best) == list(sequential)
+    source = case.source.holdings
+    held = {order: held_nbytes(source, case.positions.holdings, order) for order in (best, sequential)}
+    assert held[best] >= held[sequential]
+    if held[best] == held[sequential]:
+        assert best == sequential, "a tie must keep the sequential order"
+    for order, nbytes in held.items():
+        destination = inference_side(case.table, replace(case.infer, rank_order=order)).holdings
         assert summarize(source, destination, case.hosts).own.sum() == nbytes
 
 
@@ -70,15 +71,13 @@ def test_tensor_parallel_groups_stay_on_a_host(case: LayoutCase) -> None:
 
 @JOBS
 @given(layout_cases())
-def test_no_order_of_one_host_holds_more(case: LayoutCase) -> None:
-    """All orders of at most four ranks."""
-    if len(case.hosts) > 4:
+def test_the_order_on_one_host_is_the_best(case: LayoutCase) -> None:
+    if len(case.hosts) > 4:  # too many orders
         return
     case = replace(case, hosts=(0,) * len(case.hosts))
-    source, positions = case.source.holdings, case.positions.holdings
-    found = held_nbytes(source, positions, order_of(case))
-    everything = itertools.permutations(range(len(case.hosts)))
-    assert found == max(held_nbytes(source, positions, order) for order in everything)
+    sides = (case.source.holdings, case.positions.holdings)
+    all_orders = itertools.permutations(range(len(case.hosts)))
+    assert held_nbytes(*sides, order_of(case)) == max(held_nbytes(*sides, order) for order in all_orders)
 
 
 @JOBS
@@ -90,19 +89,19 @@ def test_live_layouts_give_the_same_order(case: LayoutCase) -> None:
 
 
 def layers_of(holdings: Holdings) -> Holdings:
-    """Only what is cut over both tensor and pipeline ranks: the matrices of layers."""
+    """Keep only the matrices of layers, which are cut over both tensor and pipeline ranks."""
     kept = {name: owners for name, owners in holdings.owners.items() if "_proj." in name}
     return replace(holdings, owners=kept)
 
 
 NESTED = [
-    # training tp, pp; inference tp, pp; ranks; ranks of a host
+    # training TP, PP; inference TP, PP; number of ranks; ranks per host
     ((6, 1), (2, 1), 6, 6),
     ((4, 2), (2, 1), 8, 8),
     ((4, 2), (2, 2), 16, 8),
     ((2, 2), (1, 1), 8, 4),
     ((6, 2), (3, 2), 24, 12),
-    ((4, 2), (2, 2), 16, 4),  # each host has but one stage
+    ((4, 2), (2, 2), 16, 4),  # one stage per host
     ((4, 4), (2, 2), 32, 8),
     ((2, 4), (2, 2), 16, 4),
 ]
@@ -112,7 +111,8 @@ NESTED = [
 def test_nested_shards_meet_the_bound(
     train: tuple[int, int], infer: tuple[int, int], num_ranks: int, per_host: int
 ) -> None:
-    """M * (1 / (tg * pg) - 1 / (t * p)) received, HybridFlow's figure (arXiv:2409.19256), by every rank."""
+    """Every rank receives M * (1 / (tg * pg) - 1 / (t * p)), as in HybridFlow
+    (arXiv:2409.19256)."""
     table = table_for(DENSE)
     source = layers_of(training_side(table, TrainParallelism(num_ranks, *train)).holdings)
     infer_sizes = InferenceParallelism(num_ranks, *infer)
@@ -125,20 +125,20 @@ def test_nested_shards_meet_the_bound(
     assert summarize(source, destination, hosts).received.tolist() == [bound] * num_ranks
 
 
-def test_sequential_order() -> None:
+def test_sequential_order_keeps_the_ranks() -> None:
     holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
     assert rank_order("sequential", holdings, holdings, "ab", 1) == (0, 1)
 
 
-def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_order_requires_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
     real_import = builtins.__import__
 
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+    def import_all_but_scipy(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.startswith("scipy"):
             raise ImportError(name)
         return real_import(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", import_all_but_scipy)
     with pytest.raises(DependencyError, check=has_code("scipy-is-missing")):
         rank_order("auto", holdings, holdings, "ab", 1)
