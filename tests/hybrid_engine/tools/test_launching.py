@@ -1,4 +1,4 @@
-"""Launches that end well, badly and not at all; the ranks here are programs of a few lines."""
+"""Launches that succeed, fail or hang. The ranks are programs of a few lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.harness.processes import is_running, wait_until
 
 pytestmark = pytest.mark.ranks
 
-WELL_OR_BADLY = """
+EXIT_WITH_STATUS = """
 import os, sys
 print(f"out of rank {os.environ['RANK']}", "x" * 100_000)
 sys.stderr.write(f"err of rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']} {os.environ.get('MARK')}\\n")
 print(os.getcwd())
 sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 """
-NEVER = """
+HANG = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 place = pathlib.Path(sys.argv[1], os.environ["RANK"])
@@ -40,9 +40,9 @@ sums = []
 for count in range(2):
     store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group("gloo", store=dist.PrefixStore(f"group {count}", store), rank=rank, world_size=world_size)
-    one = torch.tensor(float(rank + 1))
-    dist.all_reduce(one)
-    sums.append(one.item())
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    sums.append(value.item())
     listening = set()
     inodes = set()
     for descriptor in range(256):
@@ -59,14 +59,14 @@ for count in range(2):
 print("sums", sums)
 print("listening", sorted(listening))
 """
-ONE_FAILS = """
+FAIL_ON_ONE_RANK = """
 import os, sys, time
 if os.environ["RANK"] == "1":
     sys.exit(5)
 time.sleep(0.5)
-print("rank 0 heard of it")
+print("rank 0 noticed it")
 time.sleep(100)
-print("rank 0 was left")
+print("rank 0 was not ended")
 """
 
 LAUNCHER = """
@@ -79,14 +79,14 @@ import os
 from hybrid_engine.tools.launching import end_with_parent
 end_with_parent(os.getppid())
 print("the parent is there", flush=True)
-end_with_parent(os.getpid())  # as after the parent's end: somebody else is the parent
+end_with_parent(os.getpid())  # not the parent, as after the parent's end
 print("the parent has ended")
 """
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> None:
-    ended = run_ranks(["-c", WELL_OR_BADLY, str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
+def test_status_and_output_are_returned(tmp_path: Path, status: int) -> None:
+    ended = run_ranks(["-c", EXIT_WITH_STATUS, str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
     assert ended.status == status
     for rank in range(2):
         assert f"out of rank {rank} " in ended.output
@@ -94,8 +94,8 @@ def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> 
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
 
 
-def test_ranks_meet_more_than_once_on_the_loopback_interface() -> None:
-    """The store is not a rank's, so a group may end and another begin."""
+def test_ranks_form_several_groups_on_the_loopback_interface() -> None:
+    """The launcher holds the store, so a group can end and another begin."""
     ended = run_ranks(["-c", GROUPS], 2, 100)
     assert ended.status == 0, ended.output
     assert ended.output.count("sums [3.0, 3.0]") == 2
@@ -103,27 +103,27 @@ def test_ranks_meet_more_than_once_on_the_loopback_interface() -> None:
     assert ended.output.count(f"listening {on_loopback}\n") == 2, ended.output
 
 
-def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a time in which they may say something."""
+def test_a_failed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have some time to write messages."""
     monkeypatch.setattr(launching, "_SECONDS_FOR_OTHERS", 2.0)
-    ended = run_ranks(["-c", ONE_FAILS], 2, 100)
+    ended = run_ranks(["-c", FAIL_ON_ONE_RANK], 2, 100)
     assert ended.status == 5
-    assert "rank 0 heard of it" in ended.output
-    assert "rank 0 was left" not in ended.output
+    assert "rank 0 noticed it" in ended.output
+    assert "rank 0 was not ended" not in ended.output
 
 
-def test_nothing_outlives_its_time(tmp_path: Path) -> None:
-    """Neither ranks nor what they started, in a session of its own."""
-    ended = _run_until(tmp_path, ["-c", NEVER, str(tmp_path)])
+def test_a_timeout_ends_every_process(tmp_path: Path) -> None:
+    """Ranks end, and so do their children in other sessions."""
+    ended = _run_until(tmp_path, ["-c", HANG, str(tmp_path)])
     assert ended.status is None
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(set(pids)) == 4
-    wait_until(lambda: not any(map(is_running, pids)), 10)  # init may take a moment to bury them
+    wait_until(lambda: not any(map(is_running, pids)), 10)  # init may reap them later
     assert all(f"the last words of rank {rank}" in ended.output for rank in range(2))
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "-c", NEVER, str(tmp_path)])
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "-c", HANG, str(tmp_path)])
     places = [tmp_path / str(rank) for rank in range(2)]
     try:
         wait_until(lambda: all(place.is_file() for place in places))
@@ -132,17 +132,17 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launcher.wait()
     pids, children = zip(*(map(int, place.read_text().split()) for place in places), strict=True)
     for child in children:
-        os.kill(child, signal.SIGKILL)  # what a rank starts is its own to end
+        os.kill(child, signal.SIGKILL)  # ranks must end their own children
     wait_until(lambda: not any(map(is_running, pids)), 10)
 
 
-def test_a_parent_that_has_ended_before_is_noticed() -> None:
+def test_an_ended_parent_is_noticed() -> None:
     ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), ended.stderr
 
 
 def _run_until(directory: Path, arguments: list[str]) -> Ended:
-    """Give the ranks longer where the machine is so busy that they did not start."""
+    """Retry with a longer timeout on a machine too busy to start the ranks."""
     for timeout in (10, 60):
         ended = run_ranks(arguments, 2, timeout)
         if all((directory / str(rank)).is_file() for rank in range(2)):

@@ -1,4 +1,4 @@
-"""`plan --from verl`: the plan of the same job in keys of this project; what is refused, and what is said."""
+"""`plan --from verl`: the same plan as from this project's keys, refusals, and remarks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.hybrid_engine.tools.cli.test_plan_command import facts, run
+from tests.hybrid_engine.tools.cli.test_plan_command import plan_as_json, run
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B, QWEN3_30B_A3B
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def written(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B, **actor: Any) -> str:
-    """A file as `--cfg job` writes it, as far as it is read; its lengths are interpolated as in verl's own."""
-    prompt, response = (f"${{oc.select:data.max_{each}_length,512}}" for each in ("prompt", "response"))
+def write_verl_config(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B, **actor: Any) -> str:
+    """Write the part of a `--cfg job` file that is read, with lengths interpolated as in verl's."""
+    prompt = "${oc.select:data.max_prompt_length,512}"
+    response = "${oc.select:data.max_response_length,512}"
     rollout = {"name": "vllm", "tensor_model_parallel_size": 4, "gpu_memory_utilization": 0.6, "max_model_len": 4096}
     values = {
         "actor_rollout_ref": {
@@ -34,7 +36,7 @@ def written(directory: Path, strategy: str, config: dict[str, Any] = LLAMA_3_8B,
     return str(directory / "verl.yaml")
 
 
-BY_HAND = (
+OUR_KEYS = (
     "actor_config.micro_batch_size=2",
     "actor_config.seq_length=4096",
     "actor_config.optimizer={weight_decay: 0.01, adam_beta2: 0.999}",
@@ -50,67 +52,67 @@ def same_plan(verl: dict[str, Any], ours: dict[str, Any]) -> bool:
     return {**verl, "planning": 0, "remarks": 0} == {**ours, "planning": 0, "remarks": 0}
 
 
-def test_megatron_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Path) -> None:
+def test_a_megatron_file_gives_the_plan_of_our_keys(tmp_path: Path) -> None:
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "param_offload": True}
-    file = written(tmp_path, "megatron", megatron=sizes)
-    by_hand = (
+    file = write_verl_config(tmp_path, "megatron", megatron=sizes)
+    our_keys = (
         f"model={tmp_path}",
         "actor_config.tensor_model_parallel_size=2",
         "actor_config.pipeline_model_parallel_size=2",
         "actor_config.sequence_parallel=true",
-        *BY_HAND,
+        *OUR_KEYS,
     )
-    found = facts(file, "--from", "verl")
-    assert (found["world_size"], found["train"]["data"], found["infer"]["data"]) == (8, 2, 2)
-    assert same_plan(found, facts(*by_hand, "--ranks", "8", "--hosts-of", "4"))
-    (told,) = found["remarks"]
-    (tmp_path / "ours.yaml").write_text(told.partition(":\n")[2])
-    assert same_plan(found, facts(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")), "can be pasted"
+    facts = plan_as_json(file, "--from", "verl")
+    assert (facts["world_size"], facts["train"]["data"], facts["infer"]["data"]) == (8, 2, 2)
+    assert same_plan(facts, plan_as_json(*our_keys, "--ranks", "8", "--hosts-of", "4"))
+    (remark,) = facts["remarks"]
+    (tmp_path / "ours.yaml").write_text(remark.partition(":\n")[2])
+    assert same_plan(facts, plan_as_json(str(tmp_path / "ours.yaml"), "--ranks", "8", "--hosts-of", "4")), "valid file"
 
 
 @pytest.mark.slow
-def test_every_size_and_offload_of_megatrons_actor_is_kept(tmp_path: Path) -> None:
+def test_sizes_and_offloads_of_megatrons_actor_are_kept(tmp_path: Path) -> None:
     sizes = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 4}
     kept: dict[str, Any] = {f"{name}_model_parallel_size": size for name, size in sizes.items() if name != "context"}
     kept |= {"context_parallel_size": 2, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 2}
     kept |= {"sequence_parallel": True, "use_distributed_optimizer": False}
     offloads = {"param_offload": True, "optimizer_offload": True}
-    file = written(tmp_path, "megatron", QWEN3_30B_A3B, megatron={**kept, **offloads})
-    told, *others = facts(file, "--from", "verl", "trainer.n_gpus_per_node=8")["remarks"]
-    found = yaml.safe_load(told.partition(":\n")[2])
-    assert {key: found["actor_config"][key] for key in kept} == kept
-    moved = {key: found["generate_config"][f"offload_train_{key}"] for key in ("param", "grad", "optimizer")}
-    assert moved == dict.fromkeys(moved, True)
-    assert any("context" in remark for remark in others), "which Megatron's own loop may use"
+    file = write_verl_config(tmp_path, "megatron", QWEN3_30B_A3B, megatron={**kept, **offloads})
+    remark, *others = plan_as_json(file, "--from", "verl", "trainer.n_gpus_per_node=8")["remarks"]
+    config = yaml.safe_load(remark.partition(":\n")[2])
+    assert {key: config["actor_config"][key] for key in kept} == kept
+    offloaded = {key: config["generate_config"][f"offload_train_{key}"] for key in ("param", "grad", "optimizer")}
+    assert offloaded == dict.fromkeys(offloaded, True)
+    assert any("context" in remark for remark in others), "context parallelism is remarked on"
 
 
-def test_fsdp_has_the_plan_of_the_configuration_written_by_hand(tmp_path: Path) -> None:
+def test_an_fsdp_file_gives_the_plan_of_our_keys(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    file = written(tmp_path, "fsdp2", fsdp_config={"fsdp_size": 4, "param_offload": True})
+    file = write_verl_config(tmp_path, "fsdp2", fsdp_config={"fsdp_size": 4, "param_offload": True})
     fsdp = "{sharding_strategy: HYBRID_SHARD, replicas: 2, mixed_precision: bf16, activation_checkpointing: true}"
     wide = ("actor_config.params_dtype=float32", "generate_config.compress_reshard=true")
-    by_hand = (f"model={tmp_path}", f"actor_config.fsdp={fsdp}", *wide, *BY_HAND)
-    assert same_plan(facts(file, "--from", "verl"), facts(*by_hand, "--ranks", "8", "--hosts-of", "4"))
+    our_keys = (f"model={tmp_path}", f"actor_config.fsdp={fsdp}", *wide, *OUR_KEYS)
+    assert same_plan(plan_as_json(file, "--from", "verl"), plan_as_json(*our_keys, "--ranks", "8", "--hosts-of", "4"))
 
 
-def test_shards_in_groups_stay_gathered_after_the_forward_pass(tmp_path: Path) -> None:
+def test_hybrid_shards_can_stay_gathered(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     sizes = {"fsdp_size": 4, "param_offload": True, "reshard_after_forward": False}
-    (told,) = facts(written(tmp_path, "fsdp2", fsdp_config=sizes), "--from", "verl")["remarks"]
-    fsdp = yaml.safe_load(told.partition(":\n")[2])["actor_config"]["fsdp"]
+    (remark,) = plan_as_json(write_verl_config(tmp_path, "fsdp2", fsdp_config=sizes), "--from", "verl")["remarks"]
+    fsdp = yaml.safe_load(remark.partition(":\n")[2])["actor_config"]["fsdp"]
     assert (fsdp["sharding_strategy"], fsdp["replicas"]) == ("SHARD_GRAD_OP", 2)
 
 
-def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
-    """verl's as on its command line, without a file too; --ranks in place of the file's."""
+def test_our_keys_override_verls(tmp_path: Path) -> None:
+    """verl's keys may be arguments too, with or without a file; --ranks overrides the file's."""
     model = write_config(tmp_path, LLAMA_3_8B)
     of_verl = (f"actor_rollout_ref.model.path={model}", "model_engine=megatron", f"+{ROLLOUT}.name=vllm")
-    found = facts("--from", "verl", *of_verl, f"{ROLLOUT}.tensor_model_parallel_size=8", "--ranks", "16")
-    assert (found["world_size"], found["infer"]["tensor"]) == (16, 8)
-    found = facts("--from", "verl", f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=4")
-    assert found["world_size"] == 4  # by verl's default, FSDP
-    found = facts("--from", "verl", *of_verl, "generate_config.infer_tensor_parallel_size=4")
-    assert (found["world_size"], found["infer"]["tensor"]) == (8, 4)
+    facts = plan_as_json("--from", "verl", *of_verl, f"{ROLLOUT}.tensor_model_parallel_size=8", "--ranks", "16")
+    assert (facts["world_size"], facts["infer"]["tensor"]) == (16, 8)
+    facts = plan_as_json("--from", "verl", f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=4")
+    assert facts["world_size"] == 4  # verl's default is FSDP
+    facts = plan_as_json("--from", "verl", *of_verl, "generate_config.infer_tensor_parallel_size=4")
+    assert (facts["world_size"], facts["infer"]["tensor"]) == (8, 4)
 
 
 @pytest.mark.parametrize(
@@ -132,59 +134,60 @@ def test_keys_of_either_are_set_and_ours_win(tmp_path: Path) -> None:
         (["--search"], "--from: cannot be combined with --search"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_its_key(words: list[str], message: str, tmp_path: Path) -> None:
-    refused = run(written(tmp_path, "megatron"), "--from", "verl", *words)
+def test_an_unplannable_key_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    refused = run(write_verl_config(tmp_path, "megatron"), "--from", "verl", *words)
     assert refused.exit_code == 2, refused.output
     assert message in refused.stderr
 
 
-def test_misspelt_keys_of_the_file_are_refused_all_at_once(tmp_path: Path) -> None:
-    file = written(tmp_path, "megatron", megatron={"tensor_model_parralel_size": 2, "optimzer_offload": True})
+def test_misspelt_keys_of_a_file_are_refused_at_once(tmp_path: Path) -> None:
+    file = write_verl_config(tmp_path, "megatron", megatron={"tensor_model_parralel_size": 2, "optimzer_offload": True})
     refused = run(file, "--from", "verl")
     assert refused.exit_code == 2, refused.output
     for meant in ("tensor_model_parallel_size", "optimizer_offload"):
         assert f"Did you mean {ACTOR}.megatron.{meant}?" in refused.stderr
 
 
-def test_keys_that_a_plan_does_not_need_are_left_alone(tmp_path: Path) -> None:
-    """Names of verl 0.9.1 that are close to some that are read, sections of recipes, and keys of deeper sections."""
+def test_unneeded_keys_are_ignored(tmp_path: Path) -> None:
+    """Names of verl 0.9.1 close to names that are read, sections of recipes, and deeper
+    sections."""
     megatron = {"grad_offload": True, "override_mcore_model_config": {}, "override_ddp_config": {"average": True}}
     optim = {"lr_warmup_init": 0.0, "lr_decay_steps": None, "lr_wsd_decay_steps": None, "lr_wsd_decay_style": "cosine"}
     more = {"ppo_mini_batch_size": 64, "ppo_epochs": 1, "profiler": {"enable": False}}
-    file = written(tmp_path, "megatron", megatron=megatron, optim=optim, **more)
+    file = write_verl_config(tmp_path, "megatron", megatron=megatron, optim=optim, **more)
     words = ("async_training.staleness_threshold=0.5", "+trainer.val_before_train=false", "critic.strategy=megatron")
     rollout = (f"{ROLLOUT}.moe_tensor_parallel_size=1", f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtyp=fp8")
-    assert facts(file, "--from", "verl", *words, *rollout)["world_size"] == 8
+    assert plan_as_json(file, "--from", "verl", *words, *rollout)["world_size"] == 8
 
 
-def test_the_configuration_to_paste_has_lengths_batch_and_optimizer(tmp_path: Path) -> None:
-    """With dynamic batches, as many whole sequences as their tokens hold; each line is one of the terminal's too."""
+def test_the_printed_configuration_has_lengths_batch_and_optimizer(tmp_path: Path) -> None:
+    """Dynamic batches count whole sequences. Lines of the configuration are not wrapped."""
     actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 16384}
     optim = {"lr": 1e-5, "weight_decay": 0.1, "betas": [0.9, 0.98], "clip_grad": 0.5, "lr_warmup_steps": 10}
-    deep = tmp_path / ("long" * 30)
-    deep.mkdir()
-    file = written(deep, "megatron", optim=optim, **actor)
+    long_directory = tmp_path / ("long" * 30)
+    long_directory.mkdir()
+    file = write_verl_config(long_directory, "megatron", optim=optim, **actor)
     result = run(file, "--from", "verl", f"{ROLLOUT}.max_model_len=null")
     text = result.stdout.partition("configuration as:\n")[2]
-    found = yaml.safe_load(text[: text.index("\nactor_rollout_ref")])
-    assert found["model"] == str(deep)
-    trained = found["actor_config"]
+    config = yaml.safe_load(text[: text.index("\nactor_rollout_ref")])
+    assert config["model"] == str(long_directory)
+    trained = config["actor_config"]
     assert (trained["seq_length"], trained["micro_batch_size"]) == (4096, 4)
     assert trained["optimizer"] == {
         **{"lr": 1e-5, "weight_decay": 0.1, "clip_grad": 0.5},
         **{"adam_beta1": 0.9, "adam_beta2": 0.98},
     }
-    assert found["generate_config"]["max_model_len"] == 4096
+    assert config["generate_config"]["max_model_len"] == 4096
     assert "micro batches of 4 sequences of 4096 tokens" in result.stdout.replace("\n", " ")
     assert "optim.lr_warmup_steps 10: not read" in result.stdout
 
 
-def test_ranks_are_needed_without_a_file_that_has_them(tmp_path: Path) -> None:
+def test_ranks_are_required_without_a_file(tmp_path: Path) -> None:
     refused = run(f"model={write_config(tmp_path, LLAMA_3_8B)}")
     assert (refused.exit_code, "--ranks: is missing" in refused.stderr) == (2, True)
 
 
-def test_what_has_no_counterpart_is_said(tmp_path: Path) -> None:
+def test_settings_without_counterpart_are_remarked_on(tmp_path: Path) -> None:
     words = (
         f"{ROLLOUT}.name=sglang",
         f"{ROLLOUT}.free_cache_engine=false",
@@ -197,9 +200,9 @@ def test_what_has_no_counterpart_is_said(tmp_path: Path) -> None:
         f"+{ACTOR}.megatron.override_transformer_config.moe_shared_expert_overlap=true",
         f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8",
     )
-    plain = facts(written(tmp_path, "megatron"), "--from", "verl")
+    plain = plan_as_json(write_verl_config(tmp_path, "megatron"), "--from", "verl")
     assert len(plain["remarks"]) == 1
-    result = run(written(tmp_path, "megatron"), "--from", "verl", *words, "--json")
+    result = run(write_verl_config(tmp_path, "megatron"), "--from", "verl", *words, "--json")
     remarks = json.loads(result.stdout)["remarks"][1:]
     parts = ("sglang", "KV cache", "reference", "all weights", "critic", "moe_shared_expert_overlap", "kv_cache_d")
     for part in (*parts, "quantization", "sequences that no", "moments"):

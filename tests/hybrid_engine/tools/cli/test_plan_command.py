@@ -1,4 +1,4 @@
-"""`python -m hybrid_engine plan`: numbers, refusals, a search, and DeepSeek-V3 on 2,048 ranks."""
+"""`python -m hybrid_engine plan`: figures, refusals, a search, and DeepSeek-V3 on 2,048 ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYS = {
 
 
 def job(model: Path | str, ranks: int, **sizes: int) -> tuple[str, ...]:
-    """The arguments of a job without a file."""
+    """Return the arguments of a job without a configuration file."""
     return f"model={model}", *(f"{KEYS[name]}={size}" for name, size in sizes.items()), "--ranks", str(ranks)
 
 
@@ -42,64 +42,70 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "400"})
 
 
-def facts(*arguments: str) -> dict[str, Any]:
+def plan_as_json(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code in (0, 3), result.output
-    found = json.loads(result.stdout)
-    assert found["verdict"]["fits"] == (result.exit_code == 0)
-    return found
+    facts = json.loads(result.stdout)
+    assert facts["verdict"]["fits"] == (result.exit_code == 0)
+    return facts
 
 
-def test_later_switches_leave_out_what_is_frozen(tmp_path: Path) -> None:
-    """Embedding and head of Llama-3 8B, 128,256 x 4,096 each; of q, k and v only q is frozen, so all three are sent."""
-    of_job = job(write_config(tmp_path, LLAMA_3_8B), 64, tp=8, pp=2, infer_tp=4)
-    found = facts(*of_job, "--frozen", "model.embed_tokens.weight, lm_head.*, *.q_proj.weight")
-    later, ends_nbytes = found["later_switches"], 2 * 2 * 128_256 * 4_096
+def test_later_switches_skip_frozen_weights(tmp_path: Path) -> None:
+    """Embedding and head of Llama-3 8B have 128,256 x 4,096 elements each.
+
+    Of q, k and v only q is frozen, so all three are sent.
+    """
+    arguments = job(write_config(tmp_path, LLAMA_3_8B), 64, tp=8, pp=2, infer_tp=4)
+    facts = plan_as_json(*arguments, "--frozen", "model.embed_tokens.weight, lm_head.*, *.q_proj.weight")
+    later = facts["later_switches"]
+    ends_nbytes = 2 * 2 * 128_256 * 4_096
     assert later["bytes"]["kept"]["max"] == ends_nbytes / 4
     assert later["incremental_mb"] == -(-ends_nbytes // 4 // 1024**2)
     assert later["bytes"]["received"] == later["bytes"]["least"]
-    first, rest = found["bytes"], later["bytes"]
-    read = (sum(moved[key]["mean"] for key in ("received", "copied_on_the_rank")) for moved in (first, rest))
-    assert next(read) - next(read) == ends_nbytes / 4
-    assert "later_switches" not in facts(*of_job)
-    shown = run(*of_job, "--frozen", "lm_head.*").output
+    skipped = sum(
+        facts["bytes"][key]["mean"] - later["bytes"][key]["mean"] for key in ("received", "copied_on_the_rank")
+    )
+    assert skipped == ends_nbytes / 4
+    assert "later_switches" not in plan_as_json(*arguments)
+    shown = run(*arguments, "--frozen", "lm_head.*").output
     assert "kept on the device" in shown
     assert "incremental: auto and" in shown
-    shown = run(*of_job, "generate_config.incremental=delta", "--frozen", "lm_head.*").output
+    shown = run(*arguments, "generate_config.incremental=delta", "--frozen", "lm_head.*").output
     assert "incremental: delta and" in shown
     assert "At most: delta sends less" in shown
-    refused = run(*of_job, "--frozen", "lm_head.*,layers.*")
+    refused = run(*arguments, "--frozen", "lm_head.*,layers.*")
     assert refused.exit_code == 2
     assert "no tensor matches layers.*" in refused.output
 
 
-def test_the_jobs_numbers(tmp_path: Path) -> None:
-    """Llama-3 8B, 16.06 GB of bfloat16; half a model more on every rank than it holds."""
+def test_figures_of_a_job(tmp_path: Path) -> None:
+    """Llama-3 8B, 16.06 GB of bfloat16: each rank receives a part of its half model."""
     model = write_config(tmp_path, LLAMA_3_8B)
-    found = facts(*job(model, 64, tp=8, pp=2, infer_tp=4), "--hosts-of", "8")
-    assert (found["world_size"], found["train"]["data"], found["infer"]["data"]) == (64, 4, 16)
-    assert found["model"]["served_bytes"] == 2 * 8_030_261_248
-    moved, before = found["bytes"], found["sequential"]
-    assert moved["received"] == moved["least"]
-    assert moved["received"]["mean"] == pytest.approx(moved["sent"]["mean"])
-    assert moved["received_same_host"]["mean"] + moved["received_across_hosts"]["mean"] == moved["received"]["mean"]
-    assert before["received"]["mean"] > 1.2 * moved["received"]["mean"], "auto saves a fifth here"
-    # all but the norms is cut: M * (1/4 - 1/16)
-    bound = 3 / 16 * found["model"]["served_bytes"]
-    assert moved["received"]["mean"] == pytest.approx(bound, rel=1e-3)
-    (gather,) = found["peers"]
-    assert gather["nbytes"] == pytest.approx(15 / 16 * found["model"]["served_bytes"], rel=1e-3)
-    assert found["across_hosts"]["received"] == found["across_hosts"]["least"]
-    total = found["across_hosts"]["least"]["mean"]
-    assert moved["received_across_hosts"]["max"] == pytest.approx(total / 8, rel=0.01), "shared out in each host"
-    links = moved["received_across_hosts"]["max"] / 45e9 + moved["received_same_host"]["max"] / 400e9
-    assert found["seconds"]["max"] == pytest.approx(links, rel=0.05)
+    facts = plan_as_json(*job(model, 64, tp=8, pp=2, infer_tp=4), "--hosts-of", "8")
+    assert (facts["world_size"], facts["train"]["data"], facts["infer"]["data"]) == (64, 4, 16)
+    assert facts["model"]["served_bytes"] == 2 * 8_030_261_248
+    nbytes = facts["bytes"]
+    sequential = facts["sequential"]
+    assert nbytes["received"] == nbytes["least"]
+    assert nbytes["received"]["mean"] == pytest.approx(nbytes["sent"]["mean"])
+    assert nbytes["received_same_host"]["mean"] + nbytes["received_across_hosts"]["mean"] == nbytes["received"]["mean"]
+    assert sequential["received"]["mean"] > 1.2 * nbytes["received"]["mean"], "auto saves a fifth"
+    # everything but the norms is cut: M * (1/4 - 1/16)
+    bound = 3 / 16 * facts["model"]["served_bytes"]
+    assert nbytes["received"]["mean"] == pytest.approx(bound, rel=1e-3)
+    (gather,) = facts["peers"]
+    assert gather["nbytes"] == pytest.approx(15 / 16 * facts["model"]["served_bytes"], rel=1e-3)
+    assert facts["across_hosts"]["received"] == facts["across_hosts"]["least"]
+    total = facts["across_hosts"]["least"]["mean"]
+    assert nbytes["received_across_hosts"]["max"] == pytest.approx(total / 8, rel=0.01), "equal shares"
+    links = nbytes["received_across_hosts"]["max"] / 45e9 + nbytes["received_same_host"]["max"] / 400e9
+    assert facts["seconds"]["max"] == pytest.approx(links, rel=0.05)
 
 
 def test_options_are_used(tmp_path: Path) -> None:
     model = write_config(tmp_path, DENSE)
     common = job(model, 4, tp=2)
-    one_host = facts(
+    one_host = plan_as_json(
         *common, "generate_config.infer_rank_order=sequential", "--link-gbps", "host=1e-6,self=1e9", "--rank", "3"
     )
     assert one_host["bytes"]["received_across_hosts"]["max"] == 0
@@ -108,39 +114,40 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert one_host["rank"]["staging"] == 0
     assert one_host["rank"]["transfers"] > 0
     assert one_host["rank"]["peers"] == 2
-    apart = facts(*common, "--hosts-of", "1", "actor_config.params_dtype=float32")
+    apart = plan_as_json(*common, "--hosts-of", "1", "actor_config.params_dtype=float32")
     assert apart["bytes"]["received_same_host"]["max"] == 0
     assert apart["bytes"]["received"]["max"] == 2 * one_host["bytes"]["received"]["max"]
     assert one_host["memory"]["device"]["fits"]
     assert one_host["memory"]["host"]["fits"] is None
 
 
-def test_what_the_peak_depends_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_job, keeping = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=2), "generate_config.release_weights=false"
-    plain = facts(*of_job)["memory"]
+def test_assumptions_of_the_peak_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=2)
+    keeping = "generate_config.release_weights=false"
+    plain = plan_as_json(*arguments)["memory"]
     assert plain["assumed"] == {"release_weights": True, "elastic_buffers": True}
-    kept = facts(*of_job, keeping)["memory"]
+    kept = plan_as_json(*arguments, keeping)["memory"]
     assert kept["assumed"] == {"release_weights": False, "elastic_buffers": True}
     together = sum(plain["device"][name]["max"] for name in ("training", "activations", "inference"))
     assert kept["device"]["peak"]["max"] == together > plain["device"]["peak"]["max"]
     assert kept["device"]["interleaved_switch"] == kept["device"]["switch"]
     exact = f"{(together - 1) / 2**30:.17g}"
-    assert facts(*of_job, "--device-gib", exact)["memory"]["device"]["fits"]
-    assert not facts(*of_job, keeping, "--device-gib", exact)["memory"]["device"]["fits"]
-    whole = facts(*of_job, "--no-elastic")["memory"]
+    assert plan_as_json(*arguments, "--device-gib", exact)["memory"]["device"]["fits"]
+    assert not plan_as_json(*arguments, keeping, "--device-gib", exact)["memory"]["device"]["fits"]
+    whole = plan_as_json(*arguments, "--no-elastic")["memory"]
     assert whole["assumed"] == {"release_weights": True, "elastic_buffers": False}
     assert whole["device"]["inelastic"] == plain["device"]["params"]
     assert whole["device"]["interleaved_switch"]["max"] == plain["device"]["switch"]["max"]
-    output = run(*of_job, keeping).output.replace("\n", " ")
+    output = run(*arguments, keeping).output.replace("\n", " ")
     assert "stay on the device while it trains (release_weights: false)" in output
     for name, installed, expected in (("sda", False, True), ("nvidia0", True, True), ("nvidia1", False, False)):
         (tmp_path / name).touch()
         monkeypatch.setattr("hybrid_engine.tools.cli.plan_command._DEVICES", tmp_path)
-        found = "here" if installed else None
-        monkeypatch.setattr("hybrid_engine.tools.cli.plan_command.find_spec", lambda name, found=found: found)
-        assert facts(*of_job)["memory"]["assumed"]["elastic_buffers"] is expected, name
-    assert facts(*of_job, "--elastic")["memory"]["assumed"]["elastic_buffers"]
-    assert "Without cuda-bindings parameters leave whole" in run(*of_job).output.replace("\n", " ")
+        spec = "installed" if installed else None
+        monkeypatch.setattr("hybrid_engine.tools.cli.plan_command.find_spec", lambda name, spec=spec: spec)
+        assert plan_as_json(*arguments)["memory"]["assumed"]["elastic_buffers"] is expected, name
+    assert plan_as_json(*arguments, "--elastic")["memory"]["assumed"]["elastic_buffers"]
+    assert "Without cuda-bindings parameters leave whole" in run(*arguments).output.replace("\n", " ")
 
 
 FSDP = (
@@ -151,76 +158,78 @@ FSDP = (
 
 
 def test_a_job_with_fsdp(tmp_path: Path) -> None:
-    """Llama-3 8B in float32 over 16 ranks: an eighth of the rows of half a model on each; vLLM has bfloat16."""
+    """Llama-3 8B in float32 over 16 ranks, each with an eighth of the rows; vLLM has bfloat16."""
     pytest.importorskip("transformers")
-    of_job = (*job(write_config(tmp_path, LLAMA_3_8B), 16, infer_tp=4, infer_pp=2), *FSDP)
-    found = facts(*of_job, "--rank", "3")
+    arguments = (*job(write_config(tmp_path, LLAMA_3_8B), 16, infer_tp=4, infer_pp=2), *FSDP)
+    facts = plan_as_json(*arguments, "--rank", "3")
     numel = 8_030_261_248
-    assert found["train"] == {"num_shards": 8, "replicas": 2, "data": 16}
-    assert (found["model"]["train_dtype"], found["model"]["dtype"]) == ("float32", "bfloat16")
-    assert found["remarks"] == []
-    moved = found["bytes"]
-    assert moved["received"] == moved["least"]
-    # inference has half of the layers, a quarter of each; of that a rank holds between nothing and its own eighth
-    assert (1 / 8 - 1 / 16) * 2 * numel < moved["received"]["mean"] < 1 / 8 * 2 * numel * 1.07
-    (peer,) = found["peers"]
-    assert peer["nbytes"] == pytest.approx(7 / 8 * 4 * numel), "gathered before they are cast"
-    memory = {name: numbers["max"] for name, numbers in found["memory"]["device"].items() if isinstance(numbers, dict)}
+    assert facts["train"] == {"num_shards": 8, "replicas": 2, "data": 16}
+    assert (facts["model"]["train_dtype"], facts["model"]["dtype"]) == ("float32", "bfloat16")
+    assert facts["remarks"] == []
+    nbytes = facts["bytes"]
+    assert nbytes["received"] == nbytes["least"]
+    # A rank needs half of the layers, a quarter of each, and holds none to an eighth of that.
+    assert (1 / 8 - 1 / 16) * 2 * numel < nbytes["received"]["mean"] < 1 / 8 * 2 * numel * 1.07
+    (peer,) = facts["peers"]
+    assert peer["nbytes"] == pytest.approx(7 / 8 * 4 * numel), "gathered before the cast"
+    memory = {name: numbers["max"] for name, numbers in facts["memory"]["device"].items() if isinstance(numbers, dict)}
     assert memory["params"] == memory["grads"] == memory["optimizer"] / 2 == 4 * numel / 8
-    assert memory["inelastic"] == 0, "all of it splits evenly over 8 ranks"
+    assert memory["inelastic"] == 0, "everything splits evenly over 8 ranks"
     assert memory["interleaved_switch"] < memory["switch"] == memory["params"] + memory["inference"]
-    assert found["rank"]["received"]["host"] + found["rank"]["received"]["network"] > 0
-    result = run(*of_job)
+    assert facts["rank"]["received"]["host"] + facts["rank"]["received"]["network"] > 0
+    result = run(*arguments)
     for text in ("of it leaving only at the end of a switch", "received by a gather of all weights"):
         assert text in result.output, text
 
 
 @pytest.mark.parametrize("model_type", ["unheard-of", "qwen2"])
-def test_models_that_transformers_does_not_build(tmp_path: Path, model_type: str) -> None:
-    """A checkpoint with code of its own; and one whose config says something else than its table."""
+def test_a_model_that_transformers_builds_differently_is_refused(tmp_path: Path, model_type: str) -> None:
+    """The checkpoint has its own code, or its model_type contradicts its architecture."""
     pytest.importorskip("transformers")
     refused = run(*job(write_config(tmp_path, {**LLAMA_3_8B, "model_type": model_type}), 2), "actor_config.fsdp={}")
     assert refused.exit_code == 2
     assert "model: transformers builds " in refused.stderr
 
 
-def test_the_answer_begins_with_the_verdict(tmp_path: Path) -> None:
-    of_job = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=4)
-    result = run(*of_job, "--device", "H100", "--host-gib", "60")
+def test_the_output_begins_with_the_verdict(tmp_path: Path) -> None:
+    arguments = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=4)
+    result = run(*arguments, "--device", "H100", "--host-gib", "60")
     heads = [line.partition(":")[0] for line in result.stdout.splitlines()[:5]]
     assert heads == ["Fits", "Cache", "Left out", "Moves", "Takes"]
     assert result.exit_code == 0
     assert "a device, while vLLM generates, leaves 39.5 GiB of its 79.1 GiB" in result.stdout, "the fullest phase"
-    # a token takes 2 * 2 heads * 128 * 32 layers * 2 bytes; a step 2 * 16,384 * (3 * 4,096 + 3 * 14,336 / 4) bytes and
-    # 256 * 128,256 logits of 10, together 33,060 tokens
-    assert facts(*of_job, "--device", "H100")["verdict"]["cache_tokens"] == 1_173_430 - 33_060
+    # A token takes 2 * 2 heads * 128 * 32 layers * 2 bytes. A step takes as much as 33,060 tokens:
+    # 2 * 16,384 * (3 * 4,096 + 3 * 14,336 / 4) bytes and 256 * 128,256 logits of 10.
+    assert plan_as_json(*arguments, "--device", "H100")["verdict"]["cache_tokens"] == 1_173_430 - 33_060
     for size in ("--device-gib", "--host-gib"):
-        result = run(*of_job, size, "4")
+        result = run(*arguments, size, "4")
         assert (result.exit_code, result.stdout.startswith("Does not fit: ")) == (3, True)
-    verdict = facts(*of_job, "generate_config.release_weights=false", "--device-gib", "3")["verdict"]
+    verdict = plan_as_json(*arguments, "generate_config.release_weights=false", "--device-gib", "3")["verdict"]
     assert (verdict["fits"], verdict["peak_during"]) == (False, "training")
     assert verdict["room"] < verdict["room_for_cache"] < 0
-    assert facts(*job(str(tmp_path), 128, tp=8), "--device-gib", "9")["verdict"]["peak_during"] == "switch"
+    assert plan_as_json(*job(str(tmp_path), 128, tp=8), "--device-gib", "9")["verdict"]["peak_during"] == "switch"
 
 
 LENGTH = "generate_config.max_model_len="
 
 
 def test_a_job_whose_vllm_cannot_start_does_not_fit(tmp_path: Path) -> None:
-    """Though training and the switch do. A token takes 2 * 8 heads * 128 * 32 layers * 2 bytes: 8,192 a GiB.
+    """Training and the switch fit, but vLLM lacks memory for its longest sequence.
 
-    Weights take 14.957 GiB, a step 2 * 8,192 * (3 * 4,096 + 3 * 14,336) bytes and 256 * 128,256 logits of 10: 1.15 GiB.
+    A token takes 2 * 8 heads * 128 * 32 layers * 2 bytes: 8,192 per GiB. Weights take 14.957 GiB; a
+    step takes 2 * 8,192 * (3 * 4,096 + 3 * 14,336) bytes and 256 * 128,256 logits of 10: 1.15 GiB.
     """
-    of_job = *job(write_config(tmp_path, LLAMA_3_8B), 8, tp=8), "--device-gib", "24"
-    share, length = "generate_config.gpu_memory_utilization=", LENGTH + "8192"
-    verdict = facts(*of_job, length)["verdict"]
+    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 8, tp=8), "--device-gib", "24"
+    share = "generate_config.gpu_memory_utilization="
+    length = LENGTH + "8192"
+    verdict = plan_as_json(*arguments, length)["verdict"]
     assert (verdict["fits"], verdict["cache_tokens"], verdict["least_gpu_memory_utilization"]) == (False, 0, 0.72)
     assert verdict["room"] > 0
     fits = {(0.72, 8192): True, (0.71, 8192): False, (0.71, 7642): True, (0.71, 7643): False, (0.99, 131_072): False}
     for (utilization, tokens), expected in fits.items():
-        found = facts(*of_job, f"{share}{utilization}", f"{LENGTH}{tokens}")["verdict"]
-        assert found["fits"] == expected, (utilization, tokens)
-    assert facts(*of_job)["verdict"]["least_gpu_memory_utilization"] > 1, "the model's own length never fits"
+        verdict = plan_as_json(*arguments, f"{share}{utilization}", f"{LENGTH}{tokens}")["verdict"]
+        assert verdict["fits"] == expected, (utilization, tokens)
+    assert plan_as_json(*arguments)["verdict"]["least_gpu_memory_utilization"] > 1, "full length"
 
 
 @pytest.mark.parametrize(
@@ -230,12 +239,12 @@ def test_a_job_whose_vllm_cannot_start_does_not_fit(tmp_path: Path) -> None:
         ((), ("use more ranks, a larger tensor_model_parallel_size",)),
     ],
 )
-def test_what_would_help_is_said_of_the_side_that_does_not_fit(
+def test_remedies_concern_the_side_that_does_not_fit(
     tmp_path: Path, words: tuple[str, ...], expected: tuple[str, ...]
 ) -> None:
-    """8.03 G parameters of 2 + 4 + 12 bytes on a device of 79.1 GiB, where vLLM's weights take 15 GiB."""
-    of_job = job(write_config(tmp_path, LLAMA_3_8B), 1)
-    result = run(*of_job, "--device", "h100", *(f"generate_config.{word}" for word in words), f"{LENGTH}4096")
+    """8.03 G parameters of 2 + 4 + 12 bytes on 79.1 GiB, of which vLLM's weights take 15 GiB."""
+    arguments = job(write_config(tmp_path, LLAMA_3_8B), 1)
+    result = run(*arguments, "--device", "h100", *(f"generate_config.{word}" for word in words), f"{LENGTH}4096")
     sentence = result.stdout.replace("\n", " ").partition("Left out:")[0]
     assert sentence.startswith("Does not fit: the peak of 1"), sentence
     assert "while training, is" in sentence
@@ -244,85 +253,89 @@ def test_what_would_help_is_said_of_the_side_that_does_not_fit(
     assert "infer_tensor_parallel_size" not in sentence
 
 
-def test_what_the_configuration_leaves_on_the_device_counts(tmp_path: Path) -> None:
-    """`offload_train_optimizer: false` leaves 12 bytes of each shard beside a switch, and takes them off the host."""
-    of_job = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=1)
-    plain, staying = facts(*of_job), facts(*of_job, "generate_config.offload_train_optimizer=false")
-    before, after = plain["memory"]["device"], staying["memory"]["device"]
+def test_resident_state_counts_on_the_device(tmp_path: Path) -> None:
+    """`offload_train_optimizer: false` moves 12 bytes per element from the host to the device."""
+    arguments = job(write_config(tmp_path, LLAMA_3_8B), 16, tp=8, pp=2, infer_tp=1)
+    plain = plan_as_json(*arguments)
+    staying = plan_as_json(*arguments, "generate_config.offload_train_optimizer=false")
+    before = plain["memory"]["device"]
+    after = staying["memory"]["device"]
     assert plain["verdict"]["peak_during"] == staying["verdict"]["peak_during"] == "generate", "in vLLM's share"
     assert after["peak"]["max"] == before["peak"]["max"] + before["optimizer"]["max"]
     params = before["params"]["max"]
     assert staying["memory"]["host"]["per_rank"]["max"] == params
     assert plain["memory"]["host"]["per_rank"]["max"] == params + before["optimizer"]["max"]
-    critic = facts(*of_job, "critic_config={offload: false}")["memory"]["device"]
+    critic = plan_as_json(*arguments, "critic_config={offload: false}")["memory"]["device"]
     assert critic["peak"]["max"] > before["training"]["max"] + before["training"]["max"] / 2
 
 
-def test_what_a_job_would_refuse_is_said_beside_the_plan(tmp_path: Path) -> None:
-    found = facts(*job(write_config(tmp_path, EXPERTS), 6, tp=2, ep=3, etp=1, infer_tp=3, infer_ep=6))
-    (remark,) = found["remarks"]
+def test_refusals_of_the_job_are_remarks_of_the_plan(tmp_path: Path) -> None:
+    facts = plan_as_json(*job(write_config(tmp_path, EXPERTS), 6, tp=2, ep=3, etp=1, infer_tp=3, infer_ep=6))
+    (remark,) = facts["remarks"]
     assert "refused: actor_config.sequence_parallel: false with TP 2" in remark
-    lora = facts(*job(write_config(tmp_path, LLAMA_3_8B), 1), "actor_config.lora={}")
+    lora = plan_as_json(*job(write_config(tmp_path, LLAMA_3_8B), 1), "actor_config.lora={}")
     assert "as if every weight was trained" in lora["remarks"][0]
 
 
-def test_the_cache_is_counted_by_what_attention_keeps() -> None:
+def test_cache_bytes_of_a_token() -> None:
     infer = InferenceParallelism(8, tensor=4, pipeline=2)
     heads = ModelDims(5, 64, 128, 100, num_heads=8, num_kv_heads=2, head_dim=16, tied_embeddings=False)
-    assert token_nbytes(heads, infer, 2) == 3 * 2 * 1 * 16 * 2, "three layers; a head for each two ranks"
+    assert token_nbytes(heads, infer, 2) == 3 * 2 * 1 * 16 * 2, "three layers; a head per two ranks"
     assert token_nbytes(heads, InferenceParallelism(1), 4) == 5 * 2 * 2 * 16 * 4
-    assert token_nbytes(replace(heads, latent_kv_size=40), infer, 2) == 3 * 40 * 2, "whole on every rank"
+    assert token_nbytes(replace(heads, latent_kv_size=40), infer, 2) == 3 * 40 * 2, "not cut over ranks"
 
 
 def test_a_narrow_cache_has_twice_the_tokens(tmp_path: Path) -> None:
-    of_job = *job(write_config(tmp_path, LLAMA_3_8B), 8, tp=8), "generate_config.kv_cache_mb=2048"
-    plain, narrow = (facts(*of_job, *more)["verdict"] for more in ((), ("generate_config.vllm.kv_cache_dtype=fp8",)))
+    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 8, tp=8), "generate_config.kv_cache_mb=2048"
+    plain = plan_as_json(*arguments)["verdict"]
+    narrow = plan_as_json(*arguments, "generate_config.vllm.kv_cache_dtype=fp8")["verdict"]
     assert narrow["cache_tokens"] == 2 * plain["cache_tokens"] == 2 * 2 * 8192
 
 
-def test_a_checkpoint_that_is_stored_quantised_is_named(tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_remarked_on(tmp_path: Path) -> None:
     model = write_config(tmp_path, {**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}})
-    for found in (facts(*job(model, 8, tp=8)), json.loads(run(*job(model, 8), "--search", "--json").stdout)):
-        assert any("stored quantised ('fp8')" in remark for remark in found["remarks"])
+    for facts in (plan_as_json(*job(model, 8, tp=8)), json.loads(run(*job(model, 8), "--search", "--json").stdout)):
+        assert any("stored quantised ('fp8')" in remark for remark in facts["remarks"])
 
 
-def test_a_search_fits_80_columns_and_its_keys_can_be_pasted(tmp_path: Path) -> None:
-    of_job = *job(write_config(tmp_path, LLAMA_3_8B), 16), LENGTH + "8192", "--device", "h100"
-    shown = CliRunner().invoke(app, ["plan", *of_job, "--search"], env={"COLUMNS": "80"})
+def test_a_search_fits_80_columns_and_its_keys_are_valid(tmp_path: Path) -> None:
+    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 16), LENGTH + "8192", "--device", "h100"
+    shown = CliRunner().invoke(app, ["plan", *arguments, "--search"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0
     before, _, after = shown.stdout.partition("# 1\n")
     assert all(len(line) <= 80 for line in before.splitlines())
     assert "…" not in before
     assert all(head in before for head in ("training", "generation", "state", "act.", "tokens", "recv.", "cost"))
-    found = json.loads(run(*of_job, "--search", "--json").stdout)
-    first, (pasted, *_) = found["rows"][0], after.split("# 2\n")
+    first = json.loads(run(*arguments, "--search", "--json").stdout)["rows"][0]
+    pasted = after.split("# 2\n")[0]
     (tmp_path / "job.yaml").write_text(pasted)
-    row = facts(str(tmp_path / "job.yaml"), *of_job, "--host-gib", "1e5")
+    row = plan_as_json(str(tmp_path / "job.yaml"), *arguments, "--host-gib", "1e5")
     assert (row["train"], row["infer"]) == (first["train"], first["infer"])
-    memory, verdict = row["memory"]["device"], row["verdict"]
+    memory = row["memory"]["device"]
+    verdict = row["verdict"]
     terms = {"training": memory["training"], "activations": memory["activations"], "peak": memory["peak"]}
     assert {name: numbers["max"] for name, numbers in terms.items()} == {name: first[name] for name in terms}
     assert (verdict["cache_tokens"], verdict["fits"]) == (first["cache_tokens"], True)
     assert (row["seconds"]["max"], row["bytes"]["received"]["mean"]) == (first["seconds"], first["received"])
 
 
-def test_a_search_says_what_is_lacking(tmp_path: Path) -> None:
-    of_job = *job(write_config(tmp_path, LLAMA_3_8B), 2), LENGTH + "1024", "--device", "a100-40", "--search"
-    result = run(*of_job)
+def test_a_search_reports_missing_memory(tmp_path: Path) -> None:
+    arguments = *job(write_config(tmp_path, LLAMA_3_8B), 2), LENGTH + "1024", "--device", "a100-40", "--search"
+    result = run(*arguments)
     assert result.exit_code == 3
     assert "Does not fit. The nearest pair:" in result.stdout
     assert "GiB for training on a device; a device has 39.3 GiB" in result.stdout
     assert "--ranks 4" in result.stdout
-    nearest = json.loads(run(*of_job, "--json").stdout)["nearest"]
+    nearest = json.loads(run(*arguments, "--json").stdout)["nearest"]
     assert nearest["lacks"].keys() == {"training"}
     assert nearest["mended_by"] == ["--ranks 4"]
-    refused = run(*of_job, "--rank", "1", "--frozen", "lm_head.*")
+    refused = run(*arguments, "--rank", "1", "--frozen", "lm_head.*")
     assert refused.exit_code == 2
     refused_options = {line[4:].partition(":")[0] for line in refused.stderr.splitlines()}
     assert {"--rank", "--frozen"} <= refused_options
 
 
-def test_the_tables_have_the_numbers(tmp_path: Path) -> None:
+def test_tables_contain_the_figures(tmp_path: Path) -> None:
     sizes = {"tp": 2, "ep": 2, "etp": 1, "infer_tp": 3, "infer_ep": 6}
     result = run(*job(write_config(tmp_path, EXPERTS), 6, **sizes), "--rank", "1")
     assert result.exit_code == 0, result.output
@@ -330,17 +343,20 @@ def test_the_tables_have_the_numbers(tmp_path: Path) -> None:
         assert text in result.output, text
 
 
-def test_a_file_is_read_and_keys_are_set_in_it(tmp_path: Path) -> None:
-    """The same as without the file, wherever the command is called; `model` begins at the file."""
-    model, file = write_config(tmp_path / "model", DENSE), tmp_path / "job=1.yaml"
+def test_arguments_override_keys_of_a_file(tmp_path: Path) -> None:
+    """The plan equals one without a file, in any working directory; `model` is relative to the
+    file.
+    """
+    model = write_config(tmp_path / "model", DENSE)
+    file = tmp_path / "job=1.yaml"
     file.write_text("model: model\nactor_config:\n  tensor_model_parallel_size: 2\n  optimizer: {lr: 1.0e-5}\n")
     keys = ("generate_config.infer_tensor_parallel_size=4", "actor_config.pipeline_model_parallel_size=2")
-    expected = facts(*job(model, 4, tp=2, pp=2, infer_tp=4))
-    found = facts(str(file), *keys, "--ranks", "4")
-    assert {**found, "planning": 0} == {**expected, "planning": 0}
+    expected = plan_as_json(*job(model, 4, tp=2, pp=2, infer_tp=4))
+    facts = plan_as_json(str(file), *keys, "--ranks", "4")
+    assert {**facts, "planning": 0} == {**expected, "planning": 0}
 
 
-def test_words_that_are_no_configuration(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_by_key(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("actor_config: {tp: 2}\nmodel: ./nowhere\n")
     job_file = str(tmp_path / "job.yaml")
     for words, key in {
@@ -359,14 +375,14 @@ def test_words_that_are_no_configuration(tmp_path: Path) -> None:
 
 def test_a_model_is_a_directory_its_config_or_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_config(tmp_path, DENSE)
-    expected = facts(*job(directory, 2, infer_tp=2))["bytes"]
-    assert facts(*job(f"{directory}/config.json", 2, infer_tp=2))["bytes"] == expected
+    expected = plan_as_json(*job(directory, 2, infer_tp=2))["bytes"]
+    assert plan_as_json(*job(f"{directory}/config.json", 2, infer_tp=2))["bytes"] == expected
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/small-1.5b": directory}[name])
-    assert facts(*job("org/small-1.5b", 2, infer_tp=2))["bytes"] == expected
+    assert plan_as_json(*job("org/small-1.5b", 2, infer_tp=2))["bytes"] == expected
 
 
-def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
+def test_all_violations_are_reported_at_once(tmp_path: Path) -> None:
     result = run(
         *job(write_config(tmp_path, DENSE), 6, tp=5, pp=3, ep=2, infer_tp=3, infer_pp=10, infer_ep=5),
         *("--hosts-of", "0", "--link-gbps", "host=fast", "--rank", "99"),
@@ -386,7 +402,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("--device", "h1000"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp_path: Path) -> None:
+def test_invalid_numbers_are_refused(option: str, value: str, tmp_path: Path) -> None:
     result = run(*job(write_config(tmp_path, DENSE), 1), option, value)
     assert result.exit_code == 2
     assert option in result.stderr
@@ -394,31 +410,34 @@ def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp
 
 
 @pytest.mark.parametrize("command", ["plan", "verify", "env"])
-def test_help_cuts_nothing_off_in_a_narrow_terminal(command: str) -> None:
+def test_help_is_complete_in_a_narrow_terminal(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
-    options = {name for one in get_command(app).commands[command].params for name in (*one.opts, *one.secondary_opts)}
-    assert {name for name in options if name.startswith("--") and name not in result.stdout.split()} <= {"--help"}
+    options: set[str] = set()
+    for parameter in get_command(app).commands[command].params:
+        options.update(parameter.opts, parameter.secondary_opts)
+    missing = options - set(result.stdout.split())
+    assert {name for name in missing if name.startswith("--")} <= {"--help"}
     assert "…" not in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_an_answer_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> None:
-    """A real full device: what is left in the buffers must not fail again when Python ends."""
+def test_a_full_output_device_ends_with_an_error(tmp_path: Path) -> None:
+    """Buffered output must not fail again when Python exits."""
     command = (sys.executable, "-m", "hybrid_engine", "plan", *job(write_config(tmp_path, DENSE), 1), "--json")
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (2, "writing the answer: No space left on device\n")
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (2, "writing the answer: No space left on device\n")
 
 
 @pytest.mark.parametrize("options", [["--json"], []], ids=["json", "tables"])
-def test_a_reader_that_has_seen_enough_is_no_failure(options: list[str], tmp_path: Path) -> None:
-    """`plan ... | head`: here the reader is gone before anything is written."""
+def test_a_closed_output_pipe_is_no_failure(options: list[str], tmp_path: Path) -> None:
+    """`plan ... | head`: the reader closes the pipe before the first write."""
     command = (sys.executable, "-m", "hybrid_engine", "plan", *job(write_config(tmp_path, DENSE), 1), *options)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
-        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -428,12 +447,12 @@ def test_progress_is_shown_on_terminals_only(
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     with progress() as doing:
         doing("counting bytes")
-    found = capsys.readouterr()
-    assert ("counting bytes" in found.err) == is_terminal
-    assert found.out == ""
+    captured = capsys.readouterr()
+    assert ("counting bytes" in captured.err) == is_terminal
+    assert captured.out == ""
 
 
-INTERRUPTED = """
+RUN_VERIFY = """
 sys.argv[1:] = ["verify", "model=none", "--ranks", "1"]
 from hybrid_engine.__main__ import main
 main()
@@ -442,20 +461,20 @@ main()
 
 @pytest.mark.parametrize("module", ["hybrid_engine.tools.cli", "pydantic", "hybrid_engine.tools.verify.cases"])
 def test_ctrl_c_ends_a_command_with_one_line(module: str) -> None:
-    """Where a module is imported: of the command line, of what it imports, and of the command that is running."""
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IN + INTERRUPTED, module],
+    """Interrupt the import of the command line, of its dependency or of the running command."""
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IN + RUN_VERIFY, module],
         cwd=REPO_ROOT,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Interrupted.\n")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
 @pytest.mark.slow
 def test_deepseek_v3_on_2048_ranks_without_any_engine(tmp_path: Path) -> None:
-    """Also where torch, Megatron and vLLM are not installed."""
+    """torch, Megatron and vLLM cannot be imported."""
     code = """
 import sys
 for name in ("torch", "megatron", "vllm", "transformers"):
@@ -468,13 +487,13 @@ app()
     command = [sys.executable, "-c", code, "plan", *arguments]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20, "7 s of a quiet core"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20, "takes 7 s on an idle core"
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["world_size"] == 2048
-    assert found["bytes"]["received"] == found["bytes"]["least"]
-    assert found["bytes"]["sent"]["mean"] == pytest.approx(found["bytes"]["received"]["mean"])
-    assert found["rank"]["transfers"] > 1000
-    most_at_once = sum(found["rank"][way]["network"] for way in ("received", "sent"))
-    assert 0 < found["rank"]["staging"] < most_at_once
-    assert found["planning"]["peak_memory"] < 2**30
+    facts = json.loads(result.stdout)
+    assert facts["world_size"] == 2048
+    assert facts["bytes"]["received"] == facts["bytes"]["least"]
+    assert facts["bytes"]["sent"]["mean"] == pytest.approx(facts["bytes"]["received"]["mean"])
+    assert facts["rank"]["transfers"] > 1000
+    most_at_once = sum(facts["rank"][way]["network"] for way in ("received", "sent"))
+    assert 0 < facts["rank"]["staging"] < most_at_once
+    assert facts["planning"]["peak_memory"] < 2**30

@@ -1,4 +1,4 @@
-"""The commands in an environment without torch, as `pip install .` without extras makes it."""
+"""Commands in an environment without torch, as after `pip install .` without extras."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--ranks", "8"], ["--search", "--ranks", "8"]], ids=["plan", "search"])
 def test_a_job_is_planned(options: list[str], tmp_path: Path) -> None:
-    ended = run(COMMAND, "plan", f"model={write_config(tmp_path, LLAMA_3_8B)}", "--device", "h100", *options)
-    assert ended.returncode == 0, ended.stderr
+    result = run(COMMAND, "plan", f"model={write_config(tmp_path, LLAMA_3_8B)}", "--device", "h100", *options)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["certify", "model", "--", "--dtype", "float32"], ["env"]], ids=lambda words: words[0]
 )
-def test_what_needs_torch_says_so(words: list[str]) -> None:
-    ended = run(COMMAND, *words)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'")
+def test_commands_that_need_torch_name_the_extra(words: list[str]) -> None:
+    result = run(COMMAND, *words)
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        "Error: this command needs torch and both engines: pip install 'hybrid-engine[gpu]'"
+    )
 
 
 @pytest.mark.slow
-def test_names_of_the_library_say_what_they_need() -> None:
-    ended = run("from hybrid_engine import HybridEngine")
-    assert "DependencyError: HybridEngine needs torch and an engine: pip install" in ended.stderr
+def test_library_names_report_the_missing_extra() -> None:
+    result = run("from hybrid_engine import HybridEngine")
+    assert "DependencyError: HybridEngine needs torch and an engine: pip install" in result.stderr

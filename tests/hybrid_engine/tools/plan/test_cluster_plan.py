@@ -1,4 +1,4 @@
-"""Memory of a job, on sizes that can be counted by hand."""
+"""Memory of a job, for sizes that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import QWEN3_30B_A3B
 
-PlanIt = Callable[..., JobPlan]
+JobPlanner = Callable[..., JobPlan]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> PlanIt:
+def job(tmp_path: Path) -> JobPlanner:
     def plan(
         train: TrainParallelism,
         infer: InferenceParallelism,
@@ -65,17 +65,20 @@ def job(tmp_path: Path) -> PlanIt:
 
 
 def test_memory_is_counted_with_padding_and_shards() -> None:
-    """Two tensor parallel ranks x two replicas; experts whole on two ranks."""
+    """Two tensor parallel ranks x two replicas; experts are uncut on two ranks."""
     table = table_for(EXPERTS)
-    hidden, vocab = 3, 152  # 150 up to a multiple of 4 * 2
+    hidden = 3
+    vocab = 152  # 150, rounded up to a multiple of 4 * 2
     attention = 4 * 24 * hidden // 2 + 2 * 2  # q, k, v, o cut in two; norms of query and key
     norms = 2 * hidden
-    router, expert = 6 * hidden, 3 * 12 * hidden
+    router = 6 * hidden
+    expert = 3 * 12 * hidden
     dense = 2 * vocab * hidden // 2 + hidden + 4 * (attention + norms) + 3 * router + 3 * 12 * hidden // 2
     experts = 3 * 3 * expert
     train = TrainParallelism(4, tensor=2, expert=2, expert_tensor=1, make_vocab_size_divisible_by=4)
     infer = InferenceParallelism(4, tensor=2)
-    source, destination = training_side(table, train), inference_side(table, infer)
+    source = training_side(table, train)
+    destination = inference_side(table, infer)
     assert source.num_elements.tolist() == [dense + experts] * 4
     state = megatron_memory(source, train, "bfloat16")
     peaks = MemoryPeaks(state, 2 * destination.num_elements, bucket=100)
@@ -83,7 +86,7 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert state.grads.tolist() == [4 * (dense + experts)] * 4
     shards = math.ceil(dense / 2) + math.ceil(experts / 2)
     narrow = megatron_memory(source, train, "bfloat16", float32_grads=False).grads
-    assert narrow.tolist() == [2 * (dense + experts) + 4 * shards] * 4, "those of the main parameters are converted"
+    assert narrow.tolist() == [2 * (dense + experts) + 4 * shards] * 4, "float32 gradients of main parameters"
     assert state.optimizer.tolist() == [12 * shards] * 4
     served = 2 * 192 * hidden // 2 + dense - 2 * vocab * hidden // 2 + 3 * 6 * expert // 2  # vLLM pads to 192
     assert peaks.inference.tolist() == [2 * served] * 4
@@ -94,13 +97,13 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
 
 
-def test_the_peak_counts_the_buckets_that_the_planner_makes(job: PlanIt) -> None:
-    """All experts of a layer are in one bucket: 128 x 3 x 2,048 x 768 elements of 2 bytes, half of them on a rank."""
+def test_the_peak_counts_the_planners_buckets(job: JobPlanner) -> None:
+    """A layer's experts share a bucket: 128 x 3 x 2,048 x 768 x 2 bytes, half on a rank."""
     model = {**QWEN3_30B_A3B, "num_hidden_layers": 8}
     plan = job(TrainParallelism(8, expert=8), InferenceParallelism(8, tensor=2), model=model)
     buckets = plan.plan_of(0).buckets
     for bucket in buckets:
-        assert sum(".mlp.experts." in name for name in bucket.tensors) % (3 * 128) == 0, "a layer's, as in vLLM"
+        assert sum(".mlp.experts." in name for name in bucket.tensors) % (3 * 128) == 0, "whole layers"
     assert plan.memory.bucket == max(bucket.nbytes for bucket in buckets)
     assert plan.memory.bucket >= 603_979_776 > plan.bucket_nbytes
     peak = np.maximum(plan.memory.state.params, plan.memory.inference) + 2 * plan.memory.bucket
@@ -109,8 +112,8 @@ def test_the_peak_counts_the_buckets_that_the_planner_makes(job: PlanIt) -> None
     assert device_memory(plan)["largest_bucket"]["max"] == plan.memory.bucket
 
 
-def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
-    """Three ranks: 7 rows are 3 on each, 6 rows are 2; a router's bias is whole on all of them."""
+def test_shards_are_padded_and_uneven_ones_leave_late() -> None:
+    """Three ranks: 7 rows are padded to 3 each, 6 rows are 2 each; a router's bias is not cut."""
     shapes = {"uneven": (7, 5), "even": (6, 2), "bias": (4,)}
     tensors = {name: Packed(name, StridedView(0, shape, contiguous_strides(shape))) for name, shape in shapes.items()}
     model = PackedModel(tensors, shapes, whole={"bias"})
@@ -119,31 +122,35 @@ def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
     assert source.num_elements.tolist() == [3 * 5 + 2 * 2 + 4] * 3
     state = sharded_memory(source, model, sizes, "float32")
     assert state.params.tolist() == state.grads.tolist() == [4 * 23] * 3
-    assert state.optimizer.tolist() == [8 * 23, 8 * 23, 8 * (1 * 5 + 2 * 2 + 4)], "the last one has one row of 7"
+    assert state.optimizer.tolist() == [8 * 23, 8 * 23, 8 * (1 * 5 + 2 * 2 + 4)], "the last rank has one row of 7"
     assert (state.copied == 2 * 92 + state.optimizer).all()
     assert state.inelastic is not None
     assert state.inelastic.tolist() == [4 * (3 * 5 + 4)] * 3
     peaks = MemoryPeaks(state, np.array([400, 10, 1]), bucket=1)
-    assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
+    assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "at most both together"
     largest = largest_shard(model, sizes, "float32")
     for name in ("params", "grads", "optimizer", "copied", "inelastic"):
         assert getattr(largest, name).tolist() == [getattr(state, name).max()], name
 
 
-def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:
-    """Both ranks of a host need the half that is on the other: it comes once, or to each."""
-    train, infer = TrainParallelism(4, pipeline=2), InferenceParallelism(4)
+def test_relaying_needs_elastic_buffers(job: JobPlanner) -> None:
+    """Both ranks of a host need the half on the other host: it arrives once, or for each rank."""
+    train = TrainParallelism(4, pipeline=2)
+    infer = InferenceParallelism(4)
     apart = Cluster(ranks_per_host=2)
-    once, each = (job(train, infer, replace(apart, has_elastic_buffers=flag)) for flag in (True, False))
-    assert once.received_by_host.tolist() == once.bytes.network_lower_bound.tolist()
-    assert each.received_by_host.sum() > once.received_by_host.sum()
-    planned = [sum(one.plan_of(rank).bytes_by_rank[rank].network for rank in range(4)) for one in (once, each)]
-    assert planned == [once.bytes.network.sum(), each.bytes.network.sum()]
+    relayed = job(train, infer, replace(apart, has_elastic_buffers=True))
+    direct = job(train, infer, replace(apart, has_elastic_buffers=False))
+    assert relayed.received_by_host.tolist() == relayed.bytes.network_lower_bound.tolist()
+    assert direct.received_by_host.sum() > relayed.received_by_host.sum()
+    for plan in (relayed, direct):
+        planned = sum(plan.plan_of(rank).bytes_by_rank[rank].network for rank in range(4))
+        assert planned == plan.bytes.network.sum()
 
 
-def test_fit_and_time(job: PlanIt) -> None:
+def test_fit_and_time(job: JobPlanner) -> None:
     rates = {Link.SELF: 1e-3, Link.HOST: 1e-6, Link.NETWORK: 1e-9}
-    train, infer = TrainParallelism(4, tensor=2), InferenceParallelism(4)
+    train = TrainParallelism(4, tensor=2)
+    infer = InferenceParallelism(4)
     small = job(train, infer, Cluster(ranks_per_host=2, device_gib=1e-6, host_gib=1e-6, link_gbps=rates))
     assert (small.fits_device, small.fits_host) == (False, False)
     moved = small.bytes
@@ -155,13 +162,16 @@ def test_fit_and_time(job: PlanIt) -> None:
     assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
 
 
-def test_copies_of_messages_count_as_host_memory(job: PlanIt) -> None:
-    """At both ends: of what crosses between hosts, or of all that one rank has from another."""
-    train, infer, cluster = TrainParallelism(4, pipeline=2), InferenceParallelism(4), Cluster(ranks_per_host=2)
+def test_copies_of_messages_count_as_host_memory(job: JobPlanner) -> None:
+    """Both ends keep copies: of bytes between hosts, or of all messages."""
+    train = TrainParallelism(4, pipeline=2)
+    infer = InferenceParallelism(4)
+    cluster = Cluster(ranks_per_host=2)
     without = job(train, infer, cluster).on_host
     for transport, linked in (("auto", cluster), ("collective", cluster), ("auto", replace(cluster, **INELASTIC))):
         plan = job(train, infer, linked, incremental="delta", transport=transport)
-        moved, is_relayed = plan.bytes, transport == "auto" and linked is cluster
+        moved = plan.bytes
+        is_relayed = transport == "auto" and linked is cluster
         expected = moved.network + moved.sent_network if is_relayed else moved.received + moved.sent
         assert (plan.on_host - without).tolist() == expected.tolist()
         assert expected.sum() == 2 * (moved.network if is_relayed else moved.received).sum() > 0
@@ -170,8 +180,9 @@ def test_copies_of_messages_count_as_host_memory(job: PlanIt) -> None:
 INELASTIC: dict[str, Any] = {"has_elastic_buffers": False}
 
 
-def test_an_order_that_saves_is_kept(job: PlanIt) -> None:
-    train, infer = TrainParallelism(8, tensor=4), InferenceParallelism(8, tensor=2)
+def test_a_rank_order_is_kept_if_it_saves_bytes(job: JobPlanner) -> None:
+    train = TrainParallelism(8, tensor=4)
+    infer = InferenceParallelism(8, tensor=2)
     plan = job(train, infer)
     assert plan.infer.rank_order is not None
     assert plan.bytes.own.sum() > plan.sequential.own.sum()
@@ -181,26 +192,28 @@ def test_an_order_that_saves_is_kept(job: PlanIt) -> None:
     assert same.bytes.received.sum() == 0
 
 
-def test_an_order_that_nothing_can_find_is_a_key_to_set(job: PlanIt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_solver_is_reported_with_the_key(job: JobPlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_plan, "rank_order", mock.Mock(side_effect=DependencyError("needs scipy")))
     missing = has_violations(("generate_config.infer_rank_order", "needs-package"))
     with pytest.raises(ConfigError, check=missing):
         job(TrainParallelism(2), InferenceParallelism(2))
 
 
-def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:
-    """The same as a plan for vLLM without tensor parallelism."""
+def test_a_gather_receives_the_missing_weights(job: JobPlanner) -> None:
+    """The bytes equal a plan for vLLM without tensor parallelism."""
     plan = job(TrainParallelism(4, tensor=2, pipeline=2), InferenceParallelism(4))
     assert plan.gathered.tolist() == plan.bytes.received.tolist()
 
 
 def memory(params: int, grads: int, optimizer: int) -> TrainingMemory:
-    """Of two ranks, the second of which has ten times as much."""
-    each = [np.array([nbytes, 10 * nbytes]) for nbytes in (params, grads, optimizer)]
-    return TrainingMemory(*each, copied=each[0] + each[2])
+    """Return the memory of two ranks, the second with ten times as much."""
+    kinds = [np.array([nbytes, 10 * nbytes]) for nbytes in (params, grads, optimizer)]
+    return TrainingMemory(*kinds, copied=kinds[0] + kinds[2])
 
 
-ACTOR, CRITIC, WEIGHTS = memory(100, 200, 300), memory(10, 20, 30), np.array([150, 50])
+ACTOR = memory(100, 200, 300)
+CRITIC = memory(10, 20, 30)
+WEIGHTS = np.array([150, 50])
 BUCKET = 5
 
 
@@ -221,7 +234,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize(
-    ("stays", "changed"),
+    ("stays", "differences"),
     [
         ({}, {}),
         (
@@ -272,11 +285,11 @@ ALONE = {
     ],
     ids=["nothing", "gradients", "all weights", "some weights", "the critic", "prefetched"],
 )
-def test_a_phase_takes_what_it_needs_and_what_stays(stays: dict[str, object], changed: dict[str, list[int]]) -> None:
-    assert totals(**stays) == {**ALONE, **changed}
+def test_a_phase_includes_state_that_stays(stays: dict[str, object], differences: dict[str, list[int]]) -> None:
+    assert totals(**stays) == {**ALONE, **differences}
 
 
-def test_phases_over_the_budget_are_found_on_any_rank() -> None:
+def test_the_largest_rank_decides_over_the_budget() -> None:
     def over(budget: int | None) -> list[str]:
         plan = plan_memory(ACTOR, WEIGHTS, BUCKET, CRITIC, budget=budget)
         return [phase.name for phase in plan.over_budget()]
@@ -286,7 +299,7 @@ def test_phases_over_the_budget_are_found_on_any_rank() -> None:
     assert over(599) == ["train", "forward", "switch", "reference", "critic train"]
 
 
-def test_without_a_critic_there_are_no_phases_of_one() -> None:
+def test_critic_phases_require_a_critic() -> None:
     assert list(plan_memory(ACTOR, WEIGHTS, BUCKET).phases) == list(ALONE)[:5]
 
 
@@ -296,7 +309,7 @@ def plan() -> MemoryPlan:
     return plan_memory(memory(mib, 2 * mib, 3 * mib), mib * np.array([4, 5]), 1, budget=100 * mib)
 
 
-def test_the_table_shows_the_rank_with_most(plan: MemoryPlan) -> None:
+def test_the_table_shows_the_largest_rank(plan: MemoryPlan) -> None:
     title, heads, train, *_ = str(plan).splitlines()
     assert "MiB on the rank with most, of a budget of 100.00" in title
     assert heads.split() == ["phase", "actor", "vLLM", "reference", "critic", "all"]

@@ -1,11 +1,12 @@
-"""The plans of the matrix's cells as they were recorded: golden.json, one line per cell.
+"""Recorded plans of the matrix's cells: golden.json, one line per cell.
 
-An entry is the same in every run and on every machine, and says nothing of classes or modules: a refactoring leaves it
-as it is. Whatever moves otherwise, in another order or bucket, changes it. `make matrix RECORD=1` writes it again.
-Recorded with the versions of requirements-cpu.txt: Megatron's buffers and vLLM's parameters are part of a plan.
+An entry is the same in every run and on every machine, and contains no names of classes or modules,
+so a refactoring leaves it unchanged. Any other order or bucket changes it. `make matrix RECORD=1`
+writes it. It is recorded with the versions of requirements-cpu.txt: Megatron's buffers and vLLM's
+parameters are part of a plan.
 
-    every rank    look     digest of its own plan, number of buckets, number of transfers that it receives
-    the test      entry    one digest of all ranks' digests; transfers of all ranks; bytes of a switch
+    every rank    look     digest of its plan, number of buckets, number of transfers that it receives
+    the test      entry    digest of all ranks' digests; transfers of all ranks; bytes of a switch
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ if TYPE_CHECKING:
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
 GOLDEN = Path(__file__).with_name("golden.json")
-REMEDY = "if it is meant: make matrix RECORD=1"
+REMEDY = "if intended: make matrix RECORD=1"
 
 Entry = dict[str, Any]
 
 
 def main(job: str, out: str) -> None:
-    """`verify.main` with a look at the plan: what each rank of the matrix runs."""
+    """Run `verify.main` on a rank of the matrix, and describe its plan."""
     with ExitStack() as ends:
-        if is_software_gpu():  # Triton's interpreter computes ten tokens in a second
+        if is_software_gpu():  # Triton's interpreter computes ten tokens per second
             ends.enter_context(mock.patch.object(comparison, "_NUM_COMPARED", 1))
         verify.main(job, out, look=look)
 
 
 def look(worker: ActorHybridWorker) -> Entry:
-    sharding, rank = worker.sharding, worker.rank
+    sharding = worker.sharding
     sides = (side.layout().buffers for side in (sharding.training, sharding.inference))
-    return part_of(sharding.plan, rank, *sides, worker.job.hosts)
+    return part_of(sharding.plan, worker.rank, *sides, worker.job.hosts)
 
 
 def part_of(
@@ -56,11 +57,12 @@ def part_of(
     destinations: Mapping[BufferId, Buffer],
     hosts: Sequence[str],
 ) -> Entry:
-    """This rank's part of a cell's entry.
+    """Return this rank's part of a cell's entry.
 
     Args:
+
         plan: of this rank.
-        sources, destinations: at least this rank's buffers; of others' only those in `plan.relays` are looked at.
+        sources, destinations: this rank's buffers; other ranks' only if they are in `plan.relays`.
         hosts: by rank.
     """
     digest = hashlib.sha256()
@@ -77,10 +79,11 @@ def _lines(
     destinations: Mapping[BufferId, Buffer],
     hosts: Sequence[int],
 ) -> Iterator[list[object]]:
-    """All that moves, in the plan's order.
+    """Yield a line for every bucket and transfer, in the plan's order.
 
-    Of each end: rank, host, buffer, dtype, first element, strides. Either end's dtype is known to its own rank; both
-    give that of the wire. Buffers of inference have vLLM's names, others are counted in the order in which they occur.
+    Each end is: rank, host, buffer, dtype, first element, strides. Only the rank of an end knows
+    its dtype; both ends have the wire's. Buffers of inference have vLLM's names, others are
+    numbered in their order of occurrence.
     """
     numbers: dict[BufferId, int] = {}
 
@@ -91,39 +94,41 @@ def _lines(
         known = plan.relays.get(buffer) or (buffers[buffer] if buffer.rank == rank else None)
         return [buffer.rank, hosts[buffer.rank], name, known and known.dtype, place.offset, *place.strides]
 
-    def line(step: str, moved: Transfer) -> list[object]:
-        ends = end(moved.src, sources, None), end(moved.dst, destinations, moved.dst.buffer.name)
-        return [step, moved.tensor, moved.lengths, *ends, moved.nbytes]
+    def line(step: str, transfer: Transfer) -> list[object]:
+        src = end(transfer.src, sources, None)
+        dst = end(transfer.dst, destinations, transfer.dst.buffer.name)
+        return [step, transfer.tensor, transfer.lengths, src, dst, transfer.nbytes]
 
     for bucket in plan.buckets:
         yield ["bucket", *bucket.tensors]
-        yield from (line("transfer", each) for each in bucket.transfers)
-        yield from (line("fan out", each) for each in bucket.fan_out)
+        yield from (line("transfer", transfer) for transfer in bucket.transfers)
+        yield from (line("fan out", transfer) for transfer in bucket.fan_out)
 
 
 def entry(verdict: Verdict) -> Entry:
-    """What golden.json says of a cell, from the verdict over all ranks."""
+    """Return a cell's entry of golden.json from the verdict over all ranks."""
     ranks: list[Entry] = verdict.seen
-    digests = " ".join(each["plan"] for each in ranks)
-    (buckets,) = {each["buckets"] for each in ranks}  # every rank walks all of them
+    digests = " ".join(part["plan"] for part in ranks)
+    (buckets,) = {part["buckets"] for part in ranks}  # every rank runs all of them
     return {
         "plan": hashlib.sha256(digests.encode()).hexdigest()[:32],
         "buckets": buckets,
-        "transfers": sum(each["transfers"] for each in ranks),
+        "transfers": sum(part["transfers"] for part in ranks),
         "bytes_received": verdict.bytes_received,
         "bytes_least": verdict.bytes_least,
     }
 
 
 def faults(verdict: Verdict, golden: Mapping[str, Entry]) -> list[str]:
-    """What is wrong with a cell: the verdict's own faults, else what differs from what was recorded."""
+    """Return the faults of a cell: the verdict's, or else differences from the recorded entry."""
     if verdict.faults:
         return verdict.faults
-    found, recorded = entry(verdict), golden.get(verdict.name)
+    current = entry(verdict)
+    recorded = golden.get(verdict.name)
     if recorded is None:
         return [f"not in {GOLDEN.name}; {REMEDY}"]
-    keys = [key for key in {**recorded, **found} if recorded.get(key) != found.get(key)]
-    return [f"{key}: {found.get(key)}, recorded {recorded.get(key)}; {REMEDY}" for key in keys]
+    keys = [key for key in {**recorded, **current} if recorded.get(key) != current.get(key)]
+    return [f"{key}: {current.get(key)}, recorded {recorded.get(key)}; {REMEDY}" for key in keys]
 
 
 def read(file: Path = GOLDEN) -> dict[str, Entry]:
@@ -132,8 +137,8 @@ def read(file: Path = GOLDEN) -> dict[str, Entry]:
 
 
 def record(verdict: Verdict, cells: Collection[str], file: Path = GOLDEN) -> None:
-    """Write a cell's entry anew, unless the cell failed; entries of what is none of `cells` go."""
-    entries = {name: each for name, each in read(file).items() if name in cells}
+    """Write a cell's entry, unless the cell failed. Entries of cells not in `cells` are removed."""
+    entries = {name: recorded for name, recorded in read(file).items() if name in cells}
     if not verdict.faults:
         entries[verdict.name] = entry(verdict)
     lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries)]

@@ -1,12 +1,15 @@
 """The matrix: training layouts x inference layouts x model families, each with both real engines.
 
-    python -m tests.hybrid_engine.tools.verify.matrix [--only SUBSTRING] [--json FILE] [--suite] [--record]
+    python -m tests.hybrid_engine.tools.verify.matrix [--only SUBSTRING] [--json FILE] [--suite]
+    [--record]
 
-Every case is one run of `tools/verify/verify.py`: three switches with changing weights, every vLLM parameter bitwise
-what vLLM's own loader gives, logits of trainer and vLLM as transformers computes them, no byte more than the least.
-The plan of each cell is the recorded one (golden.json).
-A spread of it is in the test suite (`in_suite`): every family once, on as few ranks as show something, and among them
-float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pipeline and expert parallelism.
+Every case is one run of `tools/verify/verify.py`: three switches with changing weights, after which
+vLLM's parameters are bitwise as its loader sets them, logits of both engines match transformers,
+and bytes are minimal. The plan of each cell is the recorded one (golden.json).
+
+A sample is in the test suite (`in_suite`): every family once, on few ranks, with float16, bfloat16
+by messages, virtual stages, both deliveries of adapters, and vLLM's pipeline and expert
+parallelism.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Combination:
-    """One cell of the matrix.
+    """Cell of the matrix.
 
-    `train` and `infer` are parallel sizes and flags: "tp2 pp2 sp" is TP 2, PP 2 with sequence parallelism; what remains
-    of the ranks is data parallel. "fsdp2 replicas2" is FSDP2's. `actor` and `generate` are further keys.
+    `train` and `infer` are parallel sizes and flags: "tp2 pp2 sp" is TP 2 and PP 2 with sequence
+    parallelism; other ranks are data parallel. "fsdp2 replicas2" is FSDP2. `actor` and `generate`
+    are further keys.
     """
 
     family: str
@@ -71,7 +75,7 @@ class Combination:
         return f"{self.family}: {self.train or 'dp'} -> {self.infer or 'dp'} on {self.num_ranks}{label}"
 
     def case(self, directory: Path) -> Case:
-        """The case for `verify`, with its small model below `directory`."""
+        """Return the case for `verify`, with its small model below `directory`."""
         published = write_config(directory / "published", {**PUBLISHED[self.family], **self.model})
         actor: dict[str, Any] = {"params_dtype": "float32"}
         for word in self.train.split():
@@ -83,17 +87,17 @@ class Combination:
 
 
 def of_this_machine() -> dict[str, Any]:
-    """Keys of `generate_config` that a cell needs where CUDA is: ranks take the GPUs of themselves."""
+    """Return keys of `generate_config` for a machine with CUDA, where ranks share GPUs."""
     if not torch.cuda.is_available():
         return {}
     sizes = sizes_of("cuda")
     memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": sizes.kv_cache_mb}
-    checks = {"check_compute": "off"} if is_software_gpu() else {}  # it takes as long as the comparison
+    checks = {"check_compute": "off"} if is_software_gpu() else {}  # takes as long as the comparison
     return {"enforce_eager": True, "vllm": dict(sizes.vllm), **memory, **checks}
 
 
 def _keys(words: str, names: dict[str, str]) -> dict[str, int]:
-    """The sizes among some words: "tp2 sp" -> {"tensor_model_parallel_size": 2}."""
+    """Return the sizes of a side: "tp2 sp" -> {"tensor_model_parallel_size": 2}."""
     sizes = (re.fullmatch(r"([a-z]+)(\d+)", word) for word in words.split() if word not in _TRAIN_FLAGS)
     return {names[size[1]]: int(size[2]) for size in sizes if size}
 
@@ -110,7 +114,8 @@ ONE_KV_HEAD = {"num_attention_heads": 8, "num_key_value_heads": 1}
 TWO_KV_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 SIX_HEADS = {"hidden_size": 768, "num_attention_heads": 6, "num_key_value_heads": 6}
 
-LORA, APART = {"lora": {"rank": 4}}, {"lora_delivery": "adapter"}
+LORA = {"lora": {"rank": 4}}
+APART = {"lora_delivery": "adapter"}
 BY_MESSAGES = {"transport": "collective"}
 COMPRESSED = {"compress_reshard": True}
 UNTIED = {"tie_word_embeddings": False}
@@ -119,7 +124,7 @@ FROZEN = ["embedding.*", "decoder.layers.1.*", "*.linear_proj.weight"]
 
 @dataclass(frozen=True)
 class _Layout:
-    """Both sides of a cell, for several families."""
+    """Both sides of a cell, used with several families."""
 
     num_ranks: int
     train: str
@@ -159,16 +164,17 @@ _SHARDED_FAMILIES: tuple[tuple[str, dict[str, Any], str, tuple[_Layout, ...]], .
 
 
 def _sharded_cells() -> Iterator[Combination]:
-    """FSDP2: every layout with each of four families, and once each other family.
+    """Yield cells of FSDP2: all layouts of four families, and one layout of each other family.
 
-    Not GLM-4: vLLM serves it with transformers' own class, which it changes under the model that is trained.
+    GLM-4 is excluded: vLLM serves it by transformers' class, and patches the class of the trained
+    model.
     """
     for family, model, kind, layouts in _SHARDED_FAMILIES:
-        for each in layouts:
-            label = ", ".join(filter(None, (kind, each.label)))
-            in_suite = family == "qwen3-moe" and each is _SHARDED[1]
-            sides = each.num_ranks, each.train, each.infer
-            yield Combination(family, *sides, in_suite, generate=each.generate, model=model, label=label)
+        for layout in layouts:
+            label = ", ".join(filter(None, (kind, layout.label)))
+            in_suite = family == "qwen3-moe" and layout is _SHARDED[1]
+            sides = (layout.num_ranks, layout.train, layout.infer)
+            yield Combination(family, *sides, in_suite, generate=layout.generate, model=model, label=label)
 
 
 def _hybrid(
@@ -215,7 +221,7 @@ MATRIX: tuple[Combination, ...] = (
     Combination("llama-3", 4, "tp2", "tp4", model=ONE_KV_HEAD, label="one kv head"),
     Combination("qwen3", 4, "tp4", "tp2", model=TWO_KV_HEADS, label="two kv heads"),
     Combination("qwen3", 4, "tp2", "tp4", model=TWO_KV_HEADS, label="two kv heads"),
-    # no multiples
+    # sizes that are not multiples
     Combination("qwen3", 6, "tp2 pp3", "tp3", model=SIX_HEADS, num_layers=6),
     Combination("qwen3", 6, "tp3 pp2", "tp2", model=SIX_HEADS),
     Combination("qwen2.5", 6, "tp3", "tp2", model=SIX_HEADS),
@@ -249,7 +255,7 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen3", 2, "overlap", "tp2"),
     Combination("qwen3", 4, "tp2 overlap bf16", "tp4"),
     Combination("qwen3", 2, "tp2 replicated", ""),
-    # adapters, added to the weights on their way; frozen weights
+    # adapters, merged during the switch; frozen weights
     Combination("qwen3", 2, "tp2 sp", "", actor=LORA, label="adapters"),
     Combination("llama-3", 2, "pp2 bf16", "tp2", actor=LORA, label="adapters"),
     Combination("llama-2", 2, "tp2 replicated", "", actor=LORA, label="adapters"),
@@ -266,7 +272,7 @@ MATRIX: tuple[Combination, ...] = (
     Combination("llama-2", 2, "pp2", "tp2", actor=LORA, generate=APART, label="adapters apart"),
     Combination("qwen3", 2, "", "tp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
     Combination("qwen2.5", 2, "tp2 replicated", "pp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
-    # float32 while training, bfloat16 from the source on
+    # float32 in training, cast to bfloat16 at the source
     Combination("qwen3", 2, "tp2", "", generate=COMPRESSED, label="compressed"),
     Combination("llama-3", 2, "pp2", "tp2", generate={**COMPRESSED, **BY_MESSAGES}, label="compressed messages"),
     Combination("qwen3-moe", 2, "ep2", "tp2", generate=COMPRESSED, label="compressed"),
@@ -323,17 +329,18 @@ CASES_PER_LAUNCH = 12
 
 
 Run = Callable[[Sequence[Case], int], list[Verdict]]
-"""Runs cases on so many ranks, which look at their plans (`golden.main`)."""
+"""Runs cases on a number of ranks, which describe their plans (`golden.main`)."""
 _RUN: Run = functools.partial(run_cases, module=golden.__name__)
 
 
 def run(
     combinations: Sequence[Combination], directory: Path, run_cases: Run = _RUN
 ) -> Iterator[tuple[Combination, Verdict]]:
-    """Run the cells, those with as many ranks in one set of processes; results as they come."""
+    """Run the cells, all with the same number of ranks in one launch; yield results as they
+    arrive."""
     cases = {combination.name: combination.case(directory / str(n)) for n, combination in enumerate(combinations)}
     for combination in combinations:
-        cases[combination.name].config(combination.num_ranks)  # all that is impossible shows before anything runs
+        cases[combination.name].config(combination.num_ranks)  # raises for an invalid cell before any runs
     for num_ranks in sorted({combination.num_ranks for combination in combinations}):
         same = [combination for combination in combinations if combination.num_ranks == num_ranks]
         for start in range(0, len(same), CASES_PER_LAUNCH):
@@ -343,20 +350,23 @@ def run(
 
 
 def main() -> int:
-    """Run the matrix, print a line per cell; the number of cells that failed is the exit status."""
+    """Run the matrix and print a line per cell; return the number of failed cells as exit
+    status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cells whose name contains this")
-    parser.add_argument("--ranks", type=int, default=0, help="cells with so many ranks")
-    parser.add_argument("--suite", action="store_true", help="the spread that the test suite runs")
+    parser.add_argument("--ranks", type=int, default=0, help="cells with this number of ranks")
+    parser.add_argument("--suite", action="store_true", help="only cells of the test suite")
     parser.add_argument("--json", type=Path, help="write all verdicts here")
-    parser.add_argument("--record", action="store_true", help="write golden.json anew for the cells that run")
+    parser.add_argument("--record", action="store_true", help="record the cells that run in golden.json")
     arguments = parser.parse_args()
-    chosen = [
-        c
-        for c in MATRIX
-        if arguments.only in c.name and (arguments.ranks in (0, c.num_ranks)) and (c.in_suite or not arguments.suite)
-    ]
-    started, verdicts, num_failed = time.perf_counter(), [], 0
+    chosen = [cell for cell in MATRIX if arguments.only in cell.name]
+    if arguments.ranks:
+        chosen = [cell for cell in chosen if cell.num_ranks == arguments.ranks]
+    if arguments.suite:
+        chosen = [cell for cell in chosen if cell.in_suite]
+    started = time.perf_counter()
+    verdicts = []
+    num_failed = 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
         for _, verdict in run(chosen, Path(directory)):
             verdicts.append(verdict)
@@ -366,7 +376,7 @@ def main() -> int:
             num_failed += bool(faults)
             print(_line(verdict, faults), flush=True)
             if arguments.json:
-                arguments.json.write_text(json.dumps([one.as_dict() for one in verdicts], indent=1))
+                arguments.json.write_text(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
     print(f"{len(verdicts)} combinations, {num_failed} failed, {time.perf_counter() - started:.0f} s")
     return num_failed
 

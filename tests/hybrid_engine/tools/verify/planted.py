@@ -1,6 +1,6 @@
-"""A plug-in of a test's vLLM, whose reload leaves one tensor as it was: `planted(directory)` is the environment.
+"""A plug-in of vLLM that makes its reload leave one tensor unchanged.
 
-It is installed in `directory`, as an entry point of a distribution, so that vLLM finds it in each of its processes.
+It is installed in a directory as the entry point of a distribution, so each vLLM process loads it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 STALE = "model.layers.1.input_layernorm.weight"
 
 
-def planted(directory: Path) -> dict[str, str]:
-    """PYTHONPATH of a process whose vLLM loads the plug-in."""
-    place = directory / "planted-0.1.dist-info"
-    place.mkdir()
-    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 0.1\n")
-    (place / "entry_points.txt").write_text(f"[vllm.general_plugins]\nplanted = {__name__}:register\n")
+def install_stale_reload(directory: Path) -> dict[str, str]:
+    """Install the plug-in, and return the PYTHONPATH for processes that must load it."""
+    dist_info = directory / "planted-0.1.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 0.1\n")
+    (dist_info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nplanted = {__name__}:register\n")
     repository = str(Path(__file__).resolve().parents[3])
     paths = [str(directory), repository, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def register() -> None:
-    """Called by vLLM, maybe more than once."""
+    """Patch vLLM's reload. vLLM may call this more than once."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     original = GPUModelRunner.reload_weights

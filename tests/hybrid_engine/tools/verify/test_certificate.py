@@ -1,4 +1,4 @@
-"""Why a tensor differs from that of a cold load, decided by its bytes."""
+"""Causes of a tensor's difference from a cold load, derived from its bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from hybrid_engine.tools.verify.certificate import Cause, EngineSnapshot, StateDifference, compare, difference_of_tensor
 
 NAN = math.nan
-WEIGHT, BUFFER, PACKED = "a._parameters.weight", "a._buffers.scale", "a.kernel.<handle>"
+WEIGHT = "a._parameters.weight"
+BUFFER = "a._buffers.scale"
+PACKED = "a.kernel.<handle>"
 PLACES = {"head._parameters.weight": "0", "embedding._parameters.weight": "0"}
 
 
@@ -42,52 +44,57 @@ PLACES = {"head._parameters.weight": "0", "embedding._parameters.weight": "0"}
 def test_causes(
     path: str, cold: list[float] | None, before: list[float] | None, after: list[float] | None, cause: Cause | None
 ) -> None:
-    trio = [None if each is None else torch.tensor(each, dtype=torch.float32) for each in (cold, before, after)]
-    found = difference_of_tensor(path, *trio)
-    assert (found and found.cause) == cause
+    tensors = [
+        None if values is None else torch.tensor(values, dtype=torch.float32) for values in (cold, before, after)
+    ]
+    difference = difference_of_tensor(path, *tensors)
+    assert (difference and difference.cause) == cause
 
 
 def test_the_size_of_a_difference() -> None:
     cold = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = [difference_of_tensor(WEIGHT, cold, cold + 1, torch.tensor([1.0, 2.5, 3.0, last])) for last in (4.25, NAN)]
-    assert found[0] == StateDifference("a.weight", Cause.CORRUPT, 0.5, 0.5)
-    assert found[1] == StateDifference("a.weight", Cause.CORRUPT, math.inf, 0.5)
+    for last, size in ((4.25, 0.5), (NAN, math.inf)):
+        after = torch.tensor([1.0, 2.5, 3.0, last])
+        difference = difference_of_tensor(WEIGHT, cold, cold + 1, after)
+        assert difference == StateDifference("a.weight", Cause.CORRUPT, size, 0.5)
 
 
 def snapshot(values: Mapping[str, float], places: Mapping[str, str] = PLACES, logprobs: float = -1.0) -> EngineSnapshot:
-    """Each tensor has one value in four elements."""
+    """Build a snapshot of tensors with four equal elements each."""
     return EngineSnapshot(
         {path: torch.full((4,), value) for path, value in values.items()}, places, torch.tensor([logprobs])
     )
 
 
-def test_what_is_tied_is_one_tensor() -> None:
+def test_tied_tensors_count_as_one() -> None:
     cold, before = (snapshot(dict.fromkeys(PLACES, value)) for value in (1.0, 2.0))
     assert compare("reload", cold, before, cold).num_tensors == 1
     stale = compare("reload", cold, before, snapshot(dict.fromkeys(PLACES, 2.0)))
-    assert [(each.name, each.cause) for each in stale.differences] == [("embedding.weight", Cause.STALE)]
+    assert [(difference.name, difference.cause) for difference in stale.differences] == [
+        ("embedding.weight", Cause.STALE)
+    ]
     apart = snapshot(
         {"head._parameters.weight": 2.0, "embedding._parameters.weight": 1.0}, {path: path for path in PLACES}
     )
     untied = compare("reload", cold, before, apart)
-    assert [(each.name, each.cause) for each in untied.differences] == [("head.weight", Cause.UNTIED)]
+    assert [(difference.name, difference.cause) for difference in untied.differences] == [("head.weight", Cause.UNTIED)]
     assert untied.status == "differs"
 
 
-def test_a_computation_that_nothing_seen_explains() -> None:
+def test_unexplained_log_probabilities_are_untracked() -> None:
     cold, before = (snapshot(dict.fromkeys(PLACES, value)) for value in (1.0, 2.0))
-    found = compare("reload", cold, before, snapshot(dict.fromkeys(PLACES, 1.0), logprobs=-1.5))
-    assert found.differences == [StateDifference("log-probabilities", Cause.UNTRACKED, 0.5, 1.0)]
-    assert found.status == "differs"
+    finding = compare("reload", cold, before, snapshot(dict.fromkeys(PLACES, 1.0), logprobs=-1.5))
+    assert finding.differences == [StateDifference("log-probabilities", Cause.UNTRACKED, 0.5, 1.0)]
+    assert finding.status == "differs"
     assert compare("reload", cold, before, cold).status == "equal"
 
 
-def test_several_ranks_are_told_apart(tmp_path: Path) -> None:
+def test_tensors_of_ranks_are_distinct(tmp_path: Path) -> None:
     for rank in range(2):
         contents = {"tensors": {WEIGHT: torch.ones(1)}, "places": {WEIGHT: "7"}, "unseen": [PACKED]}
         torch.save(contents, tmp_path / f"rank{rank}.pt")
     torch.save(torch.zeros(2, 3), tmp_path / "logprobs.pt")
-    found = EngineSnapshot.read(tmp_path)
-    assert sorted(found.tensors) == [f"rank0 {WEIGHT}", f"rank1 {WEIGHT}"]
-    assert len({*found.places.values()}) == 2
-    assert found.unseen == [f"rank0 {PACKED}", f"rank1 {PACKED}"]
+    snapshot = EngineSnapshot.read(tmp_path)
+    assert sorted(snapshot.tensors) == [f"rank0 {WEIGHT}", f"rank1 {WEIGHT}"]
+    assert len({*snapshot.places.values()}) == 2
+    assert snapshot.unseen == [f"rank0 {PACKED}", f"rank1 {PACKED}"]

@@ -1,4 +1,4 @@
-"""`certify` with a real vLLM that forgets a tensor, and the weights that it begins with."""
+"""`certify` with a real vLLM that skips a tensor, and the weights with which it starts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hybrid_engine.tools.launching import Ended
 from hybrid_engine.tools.verify import certify
 from hybrid_engine.tools.verify.certificate import Cause, Finding, StateDifference
 from hybrid_engine.tools.verify.certify import prepare
-from tests.hybrid_engine.tools.verify.planted import STALE, planted
+from tests.hybrid_engine.tools.verify.planted import STALE, install_stale_reload
 from tests.zoo.families import served_config, write_config
 
 
-def test_the_former_weights_all_differ_and_copies_stay_copies(tmp_path: Path) -> None:
+def test_former_weights_differ_and_copies_stay_equal(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", {"dtype": "bfloat16"})
     weights = {
         "a": torch.randn(5, 7, dtype=torch.bfloat16),
@@ -34,15 +34,15 @@ def test_the_former_weights_all_differ_and_copies_stay_copies(tmp_path: Path) ->
     files = [{**weights, "copy": weights["a"].clone()}, {"b": torch.ones(3)}]
     for index, tensors in enumerate(files):
         save_file(tensors, model / f"{index}.safetensors")
-    of_file = {name: f"{index}.safetensors" for index, tensors in enumerate(files) for name in tensors}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of_file}))
+    weight_map = {name: f"{index}.safetensors" for index, tensors in enumerate(files) for name in tensors}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     pair = prepare(model, "name", ["--seed", "1"], tmp_path / "scratch")
     assert pair.given == str(model)
     assert pair.words == ("--dtype", "bfloat16", "--seed", "1")
-    former = {
-        name: tensor for index in (0, 1) for name, tensor in load_file(f"{pair.former}/{index}.safetensors").items()
-    }
-    for name, tensor in (pair for tensors in files for pair in tensors.items()):
+    former = {}
+    for index in (0, 1):
+        former |= load_file(f"{pair.former}/{index}.safetensors")
+    for name, tensor in {**files[0], **files[1]}.items():
         assert (former[name].shape, former[name].dtype) == (tensor.shape, tensor.dtype)
         assert (former[name] != tensor).float().mean() > 0.9
     assert torch.equal(former["a"], former["copy"])
@@ -61,17 +61,17 @@ def test_a_config_alone_gets_two_random_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [(["nowhere", "elsewhere"], "2 errors:"), (["--", "--dtype", "float32"], "MODEL: no model is named")],
 )
-def test_what_is_no_model_is_refused(words: list[str], says: str) -> None:
+def test_an_invalid_model_is_refused(words: list[str], message: str) -> None:
     ended = CliRunner().invoke(app, ["certify", *words])
     assert ended.exit_code == 2
-    assert says in ended.stderr
+    assert message in ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("ended", "status", "says"),
+    ("ended", "status", "message"),
     [
         (
             Ended(2, "usage: ...\nerror: unrecognized arguments: --x"),
@@ -82,14 +82,14 @@ def test_what_is_no_model_is_refused(words: list[str], says: str) -> None:
         (Ended(None, "..."), 3, "no answer within 1800 s"),
     ],
 )
-def test_engines_that_give_no_answer(
-    ended: Ended, status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_engines_without_result_are_reported(
+    ended: Ended, status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certify, "run_ranks", lambda *_, **__: ended)
     model = write_config(tmp_path / "model", served_config("llama"))
     result = CliRunner().invoke(app, ["certify", str(model)])
     assert result.exit_code == status
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,19 +106,21 @@ def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch:
     assert "a cold engine fails: no kernel" in result.stdout
 
 
-def test_tensors_are_named_in_full_with_their_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_differing_tensors_are_named_with_their_cause(capsys: pytest.CaptureFixture[str]) -> None:
     differences = [StateDifference(f"layers.{index}.weight", Cause.STALE, index / 2, 0.25) for index in range(6)]
-    found = Finding("reload", "differs", num_tensors=9, logprobs=1.25, differences=differences)
-    certify_command._print({"model": [found]})
-    said = " ".join(capsys.readouterr().out.split())
-    assert "6 of 9 differ" in said
+    finding = Finding("reload", "differs", num_tensors=9, logprobs=1.25, differences=differences)
+    certify_command._print({"model": [finding]})
+    output = " ".join(capsys.readouterr().out.split())
+    assert "6 of 9 differ" in output
     names = ", ".join(f"layers.{index}.weight" for index in range(4))
-    assert f"model, reload, {Cause.STALE.value}, by up to 2.5, in up to 25% of the elements: {names} and 2 more" in said
+    assert (
+        f"model, reload, {Cause.STALE.value}, by up to 2.5, in up to 25% of the elements: {names} and 2 more" in output
+    )
 
 
 @pytest.mark.slow
-def test_the_switch_refuses_what_it_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than to compare two engines that were told to be different."""
+def test_the_switch_refuses_unsupported_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two engines with different arguments would be compared."""
     from hybrid_engine.backends.vllm import stock
 
     def arguments_of(_: str, words: Sequence[str]) -> SimpleNamespace:
@@ -126,25 +128,25 @@ def test_the_switch_refuses_what_it_is_not_given(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(stock, "arguments_of", arguments_of)
     certify._run(certify.CheckpointPair("name", "a", "b", ["--quantization", "fp8"], ""), certify.OWN, tmp_path)
-    told = json.loads((tmp_path / "failure.json").read_text())
-    assert "quantization: the switch does not take it" in told["reason"]
-    assert told["status"] == "not run"
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert "quantization: the switch does not take it" in failure["reason"]
+    assert failure["status"] == "not run"
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_tensor_that_reload_forgets_is_found(tmp_path: Path) -> None:
-    """By its name and cause; by nothing but vLLM's reload, and nothing else differs."""
+def test_a_tensor_skipped_by_reload_is_reported(tmp_path: Path) -> None:
+    """Only vLLM's reload differs, in one tensor that is reported with its cause."""
     model = write_config(tmp_path / "llama", served_config("llama", torch_dtype="float32"))
-    environment = {**os.environ, **planted(tmp_path)}
+    environment = {**os.environ, **install_stale_reload(tmp_path)}
     command = [sys.executable, "-m", "hybrid_engine", "certify", str(model), "--json"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    assert ended.returncode == 1, ended.stderr
-    reload, *sleeps, own = json.loads(ended.stdout)["models"]["llama"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    assert result.returncode == 1, result.stderr
+    reload, *sleeps, own = json.loads(result.stdout)["models"]["llama"]
     (difference,) = reload["differences"]
     assert (difference["name"], difference["cause"]["name"], difference["share"]) == (STALE, "stale", 1.0)
     assert reload["logprobs"] > 0
-    assert [each["status"] for each in sleeps] == ["not run", "not run"] or torch.cuda.is_available()
+    assert [sleep["status"] for sleep in sleeps] == ["not run", "not run"] or torch.cuda.is_available()
     assert own["status"] == "equal", own
     assert own["num_tensors"] == reload["num_tensors"] > 20

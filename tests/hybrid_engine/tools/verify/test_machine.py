@@ -1,4 +1,4 @@
-"""Facts of a machine, around programs that answer in their place: the asking process, torch.cuda and nvidia-smi."""
+"""Facts of a machine, with fakes for the query process, torch.cuda and nvidia-smi."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hybrid_engine.tools.cli import app
 from hybrid_engine.tools.verify.machine import GIB, Gpu, Machine, described, facts_of, memory_users, this_machine
 
-ONE = Gpu("H100", "9.0", 80 * GIB, 70 * GIB, "GPU-1")
+H100 = Gpu("H100", "9.0", 80 * GIB, 70 * GIB, "GPU-1")
 
 
 def program(path: Path, script: str) -> str:
@@ -32,11 +32,9 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_gpus_are_asked_in_another_process_and_nvidia_smi_for_their_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: None
-) -> None:
-    told = json.dumps([asdict(ONE)])
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f"echo a library speaks; printf '{told}'"))
+def test_gpus_are_queried_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: None) -> None:
+    reply = json.dumps([asdict(H100)])
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f"echo a library prints; printf '{reply}'"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (gpu,) = this_machine().gpus
     assert (gpu.name, gpu.free_nbytes) == ("H100", 70 * GIB)
@@ -44,31 +42,29 @@ def test_gpus_are_asked_in_another_process_and_nvidia_smi_for_their_users(
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "message"),
     [
         ("echo RuntimeError: driver too old >&2; exit 1", "driver too old"),
         ("exit 3", "status 3"),
-        ("echo '[]'; echo a library speaks at the end", "wrote no JSON: no output"),
+        ("echo '[]'; echo a library prints at the end", "wrote no JSON: no output"),
         ("printf '[] and more'", "wrote no JSON: [] and more"),
     ],
 )
-def test_gpus_that_cannot_be_asked_are_a_fact(
-    script: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_query_is_reported(script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", script))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = this_machine()
-    assert found.gpus == ()
-    assert says in found.gpu_problem
+    machine = this_machine()
+    assert machine.gpus == ()
+    assert message in machine.gpu_problem
 
 
-def test_without_nvidia_smi_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_no_users_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert memory_users() == {}
 
 
-def test_what_torch_says_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is replaced, and the GPUs by the CPU: one is full, one runs no kernel, the last is as it should be."""
+def test_faulty_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda is a fake, and GPUs are the CPU: one is full, one runs no kernel, one works."""
 
     def mem_get_info(index: int) -> tuple[int, int]:
         if index == 0:
@@ -81,13 +77,13 @@ def test_what_torch_says_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     monkeypatch.setattr(torch, "device", lambda kind, index: "no such device" if index == 1 else "cpu")
     full, broken, last = described()
-    assert full == replace(ONE, free_nbytes=0, problem="CUDA out of memory")
+    assert full == replace(H100, free_nbytes=0, problem="CUDA out of memory")
     assert broken.free_nbytes == 0
     assert "no such device" in broken.problem
-    assert last == ONE
+    assert last == H100
 
 
-def test_facts_are_there_without_a_gpu() -> None:
+def test_facts_are_reported_without_a_gpu() -> None:
     facts = json.loads(CliRunner().invoke(app, ["env", "--json"]).output)
     assert all(facts.values())
     assert "torch 2" in facts["packages"]
@@ -95,13 +91,13 @@ def test_facts_are_there_without_a_gpu() -> None:
     assert "\nlimits: memlock " in CliRunner().invoke(app, ["env"]).output
 
 
-def test_facts_say_what_is_free_and_who_has_the_rest() -> None:
-    full = replace(ONE, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))
+def test_facts_report_free_memory_and_its_users() -> None:
+    full = replace(H100, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))
     in_use = replace(full, free_nbytes=0, problem="all CUDA-capable devices are busy")
-    facts = facts_of(Machine(2, "13.0", {}, (ONE, full)))
+    facts = facts_of(Machine(2, "13.0", {}, (H100, full)))
     assert facts["GPUs"] == "2 x H100, 80 GiB, compute capability 9.0"
     assert facts["free on the GPUs"] == "70.0, 23.0 GiB; on GPU 1 process 7 (python) has 56.0 GiB"
-    facts = facts_of(Machine(2, "13.0", {}, (ONE, in_use)))
+    facts = facts_of(Machine(2, "13.0", {}, (H100, in_use)))
     assert facts["GPUs"].endswith("; GPU 1 cannot be used: all CUDA-capable devices are busy")
     assert facts["free on the GPUs"].startswith("70.0, ? GiB")
     broken = facts_of(Machine(2, "13.0", {}, gpu_problem="no kernel image"))

@@ -1,4 +1,4 @@
-"""The spread of the matrix that runs with the suite; `make matrix` runs the whole (matrix.py)."""
+"""The part of the matrix that runs with the suite. `make matrix` runs all of it (matrix.py)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ IN_SUITE = {combination.name: combination for combination in MATRIX if combinati
 
 
 def cuts_of(words: str) -> set[str]:
-    """The sizes that a side names, without their values: "tp2 etp1" -> {"tp", "etp"}."""
+    """Return the kinds of sizes of a side: "tp2 etp1" -> {"tp", "etp"}."""
     return {re.sub(r"\d+$", "", word) for word in words.split()}
 
 
-def test_no_cell_is_lost() -> None:
-    """Raise these numbers with every cell that is added."""
+def test_the_number_of_cells() -> None:
+    """Raise these numbers with every new cell."""
     assert (len(MATRIX), len(IN_SUITE)) == (149, 15)
 
 
-def test_every_cell_is_there_once_and_recorded() -> None:
+def test_every_cell_is_recorded_once() -> None:
     assert sorted(golden.read()) == sorted(cell.name for cell in MATRIX)
 
 
@@ -55,8 +55,10 @@ def test_every_cut_of_training_meets_every_cut_of_generation(train: str, infer: 
 
 
 @pytest.mark.parametrize("combination", MATRIX, ids=lambda combination: combination.name)
-def test_every_cell_is_a_sound_configuration(combination: Combination, tmp_path: Path) -> None:
-    """And is what its words say; training computes but where it would have to split sequences."""
+def test_every_cell_is_a_valid_configuration(combination: Combination, tmp_path: Path) -> None:
+    """Its sizes match its words. Training refuses context parallelism only, as it cannot split
+    sequences.
+    """
     config = combination.case(tmp_path).config(combination.num_ranks)
     keys = {violation.key for violation in find_violations(config, combination.num_ranks)}
     assert keys == ({"actor_config.context_parallel_size"} if "cp2" in combination.train.split() else set())
@@ -73,9 +75,10 @@ def test_every_cell_is_a_sound_configuration(combination: Combination, tmp_path:
 
 @pytest.fixture(scope="module")
 def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
-    """The ranks of `verify`, forked from a server that has imported both engines."""
+    """Verdicts of `verify` on ranks forked from a server that has imported both engines."""
     directory = tmp_path_factory.mktemp("matrix")
-    job, out = directory / "cases.json", directory / "verdicts.json"
+    job = directory / "cases.json"
+    out = directory / "verdicts.json"
 
     def run_forked(cases: Sequence[Case], num_ranks: int) -> list[Verdict]:
         job.write_text(json.dumps([asdict(case) for case in cases]))
@@ -90,9 +93,12 @@ def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", IN_SUITE)
 def test_switches(verdicts: dict[str, Verdict], name: str) -> None:
-    """Bitwise what vLLM loads, logits as transformers computes them, the fewest bytes, over changing weights; by the
-    plan that was recorded."""
-    verdict, cell = verdicts[name], IN_SUITE[name]
+    """Weights are bitwise as vLLM's loader sets them, logits match transformers, bytes are minimal.
+
+    The weights change between switches, and the plan is the recorded one.
+    """
+    verdict = verdicts[name]
+    cell = IN_SUITE[name]
     assert golden.faults(verdict, golden.read()) == []
     assert verdict.num_versions == NUM_SWITCHES
     assert verdict.training is not None

@@ -1,8 +1,9 @@
-"""What `verify` says of a case, and the small models it makes."""
+"""Verdicts of `verify`, and the small models that it makes."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def test_a_good_verdict_has_no_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"error": "rank 1: boom"}, "rank 1: boom"),
         ({"different": ["rank 0 lm_head.weight"]}, "rank 0 lm_head.weight: not bitwise what vLLM loads"),
@@ -69,30 +70,32 @@ def test_a_good_verdict_has_no_faults() -> None:
         ({"spread": 0.5}, "too uniform to compare"),
     ],
 )
-def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
+def test_every_fault_is_reported(change: dict[str, Any], message: str) -> None:
     faults = replace(GOOD, **change).faults
     assert len(faults) == 1
-    assert says in faults[0]
+    assert message in faults[0]
 
 
 @pytest.mark.slow
-def test_heads_that_only_the_small_model_has_here_are_said() -> None:
+def test_refused_head_sizes_are_remarked_on() -> None:
     (remark,) = _heads_refused_here(8, "cpu")
     assert "refused on this machine: its attention heads have 8 elements" in remark
-    assert _heads_refused_here(64, "cpu") == _heads_refused_here(8, "cuda") == _heads_refused_here(None, "cpu") == []
+    for num_elements, device in ((64, "cpu"), (8, "cuda"), (None, "cpu")):
+        assert _heads_refused_here(num_elements, device) == []
 
 
-def test_the_trainers_figure_has_its_name() -> None:
+def test_the_figure_is_named_after_the_trainer() -> None:
     assert [*GOOD.as_dict()][5:8] == ["megatron", "vllm", "statistic"]
     assert GOOD.as_dict()["megatron"] == GOOD.training
     assert "seen" not in GOOD.as_dict()
     assert [*replace(GOOD, trainer="fsdp2").as_dict()][5:8] == ["fsdp2", "vllm", "statistic"]
 
 
-def test_the_median_position_is_not_moved_by_a_few() -> None:
-    """Of 21 positions 8 are far off; a fault in the weights moves them all."""
+def test_the_median_ignores_a_few_positions() -> None:
+    """8 of 21 positions differ; a fault in the weights changes all of them."""
     expected = torch.randn(3, 7, 5).log_softmax(-1)
-    near, far = expected.clone(), expected.clone()
+    near = expected.clone()
+    far = expected.clone()
     near.view(21, 5)[:8, 0] += 3.0
     far[..., 0] += 3.0
     assert difference_of(near, expected, "largest") > 0.1
@@ -101,9 +104,10 @@ def test_the_median_position_is_not_moved_by_a_few() -> None:
 
 
 @pytest.mark.parametrize("family", published_configs.PUBLISHED)
-def test_small_models_keep_their_form(family: str) -> None:
+def test_small_models_keep_the_architecture(family: str) -> None:
     published = published_configs.PUBLISHED[family]
-    large, small = table_for(published), table_for(reduced_config(published, 4, Divisors((1, 2))))
+    large = table_for(published)
+    small = table_for(reduced_config(published, 4, Divisors((1, 2))))
     assert small.dims.num_layers == 4
     assert small.dims.vocab_size == VOCABULARY
     assert small.dims.tied_embeddings == large.dims.tied_embeddings
@@ -121,17 +125,14 @@ def _kind(name: str) -> str:
 
 
 def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
+    return math.prod(shape)
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tp_sizes"),
     [(32, 8, (2, 4)), (14, 2, (2, 1)), (48, 12, (4, 3)), (128, 128, (8,)), (8, 1, (2,)), (6, 6, (3, 2))],
 )
-def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
+def test_heads_divide_by_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
     config = {**published_configs.QWEN3_8B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     small = reduced_config(config, 4, Divisors(tp_sizes))
     for tp in tp_sizes:
@@ -141,8 +142,8 @@ def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("family", ["gemma-2", "gemma-3"])
-def test_windows_of_small_models_act(family: str) -> None:
-    """Both kinds of layers are left, and the window is shorter than the sequences that are compared."""
+def test_windows_of_small_models_matter(family: str) -> None:
+    """Both kinds of layers remain, and windows are shorter than the compared sequences."""
     windows = table_for(reduced_config(published_configs.PUBLISHED[family], 4)).extras.windows
     assert None in windows
     assert all(window is None or window < SEQ_LENGTH for window in windows)
@@ -160,8 +161,8 @@ def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_computes_a_model_whose_model_type_it_does_not_know(tmp_path: Path) -> None:
-    """Kimi-K2 is a DeepSeek-V3 by its architecture, with a model_type and code of its own."""
+def test_an_unknown_model_type_is_computed_by_its_architecture(tmp_path: Path) -> None:
+    """Kimi-K2 is a DeepSeek-V3 with another model_type and its own code."""
     known = reduced_config(published_configs.DEEPSEEK_V3, 4)
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
     tokens = tokens_and_labels(0, VOCABULARY, 2)["tokens"]
@@ -192,7 +193,7 @@ QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
           "intermediate_size": 1920, "vocab_size": 64000}, 10, {"tp": 5}, {"tp": 5, "pp": 2}, 4),
     ],
 )  # fmt: skip
-def test_small_models_keep_what_the_layouts_need(
+def test_small_models_satisfy_the_published_layouts(
     model: dict[str, Any],
     ranks: int,
     train: dict[str, Any] | None,
@@ -200,7 +201,7 @@ def test_small_models_keep_what_the_layouts_need(
     num_layers: int,
     tmp_path: Path,
 ) -> None:
-    """Of a configuration for the published model; `train` None: FSDP2."""
+    """`train` None: FSDP2."""
     sections = {
         "actor_config": {"fsdp": {}} if train is None else {TRAIN_KEYS[name]: size for name, size in train.items()},
         "generate_config": {INFER_KEYS[name]: size for name, size in infer.items()},
@@ -212,13 +213,14 @@ def test_small_models_keep_what_the_layouts_need(
     assert small.dims.num_layers == num_layers
     assert sum(map(_numel, small.shapes.values())) < 8e7
     reduced = case.config(ranks)
-    sizes, own = reduced.train_sizes(ranks), config.train_sizes(ranks)
-    if isinstance(own, TrainParallelism):
-        own = replace(own, make_vocab_size_divisible_by=8)
-    assert (sizes, reduced.generate_config.sizes(ranks)) == (own, config.generate_config.sizes(ranks))
+    expected = config.train_sizes(ranks)
+    if isinstance(expected, TrainParallelism):
+        expected = replace(expected, make_vocab_size_divisible_by=8)
+    assert reduced.train_sizes(ranks) == expected
+    assert reduced.generate_config.sizes(ranks) == config.generate_config.sizes(ranks)
 
 
-def test_a_case_takes_over_what_decides_layouts_and_values(tmp_path: Path) -> None:
+def test_a_case_keeps_keys_that_affect_layouts_and_values(tmp_path: Path) -> None:
     published = write_config(tmp_path, published_configs.QWEN3_8B)
     values = {
         "model": str(published),
@@ -232,18 +234,20 @@ def test_a_case_takes_over_what_decides_layouts_and_values(tmp_path: Path) -> No
         },
     }
     config = load_config(values, 2, weights_only=True, own_weights=True)
-    found = case_of("case", published, tmp_path / "small", 2, *values_to_verify(config)).config(2)
-    actor, generate = found.actor_config, found.generate_config
+    reduced = case_of("case", published, tmp_path / "small", 2, *values_to_verify(config)).config(2)
+    actor = reduced.actor_config
+    generate = reduced.generate_config
     assert (actor.lora.rank, actor.make_vocab_size_divisible_by, actor.params_dtype) == (4, 64, "bfloat16")
     assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (SEQ_LENGTH, 1e-2, None)
     assert (generate.lora_delivery, generate.transport, generate.release_weights) == ("adapter", "collective", False)
     assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, 64, None)
 
 
-def test_the_command_runs_the_configurations_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file's keys, with those of the command line set in it; the ranks are pretended."""
+def test_the_command_runs_the_case_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments override keys of the file. The ranks are fakes."""
     write_config(tmp_path / "model", published_configs.QWEN3_8B)
-    file, started = tmp_path / "job.yaml", []
+    file = tmp_path / "job.yaml"
+    started = []
     file.write_text("model: model\nactor_config: {tensor_model_parallel_size: 2, params_dtype: float32}\n")
 
     def run(cases: list[Case], num_ranks: int, **_: Any) -> list[Verdict]:
@@ -257,13 +261,13 @@ def test_the_command_runs_the_configurations_case(tmp_path: Path, monkeypatch: p
         "generate_config.infer_pipeline_parallel_size=2",
         "generate_config.quantization=fp8_per_channel",
     ]
-    ended = CliRunner().invoke(app, ["verify", *words, "--ranks", "2", "--layers", "6", "--json"])
-    assert ended.exit_code == 0, ended.output
+    result = CliRunner().invoke(app, ["verify", *words, "--ranks", "2", "--layers", "6", "--json"])
+    assert result.exit_code == 0, result.output
     ((config, num_layers, num_ranks),) = started
     assert (num_ranks, num_layers) == (2, 6)
     assert config.actor_config.tensor_model_parallel_size == 2
     assert (config.actor_config.params_dtype, config.generate_config.infer_pipeline_parallel_size) == ("float32", 2)
-    said = json.loads(ended.stdout)
-    assert said["name"].endswith("quantization=fp8_per_channel on 2 ranks")
-    assert "without generate_config.quantization (fp8_per_channel)" in said["remarks"][-1]
-    assert said["faults"] == []
+    output = json.loads(result.stdout)
+    assert output["name"].endswith("quantization=fp8_per_channel on 2 ranks")
+    assert "without generate_config.quantization (fp8_per_channel)" in output["remarks"][-1]
+    assert output["faults"] == []
