@@ -1,4 +1,4 @@
-"""Frameworks that are installed, or are not, for tests of what is said then."""
+"""Pretended installations of frameworks, for tests of error messages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib import metadata
 import pytest
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """Every distribution has this version; None: it is missing."""
+def pretend_version(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
+    """Make every distribution have this version; None: not installed."""
 
     def version(name: str) -> str:
-        if found is None:
+        if installed is None:
             raise metadata.PackageNotFoundError(name)
-        return found
+        return installed
 
     monkeypatch.setattr(metadata, "version", version)

@@ -1,9 +1,9 @@
-"""ms-swift's own trainers, with our engine in the places of its vLLM. Where it is not installed, what says so.
+"""ms-swift's trainers with our engine instead of its vLLM; without ms-swift, error messages.
 
-Packages: `pip install --no-deps ms-swift==4.6.0`, trl 0.29, datasets 4.8.4, modelscope, modelscope-hub, addict,
-attrdict, binpacking, dacite, dill, json-repair, multiprocess, nltk, oss2 with crcmod and aliyun-python-sdk-core and
--kms, pandas, pyarrow, rouge, sentencepiece, simplejson, sortedcontainers, tiktoken, xxhash, and peft 0.21.2, which is
-newer than ms-swift allows.
+Packages: `pip install --no-deps ms-swift==4.6.0`, trl 0.29, datasets 4.8.4, modelscope,
+modelscope-hub, addict, attrdict, binpacking, dacite, dill, json-repair, multiprocess, nltk, oss2
+with crcmod and aliyun-python-sdk-core and -kms, pandas, pyarrow, rouge, sentencepiece, simplejson,
+sortedcontainers, tiktoken, xxhash, and peft 0.21.2, which is newer than ms-swift allows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from hybrid_engine.integrations import ms_swift as ours
 from hybrid_engine.integrations import require_tested
 from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.integrations.installed import pretend
-from tests.hybrid_engine.integrations.test_trl import CLOSE, NUM_STEPS, accelerator, shard_by_fsdp2, write_model
+from tests.hybrid_engine.integrations.installed import pretend_version
+from tests.hybrid_engine.integrations.test_trl import (
+    CLOSE,
+    NUM_STEPS,
+    accelerator,
+    clone_parameters,
+    full_parameters,
+    shard_by_fsdp2,
+    write_model,
+)
 
 PLUGIN = """
 from hybrid_engine.integrations import ms_swift
@@ -42,82 +50,81 @@ orms["letters"] = Letters
 """
 
 
-def lacking() -> str | None:
+def missing_requirement() -> str | None:
     try:
         require_tested("ms-swift", ours.TESTED_VERSION, f"ms-swift=={ours.TESTED_VERSION}.*")
-        # its wheel has no requirements that all install beside vLLM's CPU build
+        # Not all requirements of its wheel can be installed with vLLM's CPU build.
         import_module("swift.utils")
     except (DependencyError, ImportError) as error:
         return str(error)
     return None
 
 
-LACKING = lacking()
-with_ms_swift = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+MISSING = missing_requirement()
+with_ms_swift = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> dict[str, Any]:
-    """`swift rlhf` in this process: what happened at each rollout, and which parameters it has trained."""
-    os.environ["VLLM_PLUGINS"] = "hybrid_engine"  # not ms-swift's, which wants torchvision for a model of images
+    """Run `swift rlhf` in this process; return observations of rollouts and trained parameters."""
+    os.environ["VLLM_PLUGINS"] = "hybrid_engine"  # ms-swift's plug-in needs torchvision
     from swift.pipelines.train.rlhf import SwiftRLHF
 
-    told: dict[str, list[Any]] = {"states": [], "reports": [], "differences": []}
+    observed: dict[str, list[Any]] = {"states": [], "reports": [], "differences": []}
 
-    class Watched(SwiftRLHF):
+    class WatchedRlhf(SwiftRLHF):
         def train(self, trainer: Any) -> Any:
             self.trainer = trainer
-            self.before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+            self.before = clone_parameters(trainer.model)
             if is_sharded:
                 shard_by_fsdp2(trainer)
-            watch(trainer, "_infer_single_or_multi_turn", lambda *_: see(trainer.rollouts.engine.sharding))
-            watch(trainer, "_score_completions", lambda *_: told["states"].append(state(trainer)))
+            watch(trainer, "_infer_single_or_multi_turn", lambda *_: record_switch(trainer.rollouts.engine.sharding))
+            watch(trainer, "_score_completions", lambda *_: observed["states"].append(state(trainer)))
             watch(trainer, "_compute_rollout_offpolicy_metrics", compare)
             return super().train(trainer)
 
-    def see(sharding: Any) -> None:
-        told["states"].append(str(sharding.state))
-        told["reports"].append(sharding.last_report)
+    def record_switch(sharding: Any) -> None:
+        observed["states"].append(str(sharding.state))
+        observed["reports"].append(sharding.last_report)
 
     def state(trainer: Any) -> str:
         return str(trainer.rollouts.engine.sharding.state)
 
-    def compare(own: Any, drawn: Any, mask: Any) -> None:
-        told["differences"].append(((own - drawn) * mask).abs().max().item())
+    def compare(log_probs: Any, sampled: Any, mask: Any) -> None:
+        observed["differences"].append(((log_probs - sampled) * mask).abs().max().item())
 
-    run = Watched(arguments(model, out, tensor_parallel_size))
+    run = WatchedRlhf(arguments(model, out, tensor_parallel_size))
     run.main()
-    left = run.trainer.accelerator.unwrap_model(run.trainer.model).named_parameters()
-    trained = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in left}
-    reports = told.pop("reports")
+    trained = full_parameters(run.trainer)
+    reports = observed.pop("reports")
     return {
-        **told,
+        **observed,
         "versions": [report.version for report in reports],
         "verified": [report.tensors_verified for report in reports],
         "surplus": [report.bytes_received - report.bytes_least for report in reports],
-        "trained": sum(not each.equal(trained[name]) for name, each in run.before.items()),
+        "trained": sum(not before.equal(trained[name]) for name, before in run.before.items()),
         "parameters": len(run.before),
-        "kinds": {type(each).__name__ for each in run.trainer.model.parameters()},
+        "kinds": {type(parameter).__name__ for parameter in run.trainer.model.parameters()},
         "ended": run.trainer.rollouts.engine is None,
         "megatron": "swift.megatron" in sys.modules,
     }
 
 
-def watch(trainer: Any, name: str, seen: Callable[..., None]) -> None:
+def watch(trainer: Any, name: str, observe: Callable[..., None]) -> None:
     method = getattr(trainer, name)
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen(*args)
+    def observed_method(*args: Any, **kwargs: Any) -> Any:
+        observe(*args)
         return method(*args, **kwargs)
 
-    setattr(trainer, name, watched)
+    setattr(trainer, name, observed_method)
 
 
 def arguments(model: str, out: str, tensor_parallel_size: int) -> list[str]:
     directory = Path(out)
-    told = {
+    options = {
         **{"rlhf_type": "grpo", "tuner_type": "full", "beta": 0, "reward_funcs": "letters"},
         **{
             "model": model,
@@ -137,7 +144,7 @@ def arguments(model: str, out: str, tensor_parallel_size: int) -> list[str]:
         **{"dataloader_num_workers": 0, "dataset_num_proc": 1, "gradient_accumulation_steps": 1},
         **{"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "attn_impl": "sdpa"},
     }
-    return [part for name, value in told.items() for part in (f"--{name}", str(value))]
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
 @pytest.fixture(scope="module")
@@ -149,45 +156,46 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "kind"), [(1, "Parameter"), (2, "Parameter"), (2, "DTensor")])
 def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: Path, num_ranks: int, kind: str) -> None:
-    """Alone, in DDP, and sharded by accelerate's FSDP2."""
+    """Train alone, in DDP, and sharded by accelerate's FSDP2."""
     rows = [{"messages": [{"role": "user", "content": text}]} for text in ("abc", "hello", "1+1=", "xyz")] * 8
     (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    for found in engines.launch(grpo, num_ranks, model, str(tmp_path), num_ranks, kind == "DTensor", timeout=600):
-        assert found["kinds"] == {kind}
-        assert len(found["differences"]) == NUM_STEPS
-        assert max(found["differences"]) < CLOSE
-        assert found["versions"] == list(range(NUM_STEPS))
-        assert found["verified"] == [found["parameters"]] * NUM_STEPS, "bit by bit"
-        assert found["surplus"] == [0] * NUM_STEPS, "bytes beyond the fewest possible"
-        assert found["states"] == ["infer", "train"] * NUM_STEPS
-        assert found["trained"] == found["parameters"]
-        assert found["ended"]
-        assert not found["megatron"], "which is what install goes by"
+    arguments = (model, str(tmp_path), num_ranks, kind == "DTensor")
+    for observed in engines.launch(grpo, num_ranks, *arguments, timeout=600):
+        assert observed["kinds"] == {kind}
+        assert len(observed["differences"]) == NUM_STEPS
+        assert max(observed["differences"]) < CLOSE
+        assert observed["versions"] == list(range(NUM_STEPS))
+        assert observed["verified"] == [observed["parameters"]] * NUM_STEPS, "bit by bit"
+        assert observed["surplus"] == [0] * NUM_STEPS, "bytes above the minimum"
+        assert observed["states"] == ["infer", "train"] * NUM_STEPS
+        assert observed["trained"] == observed["parameters"]
+        assert observed["ended"]
+        assert not observed["megatron"], "install depends on this"
 
 
-# -- contracts ---------------------------------------------------------------------------------------------------------
+# -- contracts -------------------------------------------------------------------------------------
 
 
 @with_ms_swift
-def test_ms_swift_has_the_names_that_are_replaced() -> None:
+def test_ms_swift_has_the_replaced_names() -> None:
     from swift.infer_engine.vllm_engine import VllmEngine
     from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
-    def takes(method: Any) -> list[str]:
+    def parameters_of(method: Any) -> list[str]:
         return [*inspect.signature(method).parameters]
 
-    assert takes(RolloutTrainerMixin._prepare_vllm) == takes(VllmEngine._prepare_engine) == ["self"]
-    assert takes(RolloutTrainerMixin._fast_infer) == ["self", "samples"]
-    assert takes(RolloutTrainerMixin._move_model_to_vllm) == ["self", "skip_async_check"]
-    answered = inspect.getsource(VllmEngine.infer) + inspect.getsource(VllmEngine._add_request)
-    used = {part for name in vars(ours._RequestQueue) if not name.startswith("_") for part in [f"self.engine.{name}("]}
-    in_mixin = inspect.getsource(RolloutTrainerMixin._prepare_vllm).replace("self.engine.engine", "self.engine")
-    assert all(call in answered + in_mixin for call in used)
-    assert "self.engine.add_request(request_id, llm_inputs, generation_config, **kwargs)" in answered
+    assert parameters_of(RolloutTrainerMixin._prepare_vllm) == parameters_of(VllmEngine._prepare_engine) == ["self"]
+    assert parameters_of(RolloutTrainerMixin._fast_infer) == ["self", "samples"]
+    assert parameters_of(RolloutTrainerMixin._move_model_to_vllm) == ["self", "skip_async_check"]
+    engine = inspect.getsource(VllmEngine.infer) + inspect.getsource(VllmEngine._add_request)
+    mixin = inspect.getsource(RolloutTrainerMixin._prepare_vllm).replace("self.engine.engine", "self.engine")
+    for name in vars(ours._RequestQueue):
+        assert name.startswith("_") or f"self.engine.{name}(" in engine + mixin
+    assert "self.engine.add_request(request_id, llm_inputs, generation_config, **kwargs)" in engine
 
 
-# -- without ms-swift --------------------------------------------------------------------------------------------------
+# -- without ms-swift ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,16 +205,16 @@ def test_ms_swift_has_the_names_that_are_replaced() -> None:
         ("4.60.0", has_code("untested-version", "ms-swift 4.60.0", "4.6 was tested")),
     ],
 )
-def test_what_is_missing_is_said(
+def test_a_missing_or_untested_version_is_reported(
     installed: str | None, refused: Callable[[BaseException], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, installed)
+    pretend_version(monkeypatch, installed)
     with pytest.raises(DependencyError, check=refused):
         ours.install()
 
 
 class Mixin:
-    """ms-swift's, as far as it is replaced."""
+    """Stand-in for ms-swift's mixin, with the replaced methods."""
 
     def __init__(self, **changes: Any) -> None:
         plain = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_lora": False, "vllm_engine_kwargs": None}
@@ -216,7 +224,8 @@ class Mixin:
         plain |= {"sleep_level": 1, "offload_model": True, "offload_optimizer": True}
         self.args = SimpleNamespace(**{**plain, **changes})
         self.model = SimpleNamespace(model_meta=SimpleNamespace(is_multimodal=False))
-        self.accelerator, self.vllm_tensor_parallel_size = accelerator(), 2
+        self.accelerator = accelerator()
+        self.vllm_tensor_parallel_size = 2
 
     def _prepare_vllm(self) -> None:
         if self.args.use_vllm:
@@ -230,28 +239,28 @@ class Mixin:
 
 
 class Engine:
-    """ms-swift's `VllmEngine`."""
+    """Stand-in for ms-swift's `VllmEngine`."""
 
     def __init__(self) -> None:
         self._prepare_engine()
 
     def _prepare_engine(self) -> None:
-        raise AssertionError("it builds a vLLM")
+        raise AssertionError("ms-swift would build a vLLM")
 
 
 @pytest.fixture
 def mixin(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mixin]]:
-    pretend(monkeypatch, f"{ours.TESTED_VERSION}.0")
+    pretend_version(monkeypatch, f"{ours.TESTED_VERSION}.0")
     for name, value in (("rlhf_trainers.rollout_mixin", Mixin), ("infer_engine.vllm_engine", Engine)):
         kind = {Mixin: "RolloutTrainerMixin", Engine: "VllmEngine"}[value]
         monkeypatch.setitem(sys.modules, f"swift.{name}", SimpleNamespace(**{kind: value}))
     monkeypatch.delitem(sys.modules, "swift.megatron", raising=False)
-    originals = Mixin._prepare_vllm, Engine._prepare_engine
+    originals = (Mixin._prepare_vllm, Engine._prepare_engine)
     yield Mixin
-    assert originals == (Mixin._prepare_vllm, Engine._prepare_engine), "all is undone"
+    assert originals == (Mixin._prepare_vllm, Engine._prepare_engine), "everything must be undone"
 
 
-def test_its_settings_are_taken_and_what_a_switch_moves_is_left_to_it(mixin: type[Mixin]) -> None:
+def test_adopts_settings_of_ms_swift(mixin: type[Mixin]) -> None:
     undo = ours.install(max_num_seqs=4, vllm={"block_size": 16})
     try:
         with pytest.raises(StateError, check=has_code("installed-already")):
@@ -260,20 +269,20 @@ def test_its_settings_are_taken_and_what_a_switch_moves_is_left_to_it(mixin: typ
         trainer._prepare_vllm()
         config = trainer.rollouts._config
         assert (config["infer_tensor_parallel_size"], config["max_model_len"]) == (2, 64)
-        assert config["max_num_seqs"] == 4, "the caller's come last"
+        assert config["max_num_seqs"] == 4, "arguments of the caller override"
         assert config["vllm"] == {"trust_remote_code": True, "enable_prefix_caching": True, "block_size": 16}
         assert {getattr(trainer.args, name) for name in ("sleep_level", "offload_model", "offload_optimizer")} == {0}
-        assert trainer.vllm_tensor_parallel_size == 1, "it gathers no prompts"
+        assert trainer.vllm_tensor_parallel_size == 1, "ms-swift must not gather prompts"
         with pytest.raises(StateError, check=has_code("not-training", "trainer.train()")):
             trainer._fast_infer([])
         plain = mixin(use_vllm=False)
         plain._prepare_vllm()
-        assert plain.train() == [1], "ms-swift's own generation"
+        assert plain.train() == [1], "generated by ms-swift"
     finally:
         undo()
 
 
-def test_settings_that_an_engine_cannot_honour(mixin: type[Mixin]) -> None:
+def test_unsupported_settings_are_refused(mixin: type[Mixin]) -> None:
     changes = {"vllm_mode": "server", "vllm_enable_lora": True, "vllm_engine_kwargs": {"seed": 1, "block_size": 16}}
     refused = has_violations(
         ("vllm_mode", "unsupported-value"),
@@ -295,27 +304,27 @@ def test_megatron_and_its_ray_workers_are_refused(mixin: type[Mixin], monkeypatc
         ours.install()
 
 
-def test_requests_of_a_rollout_are_alike_and_all_ranks_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_requests_of_a_rollout_must_have_equal_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
 
     def request_outputs(engine: Any, prompts: Any, params: Any, violations: Any) -> list[Any]:
-        asked.append((prompts, params, [(violation.key, violation.code) for violation in violations]))
+        calls.append((prompts, params, [(violation.key, violation.code) for violation in violations]))
         return [SimpleNamespace() for _ in prompts]
 
     monkeypatch.setattr(ours, "request_outputs", request_outputs)
     requests = ours._RequestQueue(lambda: None)  # type: ignore[arg-type,return-value]
-    of_eight = SimpleNamespace(max_tokens=8)
-    for each in ("0", "1"):
-        requests.add_request(each, {"prompt_token_ids": [int(each)]}, of_eight)
+    parameters = SimpleNamespace(max_tokens=8)
+    for request_id in ("0", "1"):
+        requests.add_request(request_id, {"prompt_token_ids": [int(request_id)]}, parameters)
     turns = []
-    for _ in range(2):  # in the second, this rank has no request
+    for _ in range(2):  # the second without a request on this rank
         while requests.has_unfinished_requests():
-            turns.append([(each.request_id, each.finished) for each in requests.step()])
+            turns.append([(output.request_id, output.finished) for output in requests.step()])
     assert turns == [[("0", True), ("1", True)], []]
-    assert asked[1] == ([], of_eight, [])
+    assert calls[1] == ([], parameters, [])
     for number in (3, 8):
         requests.add_request(str(number), {"prompt_token_ids": [1]}, SimpleNamespace(max_tokens=number))
     requests.step()
-    assert asked[2][2] == [("vllm_max_model_len", "different-requests")]
+    assert calls[2][2] == [("vllm_max_model_len", "different-requests")]
     ours._RequestQueue(lambda: None).step()  # type: ignore[arg-type,return-value]
-    assert asked[3][2] == [("prompts", "no-prompts")], "reported before the ranks meet, so by all of them"
+    assert calls[3][2] == [("prompts", "no-prompts")], "reported by all ranks, before a collective"

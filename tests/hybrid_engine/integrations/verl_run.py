@@ -1,10 +1,12 @@
-"""verl's manager, actors and checkpoint engine worker in Ray, on a CPU, with our classes in their places.
+"""verl's manager, actors and checkpoint engine worker in Ray, on a CPU, with our classes.
 
-    python -m tests.hybrid_engine.integrations.verl_run MODEL URL OUT standalone|hybrid fsdp2|mbridge|megatron-bridge
+    python -m tests.hybrid_engine.integrations.verl_run MODEL URL OUT standalone|hybrid
+    fsdp2|mbridge|megatron-bridge
 
-verl's own: CheckpointEngineManager's and ActorRolloutRefWorker's `update_weights`, TrainingWorker with its FSDP2 or
-Megatron engine and optimizer, CheckpointEngineWorker, vLLM's ServerAdapter. In place of its replica, which wants a GPU,
-is `Replica` with an actor that calls the server at URL by vLLM's routes.
+From verl: `update_weights` of CheckpointEngineManager and ActorRolloutRefWorker, TrainingWorker
+with its FSDP2 or Megatron engine and optimizer, CheckpointEngineWorker, vLLM's ServerAdapter. Its
+replica needs a GPU, so `Replica` replaces it, with an actor that calls the server at URL by vLLM's
+routes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from tests.hybrid_engine.integrations import verl_on_cpu
 from tests.zoo.tiny_models import read_canonical
 
 NUM_UPDATES = 3
-ASKED = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+REQUEST = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
 SPLIT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -72,7 +74,7 @@ def fsdp2_configs() -> dict[str, Any]:
 
 
 def megatron_configs(bridge: str) -> dict[str, Any]:
-    """Over tensor parallel ranks."""
+    """Return the configuration of tensor parallel ranks."""
     megatron_patches.apply()
     if bridge == "mbridge":
         verl_on_cpu.let_mbridge_build()
@@ -86,17 +88,19 @@ def megatron_configs(bridge: str) -> dict[str, Any]:
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=1,
     )
-    vars(engine)["dtype"] = "float32"  # which verl's Megatron engine builds, and this class alone refuses
+    vars(engine)["dtype"] = "float32"  # this class refuses it, but verl's Megatron engine supports it
     optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=10)
     return {"engine_config": engine, "optimizer_config": optimizer}
 
 
 class Actor(TrainingWorker):
-    """What an ActorRolloutRefWorker has of an actor, whose own `__init__` reads the whole of a verl configuration."""
+    """The parts of an ActorRolloutRefWorker that an actor needs, without a whole verl
+    configuration.
+    """
 
     def __init__(self, path: str, engine_kwargs: dict[str, Any], builder: str) -> None:
         version.installed = dict  # actors need no vLLM
-        torch.distributed.init_process_group("gloo")  # verl asks for one backend each of the CPU and of the device
+        torch.distributed.init_process_group("gloo")  # verl would request a backend for the CPU and one for the device
         self.is_megatron = builder != "fsdp2"
         configs = megatron_configs(builder) if self.is_megatron else fsdp2_configs()
         model = model_config(path)
@@ -118,8 +122,10 @@ class Actor(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def step(self, seed: int) -> float | None:
-        """One optimizer step of verl's engine; the norm of its gradients, where verl says it. Data parallel ranks'
-        batches differ."""
+        """Run an optimizer step of verl's engine; return the gradient norm, if verl reports it.
+
+        Data parallel ranks have different batches.
+        """
         torch.manual_seed(seed + self.engine.get_data_parallel_rank())
         tokens = torch.randint(5, 60, (2, 16))
         with self.engine.train_mode():
@@ -131,59 +137,61 @@ class Actor(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log_probs(self, tokens: list[int]) -> list[float]:
-        """Of each token but the first."""
+        """Return the log-probabilities of all tokens but the first."""
         rows = torch.tensor([tokens])
         with torch.no_grad(), self.engine.eval_mode():
             if self.is_megatron:
-                (found,) = self.engine.infer_batch(batch_of(rows))["model_output"]["log_probs"].unbind()
-                return found[:-1].tolist()
-            found = self.engine.module(input_ids=rows).logits[0].log_softmax(-1)
-        return [float(found[at - 1, tokens[at]]) for at in range(1, len(tokens))]
+                (log_probs,) = self.engine.infer_batch(batch_of(rows))["model_output"]["log_probs"].unbind()
+                return log_probs[:-1].tolist()
+            log_probs = self.engine.module(input_ids=rows).logits[0].log_softmax(-1)
+        return [float(log_probs[at - 1, tokens[at]]) for at in range(1, len(tokens))]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def found(self) -> dict[str, Any]:
-        engine, report = self.checkpoint_engine.engine, self.checkpoint_engine.last_report
+    def state(self) -> dict[str, Any]:
+        engine = self.checkpoint_engine.engine
+        report = self.checkpoint_engine.last_report
         return {
             "state": str(engine.sharding.state),
             "engine": type(self.engine).__bases__[-1].__name__,
-            "kinds": sorted({type(each).__name__ for each in self.held()}),
-            "ordinary": [each.owner for each in engine.train.offload_items() if not is_mapped(each)],
+            "kinds": sorted({type(module).__name__ for module in self.modules()}),
+            "ordinary": [item.owner for item in engine.train.offload_items() if not is_elastic(item)],
             "tensors": len(engine.table.shapes),
             "version": report.version,
             "verified": report.tensors_verified,
             "surplus": report.bytes_received - report.bytes_least,
         }
 
-    def held(self) -> list[Any]:
-        """Megatron's chunks, or FSDP2's parameters."""
+    def modules(self) -> list[Any]:
+        """Return Megatron's chunks, or FSDP2's parameters."""
         return self.engine.module if self.is_megatron else [*self.engine.module.parameters()]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def exported(self, directory: str) -> int:
-        """How many tensors that verl itself would send are not bit by bit those that our engine has."""
+    def num_different(self, directory: str) -> int:
+        """Return how many tensors that verl would send differ from our engine's."""
         self.checkpoint_engine.engine.save_hf_checkpoint(directory)
-        theirs = {name: tensor.cpu().clone() for name, tensor in self.engine.get_per_tensor_param()[0]}
+        verls = {name: tensor.cpu().clone() for name, tensor in self.engine.get_per_tensor_param()[0]}
         ours = read_canonical(Path(directory))
-        return len(theirs.keys() ^ ours.keys()) + sum(not torch.equal(ours[name], theirs[name]) for name in ours)
+        return len(verls.keys() ^ ours.keys()) + sum(not torch.equal(ours[name], verls[name]) for name in ours)
 
 
-def is_mapped(item: OffloadItem) -> bool:
-    """Whether what leaves the device by itself leaves it page by page."""
+def is_elastic(item: OffloadItem) -> bool:
+    """Return whether a tensor that is offloaded alone is in elastic memory."""
     return item.kind not in ("param", "grad") or item.action == "rebuild" or exported_buffer_of(item.tensor) is not None
 
 
 def batch_of(tokens: torch.Tensor) -> TensorDict:
-    """Whole rows, as verl passes them to its Megatron engine."""
+    """Return a batch of rows without padding, as verl passes them to its Megatron engine."""
     rows = torch.nested.as_nested_tensor([*tokens], layout=torch.jagged)
     tensors = {"input_ids": rows, "loss_mask": torch.ones_like(rows), "temperature": torch.ones(len(tokens))}
     return get_tensordict(tensors, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1})
 
 
 class ServerActor:
-    """In place of verl's vLLMHttpServer: the calls of a manager, as vLLM's routes."""
+    """Replacement of verl's vLLMHttpServer: the manager's calls, as requests to vLLM's routes."""
 
     def __init__(self, url: str) -> None:
-        self.server, self.calls = HttpServer(url, 60), list[str]()
+        self.server = HttpServer(url, 60)
+        self.calls: list[str] = []
 
     def abort_all_requests(self, reject_request: bool = False) -> None:
         self.calls.append("abort")
@@ -208,22 +216,25 @@ class ServerActor:
     def sleep(self) -> None:
         self.calls.append("sleep")
 
-    def told(self) -> list[str]:
-        calls, self.calls = self.calls, []
+    def take_calls(self) -> list[str]:
+        calls = self.calls
+        self.calls = []
         return calls
 
 
 class Replica(RolloutReplica):
-    """One that is there already."""
+    """A replica with a running server."""
 
     def __init__(self, url: str, config: RolloutConfig, path: str, mode: RolloutMode, workers: list[Any]) -> None:
         super().__init__(0, config, model_config(path), gpus_per_node=1)
-        self.rollout_mode, self.workers, self._server_address = mode, workers, url.removeprefix("http://")
-        # the name by which verl's ServerAdapter finds it
+        self.rollout_mode = mode
+        self.workers = workers
+        self._server_address = url.removeprefix("http://")
+        # verl's ServerAdapter looks up this name.
         self.servers = [ray.remote(ServerActor).options(name="vllm_server_0_0", num_cpus=0).remote(url)]
 
     async def launch_servers(self) -> None:
-        """The test has."""
+        """Do nothing: the test has started the server."""
 
 
 def run(path: str, url: str, mode: RolloutMode, builder: str) -> dict[str, Any]:
@@ -237,8 +248,8 @@ def run(path: str, url: str, mode: RolloutMode, builder: str) -> dict[str, Any]:
 
     def group(size: int, cls: type, *arguments: Any, **named: Any) -> RayWorkerGroup:
         pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
-        made = RayClassWithInitArgs(ray.remote(cls), *arguments, **named)
-        return RayWorkerGroup(pool, made, device_name="cpu")
+        actor_class = RayClassWithInitArgs(ray.remote(cls), *arguments, **named)
+        return RayWorkerGroup(pool, actor_class, device_name="cpu")
 
     actors = group(2, Actor, path, engine_kwargs[ours.NAME], builder)
     workers: list[Any] = []
@@ -248,23 +259,24 @@ def run(path: str, url: str, mode: RolloutMode, builder: str) -> dict[str, Any]:
     replica = Replica(url, config, path, mode, workers)
     manager = ours.Manager(config=engine_config, actor_wg=actors, replicas=[replica])
     manager.sleep_replicas()  # as verl's trainers do before the first update
-    server, updates = HttpServer(url, 60), []
+    server = HttpServer(url, 60)
+    updates = []
     for step in range(NUM_UPDATES):
         metrics = manager.update_weights(step)
-        found = actors.found()
-        (choice,) = server.complete(ASKED)["choices"]
+        state = actors.state()
+        (choice,) = server.complete(REQUEST)["choices"]
         manager.sleep_replicas()
-        tokens = [*ASKED["prompt"], *choice["token_ids"]]  # type: ignore[misc]
-        own = actors.log_probs(tokens)[0][-len(choice["token_ids"]) :]
+        tokens = [*REQUEST["prompt"], *choice["token_ids"]]  # type: ignore[misc]
+        expected = actors.log_probs(tokens)[0][-len(choice["token_ids"]) :]
         drawn = choice["logprobs"]["token_logprobs"]
         updates.append(
             {
                 "metrics": metrics,
-                "after update": found,
-                "after sleep": actors.found(),
-                "otherwise": actors.exported(f"{path} after {step}"),
-                "difference": max(abs(one - other) for one, other in zip(own, drawn, strict=True)),
-                "calls": ray.get(replica.servers[0].told.remote()),
+                "after update": state,
+                "after sleep": actors.state(),
+                "num_different": actors.num_different(f"{path} after {step}"),
+                "difference": max(abs(a - b) for a, b in zip(expected, drawn, strict=True)),
+                "calls": ray.get(replica.servers[0].take_calls.remote()),
                 "drawn": drawn,
                 "norms": actors.step(step),
             }
@@ -283,7 +295,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # by its module's name, for Ray's workers to find its classes
+    # Ray's workers find classes by the module's name, which is not __main__.
     from tests.hybrid_engine.integrations import verl_run
 
     verl_run.main()
