@@ -1,4 +1,4 @@
-"""Megatron's arguments and transformer config that describe a small Llama, for a script whose Megatron is not there."""
+"""Megatron's arguments and transformer config of a small Llama, for scripts without Megatron."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ARGS = {
 
 
 def transformer_config(hf: dict[str, Any] = LLAMA, **changes: Any) -> TransformerConfig:
-    """Of the model `hf`, then changed, also to what no constructor accepts."""
+    """Return the configuration of model `hf` with changes, which no constructor validates."""
     config = described_config(table_for(hf))
     config.bias_activation_fusion = True
     for name, value in changes.items():
@@ -61,7 +61,7 @@ def transformer_config(hf: dict[str, Any] = LLAMA, **changes: Any) -> Transforme
 
 
 def script_of(options: ReshardingOptions, config: TransformerConfig | None = None, **changes: Any) -> Any:
-    """A `MegatronScript` whose Megatron is not there."""
+    """Return a stand-in for a `MegatronScript`."""
     return SimpleNamespace(
         options=options,
         args=Namespace(**{**ARGS, **changes}),

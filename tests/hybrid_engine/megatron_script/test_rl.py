@@ -1,4 +1,4 @@
-"""`train_rl.py --perform-rl-step` of Megatron-LM itself, with rollouts by a `vllm serve` that our switch fills.
+"""`train_rl.py --perform-rl-step` of Megatron-LM, with rollouts by a `vllm serve` that we fill.
 
 MEGATRON_LM_PATH names a git checkout of core_v0.19.0, as in test_runs.py.
 """
@@ -35,21 +35,21 @@ from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.megatron_script.test_runs import CHECKOUT, DENSE, EXPERTS, ON_CPU, PYTHON_PATHS, Scripts
 from tests.zoo.tokenizers import save_characters
 
-IS_THERE = Path(CHECKOUT, "megatron/rl/rollout_granularity.py").is_file()
+HAS_RL_LOOP = Path(CHECKOUT, "megatron/rl/rollout_granularity.py").is_file()
 with_checkout = pytest.mark.skipif(
-    not (CHECKOUT and IS_THERE), reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with the RL loop of 0.19"
+    not (CHECKOUT and HAS_RL_LOOP), reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with the RL loop of 0.19"
 )
 
 
-def with_runs(test: Callable[..., None]) -> Callable[..., None]:
-    """Of a checkout's script, each of which takes half a minute."""
+def runs_script(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that runs a checkout's script, which takes half a minute."""
     for mark in (with_checkout, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)):
         test = mark(test)
     return test
 
 
 END_TOKEN = 100
-OF_BOTH = {"num_hidden_layers": 2, "vocab_size": 101, "bos_token_id": None, "eos_token_id": END_TOKEN}
+COMMON_CONFIG = {"num_hidden_layers": 2, "vocab_size": 101, "bos_token_id": None, "eos_token_id": END_TOKEN}
 MODEL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --group-query-attention "
     "--num-query-groups 2 --kv-channels 32 --seq-length 64 --max-position-embeddings 128 --swiglu "
@@ -66,17 +66,19 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run on two ranks, with a server of its own.
+    """A run on two ranks, with its own server.
 
-    flags: Megatron's.
-    dtype: of the server.
-    generate: keys of generate_config.
-    rollouts: iteration of each collection -> weight version, the number of optimizer steps that were taken.
-    versions: of the weights in each switch to inference; evaluations, which come first in their iteration, included.
-    last: iteration after which Megatron exits.
-    close: most that a probability of the trainer may be from vLLM's, as its share.
-    hf_config: of the model, but for what both have.
-    is_patched: whether resharding comes in by the tree's source, and not by the launcher.
+    Attributes:
+        flags: of Megatron.
+        dtype: of the server.
+        generate: keys of generate_config.
+        rollouts: iteration of each collection -> weight version, the number of optimizer steps.
+        versions: of the weights at each switch to inference, including evaluations, which come
+            first in their iteration.
+        last: iteration after which Megatron exits.
+        close: relative tolerance of a trainer's probability to vLLM's.
+        hf_config: of the model, without COMMON_CONFIG.
+        is_patched: whether the source is patched; otherwise the launcher adds resharding.
     """
 
     flags: str
@@ -137,17 +139,18 @@ Runs = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
-    """Run a case: (name of a directory, case, what the environment does in the second collection)."""
+    """Run a case: (name of a directory, case, action of the environment in the second
+    collection)."""
     here = tmp_path_factory.mktemp("rl")
     scripts = Scripts(here)
     environment = here / "environment.yaml"
     environment.write_text(json.dumps([{"agent_type": "AceMathAgent", "agent_args": {"max_k": 2}, "weight": 1.0}]))
 
-    def run(name: str, case: Case, then: str = "") -> tuple[Path, Ended]:
+    def run(name: str, case: Case, action: str = "") -> tuple[Path, Ended]:
         directory = here / name
         model = directory / "model"
         model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps({**case.hf_config, **OF_BOTH}))
+        (model / "config.json").write_text(json.dumps({**case.hf_config, **COMMON_CONFIG}))
         save_characters(model, eos_token="~", pad_token="`")
         with serving(model, directory, *PLAIN, "--dtype", case.dtype, *FILLED) as server:
             generate = {"servers": [server.url], "max_model_len": 64, "timeout_seconds": 120, **case.generate}
@@ -161,7 +164,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
             settings = {
                 "HF_HUB_OFFLINE": "1",
                 "LANGRL_LOG_DIR": str(directory),
-                "THEN": then,
+                "THEN": action,
                 "SERVER": str(server.pid),
             }
             ended = run_ranks(
@@ -179,7 +182,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
 
 @pytest.fixture(scope="module")
 def runs(start: Starts) -> Runs:
-    """Name of a case -> the directory of its run; each is made once."""
+    """Name of a case -> directory of its run. Each case runs once."""
 
     @functools.cache
     def run(name: str) -> Path:
@@ -194,29 +197,33 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def of_all_cases(test: Callable[..., None]) -> Callable[..., None]:
-    return with_runs(pytest.mark.parametrize("name", CASES)(test))
+def for_all_cases(test: Callable[..., None]) -> Callable[..., None]:
+    return runs_script(pytest.mark.parametrize("name", CASES)(test))
 
 
-@of_all_cases
-def test_each_rollout_has_the_weights_of_the_step_before(runs: Runs, name: str) -> None:
-    """Bit by bit, by the fewest bytes; and training goes on to the end that Megatron's arguments name."""
-    directory, case = runs(name), CASES[name]
-    filled, back = lines(directory / "out" / "switches.jsonl")[::2], lines(directory / "out" / "switches.jsonl")[1::2]
+@for_all_cases
+def test_rollouts_use_the_weights_of_the_last_step(runs: Runs, name: str) -> None:
+    """Weights are bitwise equal, bytes are minimal, and training runs to its last iteration."""
+    directory = runs(name)
+    case = CASES[name]
+    switches = lines(directory / "out" / "switches.jsonl")
+    filled = switches[::2]
+    back = switches[1::2]
     assert [switch["version"] for switch in filled] == case.versions == [switch["version"] for switch in back]
     assert {switch["direction"] for switch in filled} == {"train->infer"}
     assert {switch["direction"] for switch in back} == {"infer->train"}
     for switch in filled:
-        assert switch["tensors_verified"] == filled[0]["tensors_verified"] >= 21, "all of them"
+        assert switch["tensors_verified"] == filled[0]["tensors_verified"] >= 21, "all tensors"
         assert switch["bytes_received"] == switch["bytes_least"] > 0
     assert f"exiting program at iteration {case.last}" in (directory / "output").read_text()
     assert "letters_eval_mean_pass_at_1" in (directory / "output").read_text()
 
 
-@of_all_cases
-def test_completions_are_those_that_megatron_trains_on(runs: Runs, name: str) -> None:
-    """Whole, with a log-probability for each token, and by different weights each time."""
-    directory, case = runs(name), CASES[name]
+@for_all_cases
+def test_megatron_trains_on_the_completions(runs: Runs, name: str) -> None:
+    """Completions are whole, have log-probabilities, and differ between weight versions."""
+    directory = runs(name)
+    case = CASES[name]
     collected = [
         json.loads((directory / f"rollouts_rank0_iteration{iteration}_environment.json").read_text())
         for iteration in case.rollouts
@@ -233,27 +240,29 @@ def test_completions_are_those_that_megatron_trains_on(runs: Runs, name: str) ->
     assert len(set(texts)) == len(texts)
 
 
-@of_all_cases
-def test_log_probabilities_are_the_trainers(runs: Runs, name: str) -> None:
-    """By Megatron's own comparison, for each collection. Megatron pads this vocabulary of 101 to 112 and 104."""
-    directory, case = runs(name), CASES[name]
+@for_all_cases
+def test_log_probabilities_match_the_trainer(runs: Runs, name: str) -> None:
+    """Megatron's comparison of each collection. It pads the vocabulary of 101 to 112 or 104."""
+    directory = runs(name)
+    case = CASES[name]
     compared = [line for line in lines(directory / "wandb.jsonl") if "max_piold_to_inf_prob" in line]
-    found = {line["step"]: line for line in compared}
-    assert found.keys() >= case.rollouts.keys()
-    for line in found.values():
+    by_step = {line["step"]: line for line in compared}
+    assert by_step.keys() >= case.rollouts.keys()
+    for line in by_step.values():
         assert line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close)
         assert line["min_piold_to_inf_prob"] == pytest.approx(1, abs=case.close)
         assert line["max_inf_train_prob_abs_diff"] < case.close
         assert line["max_inf_prob"] > 0
 
 
-@with_runs
-def test_a_resumed_run_goes_on_with_the_weights_that_were_saved(start: Starts) -> None:
-    """Steps go on being counted, and the first rollouts are drawn with what was loaded, as Megatron finds, too.
+@runs_script
+def test_a_resumed_run_continues_with_the_saved_weights(start: Starts) -> None:
+    """The step count continues, and the first rollouts use the loaded weights.
 
-    The first run has an environment that takes longer than ranks wait for each other elsewhere.
+    In the first run the environment takes longer than the timeout of ranks elsewhere.
     """
-    case, saving = CASES["TP"], "--ckpt-format torch --save ../saved --save-interval 2"
+    case = CASES["TP"]
+    saving = "--ckpt-format torch --save ../saved --save-interval 2"
     impatient = replace(case, generate={"timeout_seconds": 10}, flags=f"{case.flags} {saving}", last=2)
     first, ended = start("first", impatient, "wait")
     assert ended.status == 0, ended.output
@@ -267,83 +276,86 @@ def test_a_resumed_run_goes_on_with_the_weights_that_were_saved(start: Starts) -
     assert all(line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close) for line in compared)
 
 
-@with_runs
+@runs_script
 @pytest.mark.parametrize(
-    ("then", "said"), [("raise", "StopAsyncIteration"), ("kill", "a rollout failed: ServerError: http://127.0.0.1:")]
+    ("action", "message"),
+    [("raise", "StopAsyncIteration"), ("kill", "a rollout failed: ServerError: http://127.0.0.1:")],
 )
-def test_what_fails_in_a_rollout_ends_both_ranks(start: Starts, then: str, said: str) -> None:
-    """The environment on the first rank, of which Megatron says no more, or the server; long before any timeout."""
+def test_a_failed_rollout_ends_both_ranks(start: Starts, action: str, message: str) -> None:
+    """The environment of the first rank fails, or the server; the run ends before any timeout."""
     started = time.monotonic()
-    directory, ended = start(then, CASES["TP"], then)
-    assert ended.status not in (0, None), "it did not go on, nor did it hang"
-    assert said in ended.output
+    directory, ended = start(action, CASES["TP"], action)
+    assert ended.status not in (0, None), "must fail, and must not hang"
+    assert message in ended.output
     assert time.monotonic() - started < 110
     assert [switch["version"] for switch in lines(directory / "out" / "switches.jsonl")] == [0, 0]
 
 
-# -- contracts ---------------------------------------------------------------------------------------------------------
+# -- contracts
+# ---------------------------------------------------------------------------------------------------------
 
 INTERFACE = "hybrid_engine.backends.megatron.rl_interface"
 SOURCE = REPO_ROOT.joinpath(*INTERFACE.split(".")).with_suffix(".py")
 
 
-def parsed(path: str | Path) -> dict[str, Any]:
-    """Classes, functions and methods of a file, by name."""
-    found: dict[str, Any] = {}
+def parse_file(path: str | Path) -> dict[str, Any]:
+    """Return the classes, functions and methods of a file by name."""
+    nodes: dict[str, Any] = {}
     for node in ast.parse(Path(path).read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = node
+            nodes[node.name] = node
         if isinstance(node, ast.ClassDef):
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            found.update({f"{node.name}.{each.name}": each for each in methods})
-    return found
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+                    nodes[f"{node.name}.{member.name}"] = member
+    return nodes
 
 
 def fields(node: ast.ClassDef) -> set[str]:
-    return {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+    return {member.target.id for member in node.body if isinstance(member, ast.AnnAssign)}
 
 
-def methods(found: dict[str, Any], name: str) -> dict[str, list[str]]:
-    """Public ones, with their parameters."""
+def methods(nodes: dict[str, Any], name: str) -> dict[str, list[str]]:
+    """Return the public methods of class `name` with their parameters."""
     return {
         key.partition(".")[2]: [argument.arg for argument in node.args.args]
-        for key, node in found.items()
+        for key, node in nodes.items()
         if key.startswith(f"{name}.") and not key.partition(".")[2].startswith("_")
     }
 
 
 @with_checkout
-def test_the_interface_is_megatrons() -> None:
-    theirs = methods(parsed(f"{CHECKOUT}/megatron/rl/inference/megatron.py"), "MegatronLocal")
-    ours = methods(parsed(SOURCE), "ServedRollouts")
-    assert {**theirs, "launch": []} == {**ours, "launch": []}
-    assert theirs["launch"] == ["cls", "model"]
-    api = parsed(f"{CHECKOUT}/megatron/rl/inference/api.py")
-    (answer,) = [
+def test_the_interface_matches_megatrons() -> None:
+    expected = methods(parse_file(f"{CHECKOUT}/megatron/rl/inference/megatron.py"), "MegatronLocal")
+    ours = methods(parse_file(SOURCE), "ServedRollouts")
+    assert {**expected, "launch": []} == {**ours, "launch": []}
+    assert expected["launch"] == ["cls", "model"]
+    api = parse_file(f"{CHECKOUT}/megatron/rl/inference/api.py")
+    (response,) = [
         node
         for node in ast.walk(ast.parse(SOURCE.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "InferenceResponse"
     ]
-    assert fields(api["InferenceResponse"]) == {keyword.arg for keyword in answer.keywords}
+    assert fields(api["InferenceResponse"]) == {keyword.arg for keyword in response.keywords}
     assert fields(api["InferenceRequest"]) == {"prompt", "tools"}
     assert fields(api["LLMChatMessage"]) == {"role", "content"}
-    args = parsed(f"{CHECKOUT}/megatron/rl/__init__.py")["GenericGenerationArgs"]
+    args = parse_file(f"{CHECKOUT}/megatron/rl/__init__.py")["GenericGenerationArgs"]
     assert {"temperature", "top_k", "top_p", "max_tokens"} <= fields(args)
     controller = f"{CHECKOUT}/megatron/core/inference/text_generation_controllers/text_generation_controller.py"
-    detokenize = parsed(controller)["TextGenerationController.detokenize"]
-    assert [ast.unparse(each) for each in detokenize.decorator_list] == ["staticmethod"]
+    detokenize = parse_file(controller)["TextGenerationController.detokenize"]
+    assert [ast.unparse(decorator) for decorator in detokenize.decorator_list] == ["staticmethod"]
 
 
 @with_checkout
-def test_megatrons_loop_calls_it_in_this_order() -> None:
-    loop = parsed(f"{CHECKOUT}/megatron/rl/rl_utils.py")
+def test_megatrons_loop_calls_the_interface_in_this_order() -> None:
+    loop = parse_file(f"{CHECKOUT}/megatron/rl/rl_utils.py")
     assert "MegatronLocal.launch(model[0]" in ast.unparse(loop["get_inference_interface"])
     around = ast.unparse(loop["megatron_rl_inference_mode"])
     called = ("get_inference_interface(", "set_generation_epoch(", ".resume()", "yield ", ".suspend()")
-    places = [around.index(each) for each in called]
+    places = [around.index(call) for call in called]
     assert places == sorted(places)
     assert "_INFERENCE_INTERFACE.kill()" in ast.unparse(loop["rl_inference_interface_shutdown"])
-    # all ranks resume and suspend; agents ask rank 0, and weights are swapped where there is a second model alone
+    # All ranks resume and suspend, agents use rank 0, and only a second model needs a weight swap.
     rollouts = ast.unparse(loop["get_environment_rollouts"])
     assert "if has_separate_inference_model:" in rollouts
     assert rollouts.count("swap_model_weights(") == 1
@@ -351,14 +363,15 @@ def test_megatrons_loop_calls_it_in_this_order() -> None:
 
 
 @with_checkout
-def test_what_is_refused_are_arguments_of_megatron() -> None:
+def test_refused_flags_exist_in_megatron() -> None:
     training = Path(CHECKOUT, "megatron/training")
     flags = (training / "arguments.py").read_text()
     assert [name for name in rl_settings._REFUSED if f"'--{name.replace('_', '-')}'" not in flags] == []
     assert "force_cp1_inference_model = args.context_parallel_size > 1" in (training / "training.py").read_text()
 
 
-# -- the interface without Megatron ------------------------------------------------------------------------------------
+# -- interface without Megatron
+# ----------------------------------------------------------------------------------------
 
 
 class Message(pydantic.BaseModel):
@@ -367,10 +380,12 @@ class Message(pydantic.BaseModel):
 
 
 class Tokenizer:
-    """Text is its code points; a chat begins with a token of its own, as most templates have it."""
+    """Text is encoded by code points; a chat begins with a token of its own, as in most
+    templates."""
 
-    bos, eod = 1, 0
-    chat_template: str | None = "there is one"
+    bos = 1
+    eod = 0
+    chat_template: str | None = "template"
 
     def tokenize(self, text: str) -> list[int]:
         return [ord(character) for character in text]
@@ -388,8 +403,8 @@ class Tokenizer:
 
 
 @dataclass
-class Drawing:
-    """In place of a `RolloutEngine`."""
+class FakeRolloutEngine:
+    """Fake of a `RolloutEngine`."""
 
     is_first: bool = True
     most_requests: int = 2
@@ -422,7 +437,7 @@ ARGS = SimpleNamespace(inference_max_seq_length=16, rl_skip_bos_token=False)
 
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, beside stand-ins for what it takes of Megatron, which the contracts above are about."""
+    """The module, with stand-ins for Megatron. The contracts above check those."""
     response = pydantic.create_model("InferenceResponse", __config__=pydantic.ConfigDict(extra="allow"))
     mixin = type("Mixin", (pydantic.BaseModel,), {})
     stand_ins = {
@@ -440,7 +455,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
         "megatron.training.global_vars": {"get_args": lambda: ARGS, "get_tokenizer": Tokenizer},
         "megatron.core.inference.text_generation_controllers.text_generation_controller": {
             "TextGenerationController": SimpleNamespace(
-                detokenize=lambda tokenizer, ids: tokenizer.detokenize([each for each in ids if each])
+                detokenize=lambda tokenizer, ids: tokenizer.detokenize([token for token in ids if token])
             )
         },
     }
@@ -453,27 +468,27 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules[INTERFACE]
 
 
-def asked(text: str, tools: list[dict[str, Any]] | None = None, **args: Any) -> Any:
-    given = {"temperature": None, "top_p": None, "top_k": None, "max_tokens": None, **args}
+def request_for(text: str, tools: list[dict[str, Any]] | None = None, **args: Any) -> Any:
+    values = {"temperature": None, "top_p": None, "top_k": None, "max_tokens": None, **args}
     return SimpleNamespace(
-        prompt=[Message(role="user", content=text)], tools=tools, generation_args=SimpleNamespace(**given)
+        prompt=[Message(role="user", content=text)], tools=tools, generation_args=SimpleNamespace(**values)
     )
 
 
 @pytest.mark.slow
-def test_a_chat_becomes_tokens_and_a_completion_an_answer(interface: Any) -> None:
-    engine = Drawing()
+def test_a_chat_is_tokenized_and_a_completion_returned(interface: Any) -> None:
+    engine = FakeRolloutEngine()
 
     async def run() -> Any:
         server = await interface.ServedRollouts.launch(engine)
         server.set_generation_epoch(7)
-        return await server.base_generate(asked("ab", temperature=0.0, top_p=0.0, top_k=-1, max_tokens=99))
+        return await server.base_generate(request_for("ab", temperature=0.0, top_p=0.0, top_k=-1, max_tokens=99))
 
-    answer = asyncio.run(run()).model_dump()
+    response = asyncio.run(run()).model_dump()
     assert engine.calls == [
         ([1, 97, 98], {"end_token": 0, "max_tokens": 13, "temperature": 0.0, "top_p": 1.0, "top_k": 0})
     ]
-    assert answer == {
+    assert response == {
         "response": {"role": "assistant", "content": "hi"},
         "raw_text": "\x01abhi",
         "token_ids": [1, 97, 98, 104, 105, 0],
@@ -487,26 +502,27 @@ def test_a_chat_becomes_tokens_and_a_completion_an_answer(interface: Any) -> Non
 
 
 @pytest.mark.slow
-def test_the_first_token_is_as_megatrons_arguments_and_tokenizer_say(
+def test_the_first_token_follows_megatrons_arguments_and_tokenizer(
     interface: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert interface._prompt(asked("ab", tools=[]), Tokenizer()) == [1, *map(ord, "ab{'tools': []}")]
+    assert interface._prompt(request_for("ab", tools=[]), Tokenizer()) == [1, *map(ord, "ab{'tools': []}")]
     monkeypatch.setattr(ARGS, "rl_skip_bos_token", True)
-    assert interface._prompt(asked("ab"), Tokenizer()) == [97, 98]
+    assert interface._prompt(request_for("ab"), Tokenizer()) == [97, 98]
     monkeypatch.setattr(ARGS, "rl_skip_bos_token", False)
     monkeypatch.setattr(Tokenizer, "chat_template", None)
-    assert interface._prompt(asked("ab"), Tokenizer()) == [1, 97, 98]
+    assert interface._prompt(request_for("ab"), Tokenizer()) == [1, 97, 98]
     monkeypatch.setattr(Tokenizer, "bos", None)
-    assert interface._prompt(asked("ab"), Tokenizer()) == [97, 98]
+    assert interface._prompt(request_for("ab"), Tokenizer()) == [97, 98]
 
 
 @pytest.mark.slow
-def test_ranks_meet_while_agents_draw_on_the_first(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second `resume` or `suspend` does nothing, and `kill` suspends."""
+def test_ranks_synchronize_while_the_first_generates(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second `resume` or `suspend` has no effect, and `kill` suspends."""
     monkeypatch.setattr(interface, "SECONDS_BETWEEN_MEETINGS", 0.01)
-    first, other = Drawing(), Drawing(is_first=False, meetings_left=3)
+    first = FakeRolloutEngine()
+    other = FakeRolloutEngine(is_first=False, meetings_left=3)
 
-    async def run(engine: Drawing) -> None:
+    async def run(engine: FakeRolloutEngine) -> None:
         server = await interface.ServedRollouts.launch(engine)
         await server.suspend()
         await server.resume()
@@ -524,8 +540,8 @@ def test_ranks_meet_while_agents_draw_on_the_first(interface: Any, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_what_fails_on_another_rank_ends_the_rollouts(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Drawing()
+def test_a_failure_of_another_rank_ends_the_rollouts(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeRolloutEngine()
 
     def meet(*, is_done: bool) -> bool:
         raise ValueError("of another rank")
@@ -537,7 +553,7 @@ def test_what_fails_on_another_rank_ends_the_rollouts(interface: Any, monkeypatc
         await server.resume()
         await asyncio.sleep(0.01)
         with pytest.raises(ValueError, match="of another rank"):
-            await server.base_generate(asked("ab"))
+            await server.base_generate(request_for("ab"))
         with pytest.raises(ValueError, match="of another rank"):
             await server.suspend()
 
@@ -546,8 +562,8 @@ def test_what_fails_on_another_rank_ends_the_rollouts(interface: Any, monkeypatc
 
 
 @dataclass
-class Endless(Drawing):
-    """Each completion takes until `ended`."""
+class SlowRolloutEngine(FakeRolloutEngine):
+    """Completions wait for the event `ended`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -561,19 +577,19 @@ class Endless(Drawing):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_does_not_wait_for_completions(interface: Any) -> None:
-    """Of which there are no more under way than the engine says; those that nobody waits for come to nothing."""
-    engine = Endless()
+def test_a_failing_process_does_not_wait_for_completions(interface: Any) -> None:
+    """Never more than `most_requests` completions run; results of cancelled requests are dropped."""
+    engine = SlowRolloutEngine()
 
     async def run() -> None:
         server = await interface.ServedRollouts.launch(engine)
-        asking = [asyncio.create_task(server.base_generate(asked("ab"))) for _ in range(3)]
+        tasks = [asyncio.create_task(server.base_generate(request_for("ab"))) for _ in range(3)]
         while len(engine.threads) < engine.most_requests:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        for task in asking:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     try:
         asyncio.run(run())
@@ -585,12 +601,13 @@ def test_a_process_that_fails_does_not_wait_for_completions(interface: Any) -> N
     assert len(engine.calls) == 2
 
 
-def test_megatrons_end_token_alone_ends_a_completion() -> None:
-    """Not the model's own, which config.json may have beside it; a prompt that leaves no room is an error."""
-    engine, asks = RolloutEngine.__new__(RolloutEngine), []
-    engine.inference = SimpleNamespace(complete_one=lambda *given: asks.append(given))
+def test_only_megatrons_end_token_ends_a_completion() -> None:
+    """The model's end token in config.json is ignored. A prompt that leaves no room is an error."""
+    engine = RolloutEngine.__new__(RolloutEngine)
+    calls = []
+    engine.inference = SimpleNamespace(complete_one=lambda *arguments: calls.append(arguments))
     engine.complete([5, 6], end_token=9, max_tokens=3, temperature=0.5, top_p=0.9, top_k=4)
     ends = {"stop_token_ids": (9,), "ignore_eos": True}
-    assert asks == [([5, 6], Sampling(temperature=0.5, top_p=0.9, top_k=4, max_tokens=3, **ends))]
+    assert calls == [([5, 6], Sampling(temperature=0.5, top_p=0.9, top_k=4, max_tokens=3, **ends))]
     with pytest.raises(ArgumentError, check=has_violation("prompt", "prompt-too-long", "2 tokens")):
         engine.complete([5, 6], end_token=9, max_tokens=0, temperature=1.0, top_p=1.0, top_k=0)

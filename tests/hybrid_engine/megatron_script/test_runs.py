@@ -1,9 +1,10 @@
-"""`pretrain_gpt.py` of Megatron-LM itself, with --enable-resharding and without: the same losses, the same checkpoint.
+"""`pretrain_gpt.py` of Megatron-LM with and without --enable-resharding: results are equal.
 
-So does `pretrain_hybrid.py`, where the checkout has it.
+Losses and checkpoints must not differ. `pretrain_hybrid.py` is included if the checkout has it.
 
-MEGATRON_LM_PATH names a git checkout of a version that has patches; it is cloned, not touched. `nox -s megatron-tests`
-puts it on PYTHONPATH too, as its version need not be the installed one. A run takes half a minute to two.
+MEGATRON_LM_PATH names a git checkout of a version that has patches; it is cloned and not changed.
+`nox -s megatron-tests` also puts it on PYTHONPATH, as its version can differ from the installed
+one. A run takes half a minute to two.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 
-# a stand-in for wandb, and callbacks: there, `tests` is a package of the checkout's
-BESIDE = Path(__file__).parent / "script_path"
-PYTHON_PATHS = [str(REPO_ROOT), str(BESIDE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+# A stand-in for wandb, and callbacks: in a run, package `tests` is the checkout's.
+SCRIPT_PATH = Path(__file__).parent / "script_path"
+PYTHON_PATHS = [str(REPO_ROOT), str(SCRIPT_PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 
 pytestmark = [
@@ -90,15 +91,16 @@ CALLBACKS = "script_callbacks"
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the script, to be made without resharding and with it.
+    """A run of the script, made with and without resharding.
 
-    num_ranks: of both.
-    flags: of both: Megatron's layout, and what else is special.
-    ours: of the run with resharding, after the flags that all have.
-    versions: iteration of each switch -> weight version, the number of optimizer steps that were taken.
-    last: iteration after which the run ends.
-    model: the Hugging Face config.
-    script: of the checkout.
+    Attributes:
+        num_ranks: of both runs.
+        flags: of both runs: Megatron's layout and options.
+        ours: flags of the run with resharding, after the common ones.
+        versions: iteration of each switch -> weight version, the number of optimizer steps.
+        last: iteration after which the run ends.
+        model: the Hugging Face config.
+        script: of the checkout.
     """
 
     num_ranks: int
@@ -153,11 +155,11 @@ CASES = {
 if not Path(CHECKOUT, "pretrain_hybrid.py").is_file():  # since 0.18
     del CASES["hybrid"]
 RUNS = [(name, "launcher") for name in CASES] + [("TP", "patched"), ("TP PP", "patched")]
-"""Case, and which way resharding comes in."""
+"""Case, and how resharding is added."""
 
 
 class Scripts:
-    """A clone of the checkout, once as it is and once patched, and a directory to run in."""
+    """A plain and a patched clone of the checkout, and a directory for runs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -177,21 +179,21 @@ class Scripts:
     def _clone(self, name: str) -> Path:
         tree = self.directory / name
         subprocess.run(["git", "clone", "-q", "--shared", CHECKOUT, tree], check=True, capture_output=True)
-        # what Megatron compiles at start, which takes pybind11, comes with the installed package, whose version may be
-        # another: the source is the same from 0.16 to 0.19
+        # Megatron compiles these at start, which needs pybind11. The installed package has them,
+        # of another version perhaps, but the source is the same from 0.16 to 0.19.
         installed = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")
         for compiled in Path(str(installed)).glob("helpers_cpp*.so"):
             shutil.copy(compiled, tree / "megatron" / "core" / "datasets")
         return tree
 
     def run(self, name: str, case: Case, *flags: str, way: str = "launcher") -> Path:
-        """Run pretrain_gpt.py in a directory of this name, which is returned."""
+        """Run pretrain_gpt.py in a directory of this name; return the directory."""
         ended = self.end(name, case, *flags, way=way)
         assert ended.status == 0, ended.output
         return self.directory / name
 
     def end(self, name: str, case: Case, *flags: str, way: str = "launcher") -> Ended:
-        """The same, however it ends."""
+        """Run the script; return its status and output, even if it fails."""
         directory = self.directory / name
         directory.mkdir()
         tree = self.patched if way.startswith("patched") else self.plain
@@ -208,7 +210,7 @@ class Scripts:
         return ended
 
     def resharding(self, case: Case) -> str:
-        """The flags that switch."""
+        """Return the flags that enable resharding."""
         return (
             "--enable-resharding --resharding-engine hybrid_engine.megatron_script:make_engine "
             f"--resharding-config {self.directory / case.model}.yaml --resharding-interval 2 "
@@ -226,7 +228,7 @@ Runs = Callable[[str, str], Path]
 
 @pytest.fixture(scope="module")
 def runs(scripts: Scripts) -> Runs:
-    """(case, "without" | "launcher" | "patched") -> the directory of that run; each is made once."""
+    """(case, "without" | "launcher" | "patched") -> directory of the run. Each runs once."""
 
     @functools.cache
     def run(name: str, way: str) -> Path:
@@ -238,23 +240,27 @@ def runs(scripts: Scripts) -> Runs:
 
 
 def scalars(directory: Path, ours: bool = False) -> dict[str, list[tuple[int, float]]]:
-    """What Megatron wrote to TensorBoard, without times; or what we wrote.
+    """Return the scalars in TensorBoard: Megatron's without times, or ours.
 
-    Megatron does not flush what it writes after training, the last validation, so that is left out.
+    The last validation is excluded, since Megatron does not flush after training.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(directory / "tensorboard"))
-    found.Reload()
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
     return {
-        tag: [(one.step, one.value) for one in found.Scalars(tag) if "validation" not in tag or one.step < NUM_STEPS]
-        for tag in found.Tags()["scalars"]
+        tag: [
+            (scalar.step, scalar.value)
+            for scalar in events.Scalars(tag)
+            if "validation" not in tag or scalar.step < NUM_STEPS
+        ]
+        for tag in events.Tags()["scalars"]
         if tag.startswith("resharding") == ours and not tag.endswith(("-time", " vs samples"))
     }
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a nested structure, tensors as bytes, with its path."""
+    """Yield every value of a nested structure with its path; tensors as bytes."""
     if isinstance(value, torch.Tensor):
         yield path, (value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
@@ -270,7 +276,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def checkpoint(directory: Path) -> dict[str, Any]:
-    """Every value in every file of the checkpoints below a run's directory."""
+    """Return every value of every file of the checkpoints of a run."""
     files = {
         str(file.relative_to(directory)): torch.load(file, weights_only=False)
         for file in sorted(directory.glob("checkpoint/**/*.pt"))
@@ -281,7 +287,7 @@ def checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def distributed_checkpoint(directory: Path) -> dict[str, Any]:
-    """Every tensor and object in it, whole."""
+    """Return every tensor and object of a distributed checkpoint, unsharded."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     whole = directory.parent / "whole"
@@ -293,24 +299,26 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def losses_told(directory: Path) -> list[str]:
-    """What Megatron told of losses on the console, without dates and times."""
-    told = [line for line in (directory / "output").read_text().splitlines() if "lm loss" in line]
-    return [re.sub(r"\[[^]]*\]|elapsed time[^|]*\|", "", line) for line in told]
+def logged_losses(directory: Path) -> list[str]:
+    """Return the lines of Megatron's output that have losses, without dates and times."""
+    matching = [line for line in (directory / "output").read_text().splitlines() if "lm loss" in line]
+    return [re.sub(r"\[[^]]*\]|elapsed time[^|]*\|", "", line) for line in matching]
 
 
 @pytest.mark.parametrize(("name", "way"), RUNS)
 def test_losses_are_equal_to_the_last_digit(runs: Runs, name: str, way: str) -> None:
-    without, found = scalars(runs(name, "without")), scalars(runs(name, way))
-    assert found == without
-    assert [step for step, _ in found["lm loss"]] == list(range(1, CASES[name].last + 1))
-    assert len({value for _, value in found["lm loss"]}) == CASES[name].last
-    assert found["lm loss validation"]
+    without = scalars(runs(name, "without"))
+    resharded = scalars(runs(name, way))
+    assert resharded == without
+    assert [step for step, _ in resharded["lm loss"]] == list(range(1, CASES[name].last + 1))
+    assert len({value for _, value in resharded["lm loss"]}) == CASES[name].last
+    assert resharded["lm loss validation"]
 
 
 @pytest.mark.parametrize(("name", "way"), RUNS)
 def test_samples_and_timings_are_written(runs: Runs, name: str, way: str) -> None:
-    directory, versions = runs(name, way), CASES[name].versions
+    directory = runs(name, way)
+    versions = CASES[name].versions
     samples = lines(directory / "samples" / "samples.jsonl")
     assert [sample["iteration"] for sample in samples] == [iteration for iteration in versions for _ in range(4)]
     assert all(len(sample["log_probs"]) == len(sample["token_ids"]) > 0 for sample in samples)
@@ -321,31 +329,34 @@ def test_samples_and_timings_are_written(runs: Runs, name: str, way: str) -> Non
     output = (directory / "output").read_text()
     assert "resharding-to-inference" in output
     reports = [line for line in output.splitlines() if "[Reshard] direction=" in line]
-    assert len(reports) == 2 * len(versions)  # of one rank
+    assert len(reports) == 2 * len(versions)  # from one rank
     assert "verified=" in reports[0]
 
 
 @pytest.mark.parametrize(("name", "way"), RUNS)
 def test_checkpoints_are_bitwise_equal(runs: Runs, name: str, way: str) -> None:
-    """But for what says where the run was: its paths are relative, so nothing does."""
-    without, found = checkpoint(runs(name, "without")), checkpoint(runs(name, way))
+    """Paths in them are relative, so they match too."""
+    without = checkpoint(runs(name, "without"))
+    resharded = checkpoint(runs(name, way))
     assert len(without) > 100
-    assert {name for name in without.keys() | found.keys() if without.get(name) != found.get(name)} == set()
+    assert {name for name in without.keys() | resharded.keys() if without.get(name) != resharded.get(name)} == set()
 
 
-def test_a_patched_tree_without_the_flag_is_as_before(scripts: Scripts, runs: Runs) -> None:
-    """By the launcher, which redirects CUDA calls: by itself the tree asks for CUDA again, as Megatron does."""
-    case, before = CASES["TP"], runs("TP", "without")
-    found = scripts.run("TP patched, without", case, SAVING, case.flags, way="patched, launcher")
-    assert scalars(found) == scalars(before)
-    assert losses_told(found) == losses_told(before) != []
-    assert checkpoint(found) == checkpoint(before)
-    assert "resharding" not in (found / "output").read_text().lower()
+def test_a_patched_tree_without_the_flag_behaves_as_before(scripts: Scripts, runs: Runs) -> None:
+    """The launcher redirects CUDA calls, without which the tree needs CUDA like Megatron."""
+    case = CASES["TP"]
+    before = runs("TP", "without")
+    after = scripts.run("TP patched, without", case, SAVING, case.flags, way="patched, launcher")
+    assert scalars(after) == scalars(before)
+    assert logged_losses(after) == logged_losses(before) != []
+    assert checkpoint(after) == checkpoint(before)
+    assert "resharding" not in (after / "output").read_text().lower()
 
 
-def test_servers_draw_in_place_of_a_vllm_beside_megatron(scripts: Scripts, runs: Runs) -> None:
-    """And Megatron computes what it does without."""
-    case, settings = CASES["TP"], json.loads((scripts.directory / "dense.yaml").read_text())
+def test_servers_replace_vllm_in_megatrons_process(scripts: Scripts, runs: Runs) -> None:
+    """Megatron's results do not change."""
+    case = CASES["TP"]
+    settings = json.loads((scripts.directory / "dense.yaml").read_text())
     with serving(scripts.directory / "dense", scripts.directory / "server", *PLAIN, *FILLED) as server:
         settings["generate_config"]["servers"] = [server.url]
         (scripts.directory / "served.yaml").write_text(json.dumps(settings))
@@ -362,36 +373,37 @@ def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
     assert [len(tokens) for tokens in first] == [3, 3]
 
 
-def test_samples_are_shown_in_tensorboard_and_wandb(runs: Runs) -> None:
-    """The latter is a stand-in."""
+def test_samples_are_logged_to_tensorboard_and_wandb(runs: Runs) -> None:
+    """wandb is a stand-in."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory = runs("DP", "launcher")
-    samples = [one for one in lines(directory / "samples" / "samples.jsonl") if one["iteration"] == 2]
-    found = EventAccumulator(str(directory / "tensorboard"))
-    found.Reload()
-    text = found.Tensors("resharding/samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    samples = [sample for sample in lines(directory / "samples" / "samples.jsonl") if sample["iteration"] == 2]
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    text = events.Tensors("resharding/samples/text_summary")[0].tensor_proto.string_val[0].decode()
     logged = {
         key: value for line in lines(directory / "wandb.jsonl") if line["step"] == 2 for key, value in line.items()
     }
     assert "lm loss" in logged
     assert "resharding/train->infer seconds" in logged
     assert [row[1] for row in logged["resharding/samples"][1:]] == [
-        one.get("text", str(one["token_ids"])) for one in samples
+        sample.get("text", str(sample["token_ids"])) for sample in samples
     ]
     assert all(row[1] in text for row in logged["resharding/samples"][1:])
 
 
-def test_a_signal_ends_the_run_as_without(runs: Runs) -> None:
-    """Megatron looks for it after the step in which it came, and saves."""
+def test_a_signal_ends_the_run_like_a_plain_run(runs: Runs) -> None:
+    """Megatron checks for signals after a step, and saves."""
     assert "exiting program after receiving SIGTERM" in (runs("VPP", "launcher") / "output").read_text()
     assert "exiting program at iteration 4" in (runs("VPP", "without") / "output").read_text()
 
 
-@pytest.mark.parametrize("name", ["TP", "TP PP", "fp16"])  # a distributed one needs Transformer Engine or apex for it
-def test_a_resumed_run_goes_on_with_and_without(scripts: Scripts, runs: Runs, name: str) -> None:
-    """From iteration 4 of the run that switched; steps that were taken go on being counted."""
-    case, first = CASES[name], runs(name, "launcher")
+@pytest.mark.parametrize("name", ["TP", "TP PP", "fp16"])  # a distributed optimizer needs Transformer Engine or apex
+def test_a_resumed_run_continues_with_and_without_resharding(scripts: Scripts, runs: Runs, name: str) -> None:
+    """Resume from iteration 4 of the run that switched; the step count continues."""
+    case = CASES[name]
+    first = runs(name, "launcher")
     saved = scripts.directory / name.replace(" ", "-") / "saved"
     shutil.copytree(first / "checkpoint", saved)
     (saved / "latest_checkpointed_iteration.txt").write_text("4")
@@ -402,13 +414,14 @@ def test_a_resumed_run_goes_on_with_and_without(scripts: Scripts, runs: Runs, na
     whole = dict(scalars(first)["lm loss"])
     assert dict(plain["lm loss"]) == {step: whole[step] for step in (5, 6)}
     for file in ("samples.jsonl", "switches.jsonl"):
-        before = [one for one in lines(first / "samples" / file) if one["iteration"] > 4]
+        before = [line for line in lines(first / "samples" / file) if line["iteration"] > 4]
         again = lines(resumed / "samples" / file)
-        told = ("iteration", "version", "token_ids", "log_probs")
-        assert [[one.get(key) for key in told] for one in again] == [[one.get(key) for key in told] for one in before]
+        assert len(again) == len(before)
+        for key in ("iteration", "version", "token_ids", "log_probs"):
+            assert [line.get(key) for line in again] == [line.get(key) for line in before]
 
 
-def test_a_callback_that_fails_on_one_rank_ends_both(scripts: Scripts) -> None:
+def test_a_failed_callback_on_one_rank_ends_both(scripts: Scripts) -> None:
     case = CASES["TP"]
     failing = f"--train-iters {NUM_STEPS} --resharding-callback {CALLBACKS}:fail"
     ended = scripts.end("callback fails", case, case.flags, scripts.resharding(case), failing)

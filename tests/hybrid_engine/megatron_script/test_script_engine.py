@@ -1,4 +1,4 @@
-"""What a script's switches leave behind; and, on two real ranks with fakes of both engines, what fails on one rank."""
+"""Outputs of a script's switches; failures on one of two real ranks with fakes of both engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, S
 
 
 class Timers:
-    """Megatron's, as far as they are used."""
+    """Stand-in for Megatron's timers."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -59,8 +59,8 @@ def report(direction: str) -> ReshardReport:
     )
 
 
-class StandInForWandb:
-    """The module `wandb`, which Megatron uses as its writer, as far as it is used."""
+class FakeWandb:
+    """Stand-in for module `wandb`, which Megatron uses as its writer."""
 
     def __init__(self) -> None:
         self.logged: dict[int, dict[str, Any]] = {}
@@ -72,10 +72,10 @@ class StandInForWandb:
         self.logged.setdefault(step, {}).update(values)
 
 
-def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tmp_path: Path) -> None:
+def test_one_rank_writes_samples_and_reports(tmp_path: Path) -> None:
     scalars: dict[str, float] = {}
     texts: dict[str, str] = {}
-    wandb = StandInForWandb()
+    wandb = FakeWandb()
     script = SimpleNamespace(
         timers=Timers(),
         tokenizer=SimpleNamespace(detokenize=lambda ids: " ".join(map(str, ids))),
@@ -117,32 +117,32 @@ def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tm
     assert script.timers.calls == ["write", "write", "log"] * 2
 
 
-def test_a_full_disk_drops_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whole lines, counted; a line that was cut short is not appended to."""
+def test_a_full_disk_drops_lines_without_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole lines are dropped and counted. A truncated line is removed before the next one."""
     script = SimpleNamespace(tensorboard_writer=None, wandb_writer=None)
     notes = Journal(script, tmp_path, True)
     path = tmp_path / "samples.jsonl"
     path.write_text('{"iteration": 1}\n{"iterat')
-    one = {"iteration": 2, "token_ids": [1], "log_probs": [], "prompt_token_ids": [], "finish_reason": "stop"}
+    sample = {"iteration": 2, "token_ids": [1], "log_probs": [], "prompt_token_ids": [], "finish_reason": "stop"}
     with file_size_limit(100):
-        notes.record(2, [report("train->infer")], [one, one])
+        notes.record(2, [report("train->infer")], [sample, sample])
     assert notes.num_dropped == {"samples.jsonl": 2, "switches.jsonl": 1}
     assert f"appending to {path}: file too large" in caplog.text
     assert "2 lines dropped so far, training goes on" in caplog.text
     assert path.read_text() == '{"iteration": 1}\n'
-    notes.record(3, [report("train->infer")], [one])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, one]
+    notes.record(3, [report("train->infer")], [sample])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, sample]
 
 
-def test_without_prompts_there_are_no_samples_to_show() -> None:
-    wandb = StandInForWandb()
+def test_no_samples_are_logged_without_prompts() -> None:
+    wandb = FakeWandb()
     script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
     Journal(script, None, True).record(2, [report("train->infer")], [])
     assert "resharding/samples" not in wandb.logged[2]
     assert "resharding/completion tokens" not in wandb.logged[2]
 
 
-def test_megatrons_interval_time_pauses_also_when_a_switch_fails() -> None:
+def test_megatrons_interval_timer_resumes_after_a_failed_switch() -> None:
     timers = Timers()
     notes = Journal(SimpleNamespace(timers=timers), None, True)
     with pytest.raises(ValueError, match="no switch"), notes.apart_from_training(), notes.timed(TIMERS[0]):
@@ -155,12 +155,12 @@ def test_megatrons_interval_time_pauses_also_when_a_switch_fails() -> None:
     ]
 
 
-SILENCE_SECONDS = 2.0  # of the agreement whose peer has left
-PATIENCE_SECONDS = 60.0  # of all others
+SILENCE_SECONDS = 2.0  # timeout where a peer has left
+PATIENCE_SECONDS = 60.0  # timeout everywhere else
 
 
 class FakeVllm(FakeInference):
-    """Also what a script asks of an `InferenceEngine` beside its weights."""
+    """Fake of the `InferenceEngine` that a script uses."""
 
     settings = SimpleNamespace(sizes=SimpleNamespace(data=1))
     tokenizer = None
@@ -182,7 +182,7 @@ class FakeVllm(FakeInference):
 
 
 class Engine(engine.ScriptEngine):
-    """The real one between the fakes; a failure is a function that raises at its point, on the ranks that have it."""
+    """The real engine between fakes. A failure is a function that raises at a named point."""
 
     def __init__(self, output: Path, timeout: float = PATIENCE_SECONDS, **failures: Callable[..., Any]) -> None:
         self.failures = failures
@@ -231,7 +231,7 @@ def on(rank: int, **failures: Callable[..., Any]) -> dict[str, Callable[..., Any
 
 
 def fail_on_one_rank() -> dict[str, str]:
-    """Each way in which a rank fails, with an engine of its own; what became of it here."""
+    """Fail at each point with a new engine; return the outcome on this rank."""
     dist.init_process_group("gloo")
     full = OSError("disk full")
     callbacks = {
@@ -241,28 +241,28 @@ def fail_on_one_rank() -> dict[str, str]:
         "tensorboard": on(1, write=raising(full)),
         "nothing": {},
     }
-    found = {}
+    outcomes = {}
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory)
         for name, failures in callbacks.items():
-            one = Engine(output / name, **failures)
-            one.build()
-            found[name] = outcome_of(lambda one=one: one.switch(2))
-            one.detach()
-        one = Engine(output / "written")
-        one.build()
+            script_engine = Engine(output / name, **failures)
+            script_engine.build()
+            outcomes[name] = outcome_of(lambda script_engine=script_engine: script_engine.switch(2))
+            script_engine.detach()
+        script_engine = Engine(output / "written")
+        script_engine.build()
         (output / "written" / "samples.jsonl").mkdir(parents=True)
-        found["samples"] = outcome_of(lambda: one.switch(2))
-        one.detach()
+        outcomes["samples"] = outcome_of(lambda: script_engine.switch(2))
+        script_engine.detach()
         (output / "file").touch()
-        found["output"] = outcome_of(Engine(output / "file" / "below").build)
-        found["model"] = outcome_of(Engine(output, **on(1, model=raising(full))).build)
-        found["prompts"] = outcome_of(Engine(output, **on(1, tokenize=raising(KeyError("text")))).build)
+        outcomes["output"] = outcome_of(Engine(output / "file" / "below").build)
+        outcomes["model"] = outcome_of(Engine(output, **on(1, model=raising(full))).build)
+        outcomes["prompts"] = outcome_of(Engine(output, **on(1, tokenize=raising(KeyError("text")))).build)
         started = time.monotonic()
-        found["vllm"] = outcome_of(Engine(output, SILENCE_SECONDS, **on(1, vllm=raising(full))).build)
-        found["vllm's end"] = "in time" if time.monotonic() - started < PATIENCE_SECONDS / 2 else "late"
+        outcomes["vllm"] = outcome_of(Engine(output, SILENCE_SECONDS, **on(1, vllm=raising(full))).build)
+        outcomes["vllm's end"] = "in time" if time.monotonic() - started < PATIENCE_SECONDS / 2 else "late"
         dist.barrier()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def outcomes(engines: Ranks) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "rank", "own"),
+    ("case", "rank", "expected"),
     [
         ("callback", 1, "ReshardError: callback: ValueError: no"),
         ("callback exits", 1, "StateError: --resharding-callback asked to exit: 3"),
@@ -283,19 +283,19 @@ def outcomes(engines: Ranks) -> list[dict[str, str]]:
         ("prompts", 1, "ReshardError: prompts and output: KeyError: 'text'"),
     ],
 )
-def test_the_other_rank_is_told(outcomes: list[dict[str, str]], case: str, rank: int, own: str) -> None:
-    here, there = outcomes[rank][case], outcomes[1 - rank][case]
-    assert here.startswith(own)
-    assert there.startswith("RemoteError: ")
-    assert f"rank {rank}: " in there
-    assert own.rpartition(": ")[2] in there
+def test_an_error_reaches_the_other_rank(outcomes: list[dict[str, str]], case: str, rank: int, expected: str) -> None:
+    other = outcomes[1 - rank][case]
+    assert outcomes[rank][case].startswith(expected)
+    assert other.startswith("RemoteError: ")
+    assert f"rank {rank}: " in other
+    assert expected.rpartition(": ")[2] in other
 
 
-def test_a_rank_that_left_between_two_agreements_ends_the_wait_of_the_other(outcomes: list[dict[str, str]]) -> None:
-    assert [one["vllm's end"] for one in outcomes] == ["in time", "in time"]
+def test_a_failed_rank_ends_the_wait_of_the_other(outcomes: list[dict[str, str]]) -> None:
+    assert [outcome["vllm's end"] for outcome in outcomes] == ["in time", "in time"]
     assert outcomes[1]["vllm"] == "OSError: disk full"
     assert outcomes[0]["vllm"].startswith("LostRankError: delivering adapters: rank 1, building: OSError: disk full")
 
 
 def test_without_a_failure_there_is_no_error(outcomes: list[dict[str, str]]) -> None:
-    assert [one["nothing"] for one in outcomes] == ["returned None", "returned None"]
+    assert [outcome["nothing"] for outcome in outcomes] == ["returned None", "returned None"]

@@ -1,4 +1,4 @@
-"""--enable-resharding: settings from flags, the YAML and Megatron's own arguments; everything wrong at once."""
+"""--enable-resharding: settings from flags, the YAML file and Megatron's arguments; violations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.zoo.families import served_config, write_config
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """A model directory, the YAML that names it, and prompts."""
+    """A model directory, the YAML file that names it, and prompts."""
     model = write_config(tmp_path / "model", LLAMA)
     config = tmp_path / "config.yaml"
     config.write_text(f"model: {model}\ngenerate_config: {{max_model_len: 64}}\nsampling: {{max_tokens: 5}}\n")
@@ -43,7 +43,7 @@ WRONG_SAMPLING = (
 )
 
 
-def test_flags_override_the_file_and_megatron_gives_the_training_side(files: dict[str, Path]) -> None:
+def test_flags_override_the_file(files: dict[str, Path]) -> None:
     options = ReshardingOptions(
         enabled=True,
         config=files["config"],
@@ -68,7 +68,7 @@ def test_flags_override_the_file_and_megatron_gives_the_training_side(files: dic
 
 
 def test_a_hybrid_pattern_is_compared_with_the_model(files: dict[str, Path]) -> None:
-    """Megatron has counted the layers of the pattern, whatever they are."""
+    """Megatron counts every layer of the pattern."""
     options = ReshardingOptions(enabled=True, config=files["config"])
     num_layers = LLAMA["num_hidden_layers"]
     core = transformer_config(num_layers=2 * num_layers)
@@ -81,7 +81,7 @@ def test_a_hybrid_pattern_is_compared_with_the_model(files: dict[str, Path]) -> 
         assert any(part in text for text in texts)
 
 
-def test_a_layout_may_go_without_the_models_mtp_layer(files: dict[str, Path]) -> None:
+def test_a_layout_may_omit_the_models_mtp_layer(files: dict[str, Path]) -> None:
     model = served_config("deepseek_v3", num_hidden_layers=4, num_nextn_predict_layers=1)
     write_config(files["model"], model)
     sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 2}
@@ -101,7 +101,7 @@ def test_a_layout_may_go_without_the_models_mtp_layer(files: dict[str, Path]) ->
         read("Ett|ttmL", None)
 
 
-def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
+def test_all_violations_are_reported_at_once(files: dict[str, Path]) -> None:
     files["prompts"].write_text('{"prompt": [1, 2]}\n{"text": "x"}\n[]\n')
     options = ReshardingOptions(
         enabled=True,
@@ -130,9 +130,10 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     assert "lines 2, 3 " in str(caught.value)
 
 
-def test_megatron_cores_own_configuration_is_refused(files: dict[str, Path]) -> None:
+def test_settings_of_megatron_cores_configuration_are_refused(files: dict[str, Path]) -> None:
     core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
-    core.fp8, core.fp8_param = "hybrid", True
+    core.fp8 = "hybrid"
+    core.fp8_param = True
     with pytest.raises(ConfigError) as caught:
         options = ReshardingOptions(enabled=True, config=files["config"])
         read_settings(script_of(options, core, fp8_param_gather=True))
@@ -161,8 +162,10 @@ def test_megatron_cores_own_configuration_is_refused(files: dict[str, Path]) -> 
         ("model: x\ngenerate_config: {bucket: 3}", "generate_config.bucket", "", "bucket_mb"),
     ],
 )
-def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, key: str, code: str, text: str) -> None:
-    """Where `code` is "", the package that reads the value has one."""
+def test_invalid_files_are_reported_with_a_remedy(
+    tmp_path: Path, content: str | None, key: str, code: str, text: str
+) -> None:
+    """If `code` is "", the package that reads the value defines it."""
     path = None
     if content is not None:
         path = tmp_path / "config.yaml"
@@ -175,7 +178,7 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, 
     assert any(text in str(violation) for violation in violations)
 
 
-def test_an_output_that_cannot_be_a_directory_is_refused_where_it_would_be_written(files: dict[str, Path]) -> None:
+def test_an_unusable_output_is_refused_on_the_writing_rank(files: dict[str, Path]) -> None:
     output = files["prompts"] / "below a file"
     options = ReshardingOptions(enabled=True, config=files["config"], output=output)
     refused = has_violation("--resharding-output", "not-writable", str(output), f"{files['prompts']} is not")
@@ -184,8 +187,8 @@ def test_an_output_that_cannot_be_a_directory_is_refused_where_it_would_be_writt
     assert read_settings(script_of(options, rank=1)).output == output
 
 
-def test_the_model_that_was_built_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What arguments the script's builder passes on shows then only."""
+def test_the_built_model_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that a script's builder drops are only visible in the model."""
     model = torch.nn.Module()
     model.config = transformer_config(glu_linear_offset=1.0)
     attention = {0: Attention(1.0, rotary=Rotary((1.0,) * 16))}
@@ -203,7 +206,7 @@ def test_the_model_that_was_built_is_compared_too(monkeypatch: pytest.MonkeyPatc
     assert keys == ["TransformerConfig.glu_linear_offset", "GPTModel.rotary_pos_emb"]
 
 
-def test_a_layout_that_cannot_generate_is_refused_where_there_are_prompts(files: dict[str, Path]) -> None:
+def test_prompts_need_a_layout_that_can_generate(files: dict[str, Path]) -> None:
     options = ReshardingOptions(enabled=True, config=files["config"], infer_pipeline_parallel_size=2)
     assert read_settings(script_of(options)).config.generate_config.infer_pipeline_parallel_size == 2
     key = "generate_config.infer_pipeline_parallel_size"
@@ -212,14 +215,14 @@ def test_a_layout_that_cannot_generate_is_refused_where_there_are_prompts(files:
         read_settings(script_of(replace(options, prompts=files["prompts"], output=files["output"])))
 
 
-def test_what_is_wrong_ends_a_script_without_a_traceback(files: dict[str, Path]) -> None:
+def test_violations_end_a_script_without_a_traceback(files: dict[str, Path]) -> None:
     """megatron_patches ends the script with the message of a ScriptError."""
     options = ReshardingOptions(enabled=True, config=files["config"], infer_tensor_parallel_size=3)
     with pytest.raises(ScriptError, match=r"enable-resharding:\n- generate_config\.infer_tensor_parallel_size: "):
         make_engine(script_of(options))
 
 
-def test_a_written_out_pipeline_layout_stands_for_the_virtual_stages() -> None:
+def test_a_pipeline_layout_replaces_virtual_stages() -> None:
     values = actor_values(
         Namespace(**{**ARGS, "pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2})
     )
@@ -231,12 +234,12 @@ def test_a_written_out_pipeline_layout_stands_for_the_virtual_stages() -> None:
 def test_the_flag_or_the_file_allows_an_unknown_vllm(
     flag: bool, in_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    calls = []
     config = SimpleNamespace(generate_config=SimpleNamespace(allow_version=in_file, servers=()))
     monkeypatch.setattr(script_engine, "read_settings", lambda script: SimpleNamespace(config=config))
-    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **given: asked.append(given))
+    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **arguments: calls.append(arguments))
     script_engine.ScriptEngine(SimpleNamespace(options=ReshardingOptions(enabled=True, allow_version=flag)))
-    assert asked == [{"allow_version": flag or in_file}]
+    assert calls == [{"allow_version": flag or in_file}]
 
 
 RL = {
@@ -252,10 +255,13 @@ def newer_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("newer_megatron")
-def test_megatrons_rl_loop_takes_servers(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By no vLLM of this process. Servers that keep their weights lag as far as the loop takes steps between two
-    collections, unless the file says otherwise."""
-    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **_: pytest.fail("it is asked for"))
+def test_megatrons_rl_loop_uses_servers(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No vLLM is needed in this process.
+
+    Servers that keep their weights lag by the steps between two collections, unless the file sets a
+    lag.
+    """
+    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **_: pytest.fail("vLLM is required"))
     files["config"].write_text(SERVED.format(model=files["model"]))
     options = ReshardingOptions(enabled=True, config=files["config"])
     engine = make_engine(script_of(options, **RL))
@@ -269,7 +275,7 @@ def test_megatrons_rl_loop_takes_servers(files: dict[str, Path], monkeypatch: py
 
 
 @pytest.mark.usefixtures("newer_megatron")
-def test_what_of_megatrons_rl_loop_is_refused(files: dict[str, Path]) -> None:
+def test_unsupported_settings_of_megatrons_rl_loop_are_refused(files: dict[str, Path]) -> None:
     options = ReshardingOptions(
         enabled=True,
         config=files["config"],
@@ -285,11 +291,11 @@ def test_what_of_megatrons_rl_loop_is_refused(files: dict[str, Path]) -> None:
     refused = {**sizes, **dict.fromkeys(flags, True), "rl_inference_parsers": ["name"]}
     with pytest.raises(ConfigError) as caught:
         read_settings(script_of(options, **{**RL, **refused, "inference_max_seq_length": 128}))
-    ours = {"--resharding-interval", "--resharding-at-start", "--resharding-prompts", "--resharding-callback"}
+    our_flags = {"--resharding-interval", "--resharding-at-start", "--resharding-prompts", "--resharding-callback"}
     keys = {"generate_config.servers", "generate_config.max_model_len", "sampling"}
-    theirs = {"--" + name.replace("_", "-") for name in refused}
-    assert {finding.key for finding in caught.value.findings} == {*ours, *keys, *theirs}
-    refused_flags = ((flag, "refused-megatron-setting") for flag in theirs)
+    megatron_flags = {"--" + name.replace("_", "-") for name in refused}
+    assert {finding.key for finding in caught.value.findings} == {*our_flags, *keys, *megatron_flags}
+    refused_flags = ((flag, "refused-megatron-setting") for flag in megatron_flags)
     listed = has_violations(
         *refused_flags, ("generate_config.servers", "missing-key"), ("sampling", "has-no-effect"), exactly=False
     )
@@ -297,14 +303,15 @@ def test_what_of_megatrons_rl_loop_is_refused(files: dict[str, Path]) -> None:
 
 
 @pytest.mark.usefixtures("newer_megatron")
-def test_rollouts_that_are_longer_than_the_model_takes_are_refused(files: dict[str, Path]) -> None:
-    """Where the file says no other length, that of config.json, before there is anything to draw."""
+def test_rollouts_longer_than_the_model_are_refused(files: dict[str, Path]) -> None:
+    """The length defaults to that in config.json."""
     files["config"].write_text(SERVED.format(model=files["model"]))
-    options, most = ReshardingOptions(enabled=True, config=files["config"]), LLAMA["max_position_embeddings"]
-    read_settings(script_of(options, **{**RL, "inference_max_seq_length": most}))
+    options = ReshardingOptions(enabled=True, config=files["config"])
+    limit = LLAMA["max_position_embeddings"]
+    read_settings(script_of(options, **{**RL, "inference_max_seq_length": limit}))
     key = "generate_config.max_model_len"
-    with pytest.raises(ConfigError, check=has_violation(key, "shorter-than-rollouts", str(most), str(most + 1))):
-        read_settings(script_of(options, **{**RL, "inference_max_seq_length": most + 1}))
+    with pytest.raises(ConfigError, check=has_violation(key, "shorter-than-rollouts", str(limit), str(limit + 1))):
+        read_settings(script_of(options, **{**RL, "inference_max_seq_length": limit + 1}))
 
 
 def test_context_parallelism_and_older_rl_loops_are_refused(

@@ -1,4 +1,4 @@
-"""What the test of pretrain_hybrid.py names by --spec: Megatron's own stacks are of Transformer Engine's modules."""
+"""Layer spec for --spec of pretrain_hybrid.py. Megatron's own stacks need Transformer Engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of Megatron's own script name by --resharding-callback."""
+"""Callbacks for --resharding-callback in tests of Megatron's scripts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _calls = itertools.count(1)
 
 
 def sample(inference: Any) -> None:
-    """Complete one prompt on every replica, and note on which rank."""
+    """Complete a prompt on every replica, and write the tokens to a file of the rank."""
     ((completion,),) = inference.generate([[7, 8, 9]], Sampling(max_tokens=3, temperature=0.0, ignore_eos=True))
     with Path(f"callback{dist.get_rank()}.jsonl").open("a") as file:
         file.write(json.dumps(completion.token_ids) + "\n")
 
 
 def terminate(inference: Any) -> None:
-    """In the second switch, ask one rank to end as a scheduler does."""
+    """Send SIGTERM to one rank in the second switch, like a scheduler."""
     if next(_calls) == 2 and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fail(inference: Any) -> None:
-    """On one rank only."""
+    """Raise on one rank."""
     if dist.get_rank() == 1:
         raise ValueError("the callback failed on purpose")

@@ -1,4 +1,4 @@
-"""Stands in for the package `wandb`, as far as Megatron and we use it: what is logged becomes lines of wandb.jsonl."""
+"""Stand-in for package `wandb` as Megatron and we use it; logs to wandb.jsonl."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An environment for Megatron's RL, at a place where its registry looks for one of the user's own.
+"""An environment for Megatron's RL, where its registry looks for user environments.
 
-A completion is worth the share of small letters in it. THEN says what comes in the second collection: "wait", "raise",
-or "kill" for the server, whose session SERVER names.
+The reward is the share of lower-case letters. THEN is the action in the second collection: "wait",
+"raise", or "kill" for the server, which runs in session SERVER.
 """
 
 from __future__ import annotations
