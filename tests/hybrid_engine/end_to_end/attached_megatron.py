@@ -1,4 +1,4 @@
-"""The example of a Megatron model, optimizer and loop of one's own, with an engine attached and without."""
+"""The example of a user's own Megatron model, optimizer and loop, with and without an engine."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from tests.harness.absent import left_out
 from tests.harness.errors import violations_of
 from tests.zoo.abilities import stored_and_loaded
 
-NUM_ROUNDS, NUM_STEPS = 2, 4
+NUM_ROUNDS = 2
+NUM_STEPS = 4
 VERIFIED = {**example.CONFIG["generate_config"], "verify": "full", "bucket_mb": 1, "kv_cache_mb": 16}
 WRONG = {
     "tensor_model_parallel_size": 1,
     "params_dtype": "bfloat16",
-    "use_distributed_optimizer": True,  # as it is
+    "use_distributed_optimizer": True,  # equal to the model's
     "overlap_grad_reduce": True,
 }
 
 
 @dataclass
 class Attached:
-    """
+    """Observations of one rank.
+
     Attributes:
-        plain, attached, unprepared: loss after as many steps as the example takes, and one more; the second and third
-            with every weight of every switch compared.
-        loose: the same where every parameter owns its memory, and moved once the optimizer was there.
-        warned, warned_if_prepared: log messages without `prepare`, and with it.
-        refused: (key, code) of the violations of models and configurations that do not fit.
-        is_held_back: a forward pass in a rollout.
-        keeps: weights that were stored and loaded.
-        other_setting, state_after: of a switch while Megatron computes what config.json knows nothing of.
+        plain: losses after each round of steps of the example, and after one more step.
+        attached, unprepared: the same with switches that compare all weights.
+        loose: losses with parameters that own their memory, moved after the optimizer was built or
+            not.
+        warned, warned_if_prepared: log messages without and with `prepare`.
+        refused: (key, code) of violations by models and configurations that do not match.
+        is_held_back: whether a forward pass in a rollout is refused.
+        keeps: whether stored weights are equal after loading.
+        other_setting, state_after: error and state of a switch while Megatron has a setting that
+            config.json lacks.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -62,40 +66,41 @@ class Attached:
 
 @left_out("hybrid_engine.trainer")  # the loop is the user's
 def attach_and_train() -> dict[str, Any]:
-    """An `Attached` as a dict. On two ranks; ends all process groups."""
-    found = Attached()
-    hybrid_engine.prepare().__exit__(None, None, None)  # the patches, for the parts without
+    """Return an `Attached` as a dict. Runs on two ranks, and ends all process groups."""
+    observed = Attached()
+    hybrid_engine.prepare().__exit__(None, None, None)  # applies the patches for the runs without an engine
     with built() as (model, optimizer):
-        found.plain = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
-        found.plain.append(example.train(model, optimizer, 1))
-        found.refused = refusals(model, optimizer)
+        observed.plain = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
+        observed.plain.append(example.train(model, optimizer, 1))
+        observed.refused = refusals(model, optimizer)
     for moved in (False, True):
-        found.loose[f"{moved=}"] = loose_parameters(moved)
-    with messages(found.warned_if_prepared), hybrid_engine.prepare(), built() as (model, optimizer):
-        found.attached = rounds(model, optimizer, found)
-    with messages(found.warned), built() as (model, optimizer):
-        found.unprepared = rounds(model, optimizer, found)
-    return asdict(found)
+        observed.loose[f"{moved=}"] = loose_parameters(moved)
+    with messages(observed.warned_if_prepared), hybrid_engine.prepare(), built() as (model, optimizer):
+        observed.attached = rounds(model, optimizer, observed)
+    with messages(observed.warned), built() as (model, optimizer):
+        observed.unprepared = rounds(model, optimizer, observed)
+    return asdict(observed)
 
 
-def rounds(model: torch.nn.Module, optimizer: Any, found: Attached) -> list[float]:
-    """Losses of the rounds, and of a step once the engine is shut down."""
+def rounds(model: torch.nn.Module, optimizer: Any, observed: Attached) -> list[float]:
+    """Return the losses of the rounds, and of a step after the engine was shut down."""
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": VERIFIED})
     config = model.module.config
     with mock.patch.object(config, "glu_linear_offset", 100.0), pytest.raises(ComputationError) as caught:
         engine.sharding.enter(State.INFER)
-    found.other_setting, found.state_after = str(caught.value), engine.sharding.state.value
+    observed.other_setting = str(caught.value)
+    observed.state_after = engine.sharding.state.value
     losses = []
     for _ in range(NUM_ROUNDS):
         with engine.train_context():
             losses.append(example.train(model, optimizer, NUM_STEPS))
         with engine.rollout_context():
-            answers = engine.generate(example.PROMPTS, hybrid_engine.Sampling(temperature=0.0, max_tokens=2))
-            assert [len(one) for one in answers] == [1, 1]
+            completions = engine.generate(example.PROMPTS, hybrid_engine.Sampling(temperature=0.0, max_tokens=2))
+            assert [len(samples) for samples in completions] == [1, 1]
             with pytest.raises(StateError):
                 model(torch.zeros(1, 2, dtype=torch.int64), None, None)
-            found.is_held_back = True
-    found.keeps = stored_and_loaded(engine, model)
+            observed.is_held_back = True
+    observed.keeps = stored_and_loaded(engine, model)
     engine.shutdown()
     return [*losses, example.train(model, optimizer, 1)]
 
@@ -114,12 +119,12 @@ def loose_parameters(moved: bool) -> list[float]:
 
 
 def _replicated(config: type[Any]) -> Callable[..., Any]:
-    """Of the same fields, but for the distributed optimizer."""
+    """Return a constructor of the same fields without the distributed optimizer."""
     return lambda **values: config(**{**values, "use_distributed_optimizer": False})
 
 
 def refusals(model: Any, optimizer: Any) -> dict[str, list[tuple[str, str]]]:
-    """Return (key, code) of each violation, by case; they are raised before anything is built."""
+    """Return (key, code) of each violation by case, all raised before anything is built."""
     adam = torch.optim.AdamW(model.parameters())
     calls: dict[str, Callable[[], object]] = {
         "without DDP": lambda: hybrid_engine.attach(model.module, adam, example.CONFIG),
@@ -138,7 +143,7 @@ def refusals(model: Any, optimizer: Any) -> dict[str, list[tuple[str, str]]]:
 
 @contextmanager
 def built() -> Iterator[tuple[Any, Any]]:
-    """The example's model and optimizer, in a process group of their own."""
+    """Build the example's model and optimizer in a new process group."""
     join_process_group(120)
     torch.manual_seed(0)
     with mock.patch.object(torch.distributed, "init_process_group"):
@@ -150,7 +155,7 @@ def built() -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def messages(kept: list[str]) -> Iterator[None]:
-    """What `hybrid_engine` logs in the block."""
+    """Collect the log messages of `hybrid_engine` in the block."""
 
     class Keeper(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,5 @@
-"""Megatron models without a name table, attached: their layouts follow from names, and are verified by computing."""
+"""Megatron models without a name table, attached: their layouts follow from names, and are verified
+by computing."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ MODELS = [
 
 
 def switched() -> list[dict[str, Any]]:
-    """Return what each model's engine generated, and what transformers generates with the same weights."""
+    """Return the tokens that each model's engine and transformers generate with equal weights."""
     join_process_group(120)
     hybrid_engine.prepare()
     return [_switched(model) for model in MODELS]
@@ -113,7 +114,7 @@ def _switched(model: Model) -> dict[str, Any]:
     with _attached(model) as engine:
         with engine.rollout_context():
             sampling = hybrid_engine.Sampling(temperature=0.0, max_tokens=NUM_TOKENS)
-            answers = engine.generate(PROMPTS, sampling)
+            results = engine.generate(PROMPTS, sampling)
         report = engine.sharding.last_report
         with tempfile.TemporaryDirectory() as directory:
             place = Path(directory) / "saved"
@@ -125,7 +126,7 @@ def _switched(model: Model) -> dict[str, Any]:
             torch.distributed.barrier()
     return {
         "model": model.architecture,
-        "vllm": [list(completions[0].token_ids) for completions in answers],
+        "vllm": [list(completions[0].token_ids) for completions in results],
         "transformers": expected,
         "bytes": (report.bytes_received, report.bytes_least),
     }

@@ -1,4 +1,4 @@
-"""Bits of tensors, short enough to bring back from a rank."""
+"""Digests of tensors, small enough to return from a rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def training_state(engine: Any) -> dict[str, str]:
-    """Of every parameter buffer, main parameter and moment; an overlapped gather that is still owed is made.
+    """Return digests of every parameter buffer, main parameter and moment.
 
-    Megatron's main parameters and moments one by one: in which order an offload has gathered them follows from where
-    they lay.
+    A pending overlapped gather is completed first. Megatron's main parameters and moments count one
+    by one, since the order in which an offload gathers them depends on their addresses.
     """
     engine.weights.prepare()
     copied = [item for item in engine.offload_items() if item.action == "copy"]
@@ -26,4 +26,6 @@ def training_state(engine: Any) -> dict[str, str]:
     from megatron_patches import optimizer_tensors
 
     state = {item.owner: digest(item.tensor) for item in copied if item.kind != "optimizer"}
-    return state | {f"{one.path} {one.key}": digest(one.tensor) for one in optimizer_tensors(engine.optimizer)}
+    for part in optimizer_tensors(engine.optimizer):
+        state[f"{part.path} {part.key}"] = digest(part.tensor)
+    return state

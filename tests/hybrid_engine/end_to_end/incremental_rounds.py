@@ -1,4 +1,4 @@
-"""Ranks whose embedding and head are frozen, switched round after round, for test_incremental.py."""
+"""Rounds of switches with a frozen embedding and head, for test_incremental.py."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from tests.zoo.tiny_models import label_log_probs, token_batch
 
 MEGABYTES = 2
 INCREMENTAL = {"incremental": "auto", "incremental_mb": MEGABYTES, "bucket_mb": 1}
-TP2, INFER_TP2 = {"tensor_model_parallel_size": 2}, {"infer_tensor_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+INFER_TP2 = {"infer_tensor_parallel_size": 2}
 PROMPT = [list(range(2, 14))]
 Action = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One switch to vLLM, on one rank.
+    """Observations of a switch to vLLM on one rank.
 
     Attributes:
-        read, skipped: bytes, of what this rank's vLLM holds.
-        surplus: bytes received beyond the least for what changed.
-        kept: bytes of weights that stayed on the device before it.
-        different: parameters that were committed last with other bits than those of vLLM's own load.
-        logprobs: of a prompt's whole distributions.
+        read, skipped: bytes of this rank's vLLM weights.
+        surplus: received bytes above the minimum for what changed.
+        kept: bytes of weights that stayed on the device before.
+        different: parameters that differ from vLLM's own load.
+        logprobs: distributions over a prompt.
     """
 
     read: int
@@ -44,25 +45,29 @@ class Round:
 
 
 class Rounds:
-    """Switches an engine back and forth, and looks at what vLLM has.
+    """Switches an engine back and forth, and checks vLLM's weights.
 
     Args:
+
         engine: of either trainer.
         inference: its vLLM.
         save: writes the training weights as a checkpoint, in `train_context`.
-        path: where.
-        adapter: what to compute with.
+        path: of the checkpoint.
+        adapter: name of the adapter to compute with.
     """
 
     def __init__(
         self, engine: SwitchContexts, inference: InferenceEngine, save: Action, path: Path, adapter: str | None = None
     ) -> None:
-        self._engine, self._inference, self._save, self._path = engine, inference, save, path
+        self._engine = engine
+        self._inference = inference
+        self._save = save
+        self._path = path
         self._adapter = adapter
         self._committed: dict[str, torch.Tensor] = {}
 
     def run(self, action: Action | None = None) -> Round:
-        """`action` in `train_context`, then a rollout."""
+        """Run `action` in `train_context`, then a rollout."""
         sharding = self._engine.sharding
         with self._engine.train_context():
             back = sharding.last_report
@@ -89,7 +94,9 @@ class Rounds:
 
 
 def with_fsdp(model_path: Path) -> dict[str, Round]:
-    """FSDP2: frozen by `requires_grad_(False)`; all parameters are in the optimizer, as most write it."""
+    """Run FSDP2 rounds. `requires_grad_(False)` freezes; the optimizer has all parameters, as
+    usual.
+    """
     path = Path(model_path)
     model = sharded_models.from_config(path)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -109,7 +116,7 @@ def with_fsdp(model_path: Path) -> dict[str, Round]:
     def unfreeze() -> None:
         ends[0].requires_grad_(True)
         step()
-        ends[0].requires_grad_(False)  # again, before any switch: what it did is not forgotten
+        ends[0].requires_grad_(False)  # before any switch, which must still send the change
 
     def load() -> None:
         model.load_state_dict({name: tensor.detach() * 2 for name, tensor in model.state_dict().items()})
@@ -118,14 +125,16 @@ def with_fsdp(model_path: Path) -> dict[str, Round]:
         ends[1].weight.data.to_local().copy_(ends[1].weight.data.to_local() + 1)
 
     rounds = Rounds(engine, engine.inference, lambda: sharded_models.save(model, path, torch.float32), path)
-    found = _common(rounds, engine, step, write_unseen)
-    found |= {"unfrozen": rounds.run(unfreeze), "loaded": rounds.run(load)}
+    rounds_by_name = _common(rounds, engine, step, write_unseen)
+    rounds_by_name |= {"unfrozen": rounds.run(unfreeze), "loaded": rounds.run(load)}
     engine.shutdown()
-    return found
+    return rounds_by_name
 
 
 def with_megatron(model_path: Path, directory: Path) -> dict[str, Round]:
-    """Megatron: the embedding is frozen by `frozen_parameters`. It is on rank 0 alone, the head on rank 1."""
+    """Run Megatron rounds. `frozen_parameters` freezes the embedding, on rank 0; rank 1 has the
+    head.
+    """
     actor = {"pipeline_model_parallel_size": 2, "frozen_parameters": ("embedding.*",)}
     worker = workers.build_worker(model_path, actor, {**INFER_TP2, **INCREMENTAL})
     (chunk,) = worker.actor.chunks
@@ -146,18 +155,22 @@ def with_megatron(model_path: Path, directory: Path) -> dict[str, Round]:
         if embedding is not None:
             embedding.mul_(2)
 
-    path, checkpoint = directory / "weights", directory / "checkpoint"
+    path = directory / "weights"
+    checkpoint = directory / "checkpoint"
     rounds = Rounds(worker, worker.inference, lambda: worker.save_hf_checkpoint(path), path)
-    found = _common(rounds, worker, step, write_unseen)
-    found["unfrozen"] = rounds.run(write)
-    found["saved"] = rounds.run(lambda: worker.save_checkpoint(checkpoint))
-    found["loaded"] = rounds.run(lambda: worker.load_checkpoint(checkpoint))
+    rounds_by_name = _common(rounds, worker, step, write_unseen)
+    rounds_by_name["unfrozen"] = rounds.run(write)
+    rounds_by_name["saved"] = rounds.run(lambda: worker.save_checkpoint(checkpoint))
+    rounds_by_name["loaded"] = rounds.run(lambda: worker.load_checkpoint(checkpoint))
     worker.shutdown()
-    return found
+    return rounds_by_name
 
 
 def with_adapters(model_path: Path, directory: Path) -> dict[str, Round]:
-    """Megatron with LoRA, which vLLM gets apart; its base is that of the first round, for LoRA adds nothing then."""
+    """Run Megatron rounds with LoRA, delivered separately.
+
+    vLLM's base weights equal the first round's, to which LoRA adds nothing yet.
+    """
     actor = {**TP2, "lora": {"rank": 8}}
     worker = workers.build_worker(model_path, actor, {**INFER_TP2, **INCREMENTAL, "lora_delivery": "adapter"})
     path = directory / "base"
@@ -170,10 +183,10 @@ def with_adapters(model_path: Path, directory: Path) -> dict[str, Round]:
         worker.update(workers.batch(seed=0), workers.cross_entropy)
 
     rounds = Rounds(worker, worker.inference, save_once, path, worker.adapter)
-    found = {name: rounds.run(action) for name, action in {"first": None, "step": step, "another": step}.items()}
-    found |= {"none": rounds.run(), "forgotten": rounds.run(worker.sharding._forget_sent)}
+    rounds_by_name = {"first": rounds.run(), "step": rounds.run(step), "another": rounds.run(step)}
+    rounds_by_name |= {"none": rounds.run(), "forgotten": rounds.run(worker.sharding._forget_sent)}
     worker.shutdown()
-    return found
+    return rounds_by_name
 
 
 def _common(rounds: Rounds, engine: SwitchContexts, step: Action, write_unseen: Action) -> dict[str, Round]:

@@ -1,4 +1,4 @@
-"""Failures reach every rank and lose nothing; misuse is refused in words; a job can be built again after one."""
+"""Failures reach every rank and lose nothing; misuse is refused; a job can be rebuilt."""
 
 from __future__ import annotations
 
@@ -29,37 +29,38 @@ TP2 = {"tensor_model_parallel_size": 2}
 
 
 def kinds(failures: Iterable[str]) -> list[str]:
-    """Classes of errors, each "class: text"."""
+    """Return the classes of errors of the form "class: text"."""
     return [failure.partition(":")[0] for failure in failures]
 
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3")
-    calls = {"versions": refuse_versions, "half built": fail_while_building, "failures": fail_and_go_on}
+    calls = {"versions": refuse_versions, "half built": fail_while_building, "failures": fail_and_continue}
     return engines.launch_in_turn(2, {name: (function, (model,)) for name, function in calls.items()}, timeout=800)
 
 
-# -- in the midst of things --------------------------------------------------------------------------------------------
+# -- failures of a running worker ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Misadventures:
-    """What one rank saw, in the order in which it happened.
+class Failures:
+    """Observations of one rank, in order.
 
     Attributes:
-        generating_in_train: generation before any switch.
-        nan, inf: a switch with such an element in a weight of rank 1.
-        transfer: a switch whose second bucket rank 0 fails to move.
-        moved: a switch after somebody gave a parameter other memory.
-        states: the training state, before the first failure and after each but the first.
-        bad_prompt: a prompt with a token that there is not.
-        reference_in_rollout: a reference model, made while training's weights are away.
-        training_in_rollout, training_in_forward: calls of the training side there, see `_uses_of_training`.
-        num_completions: of two prompts, after all that.
+        generating_in_train: error of generation before any switch.
+        nan, inf: error of a switch with such an element in a weight of rank 1.
+        transfer: error of a switch that fails on rank 0 in the second bucket.
+        moved: error of a switch after a parameter got other memory.
+        states: training state before the first failure, and after each but the first.
+        bad_prompt: error of a prompt with an invalid token.
+        reference_in_rollout: error of a reference model made during a rollout.
+        training_in_rollout, training_in_forward: outcomes of `_uses_of_training` there.
+        num_completions: of two prompts, afterwards.
         version: after two updates.
-        leaving: what ends the worker's block, which the caller's own code leaves on rank 0 only; seconds_to_leave.
-        group_is_left: after the block.
+        leaving: error at the end of the worker's block, raised on rank 0.
+        seconds_to_leave: until that error.
+        group_is_left: whether a process group remains after the block.
     """
 
     generating_in_train: str
@@ -79,8 +80,8 @@ class Misadventures:
     group_is_left: bool
 
 
-def fail_and_go_on(model: Path) -> Misadventures:
-    """Failures of all kinds, on one rank only where that can be."""
+def fail_and_continue(model: Path) -> Failures:
+    """Cause failures of all kinds, on one rank only if possible."""
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1})
     generating_in_train = refusal_of(lambda: worker.generate_sequences([[1, 2]], workers.GREEDY))
     with worker.train_context():
@@ -97,13 +98,14 @@ def fail_and_go_on(model: Path) -> Misadventures:
     parameter.data[3, 5] = good
     states.append(training_state(worker.train))
 
-    with mock.patch.object(worker.sharding.router, "run", _second_bucket_on_fire(worker)):
+    with mock.patch.object(worker.sharding.router, "run", _failing_in_second_bucket(worker)):
         failures.append(_failure_of_switch(worker))
     states.append(training_state(worker.train))
 
-    home, parameter.data = parameter.data, parameter.data.clone()
+    original = parameter.data
+    parameter.data = original.clone()
     failures.append(_failure_of_switch(worker))
-    parameter.data = home
+    parameter.data = original
     states.append(training_state(worker.train))
 
     with worker.train_context():
@@ -117,7 +119,7 @@ def fail_and_go_on(model: Path) -> Misadventures:
         in_forward = [refusal_of(call) for call in _uses_of_training(worker)]
     version = worker.train.version
     leaving, seconds = _leave(worker)
-    return Misadventures(
+    return Failures(
         generating_in_train,
         *failures,
         states=states,
@@ -149,8 +151,9 @@ NUM_UPDATING = 5
 
 
 def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
-    """Calls past the worker: NUM_UPDATING that use all of the state, then calls that score."""
-    engine, batch = worker.train, share_of(worker.train, workers.batch(seed=1))
+    """Return NUM_UPDATING calls that change training state, then calls that only score."""
+    engine = worker.train
+    batch = share_of(engine, workers.batch(seed=1))
     return [
         lambda: engine.save_checkpoint(worker.config.model / "never"),
         lambda: engine.load_checkpoint(worker.config.model / "never"),
@@ -164,19 +167,19 @@ def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
 
 
 def _failure_of_switch(worker: Any) -> str:
-    """With which the switch to the rollout fails; training goes on afterwards."""
+    """Return the error of a switch to the rollout; training must continue afterwards."""
 
     def switch() -> None:
         with worker.rollout_context():
-            raise AssertionError("entered the rollout all the same")
+            raise AssertionError("the switch must fail")
 
     failure = refusal_of(switch)
     assert worker.sharding.state.value == "train"
     return failure
 
 
-def _second_bucket_on_fire(worker: Any) -> Any:
-    """The router's run, which on rank 0 fails in the second bucket."""
+def _failing_in_second_bucket(worker: Any) -> Any:
+    """Return the router's run, failing on rank 0 in the second bucket."""
     run = worker.sharding.router.run
 
     def fail(bucket: Any, *args: Any) -> Any:
@@ -188,87 +191,86 @@ def _second_bucket_on_fire(worker: Any) -> Any:
 
 
 @pytest.fixture
-def seen(outcomes: Outcomes) -> list[Misadventures]:
+def failures_by_rank(outcomes: Outcomes) -> list[Failures]:
     return outcomes["failures"]
 
 
 @pytest.mark.parametrize(("field", "what"), [("nan", "1 NaN"), ("inf", "1 Inf")])
-def test_a_bad_weight_is_named_on_its_rank_and_told_to_the_other(
-    seen: list[Misadventures], field: str, what: str
-) -> None:
-    failures = [getattr(found, field) for found in seen]
+def test_a_bad_weight_is_reported_on_all_ranks(failures_by_rank: list[Failures], field: str, what: str) -> None:
+    failures = [getattr(failures, field) for failures in failures_by_rank]
     assert kinds(failures) == ["RemoteError", "WeightError"]
     for failure in failures:
         assert "decoder.layers.1.mlp.linear_fc2.weight on rank 1" in failure
         assert f"model.layers.1.mlp.down_proj.weight): {what} of " in failure
 
 
-def test_a_failed_transfer_is_told_to_all_with_its_bucket(seen: list[Misadventures]) -> None:
-    assert kinds(found.transfer for found in seen) == ["ReshardError", "PeerTransportError"]
-    for found in seen:
-        assert "disk on fire" in found.transfer
-        assert "bucket 1" in found.transfer
+def test_a_failed_transfer_is_reported_with_its_bucket(failures_by_rank: list[Failures]) -> None:
+    assert kinds(failures.transfer for failures in failures_by_rank) == ["ReshardError", "PeerTransportError"]
+    for failures in failures_by_rank:
+        assert "disk on fire" in failures.transfer
+        assert "bucket 1" in failures.transfer
 
 
-def test_a_parameter_with_other_memory_is_named(seen: list[Misadventures]) -> None:
-    assert all("decoder.layers.1.mlp.linear_fc2.weight" in found.moved for found in seen)
+def test_a_parameter_with_other_memory_is_reported(failures_by_rank: list[Failures]) -> None:
+    assert all("decoder.layers.1.mlp.linear_fc2.weight" in failures.moved for failures in failures_by_rank)
 
 
-def test_no_failed_switch_changes_the_training_state(seen: list[Misadventures]) -> None:
-    for found in seen:
-        assert found.states == [found.states[0]] * 4
+def test_no_failed_switch_changes_the_training_state(failures_by_rank: list[Failures]) -> None:
+    for failures in failures_by_rank:
+        assert failures.states == [failures.states[0]] * 4
 
 
-def test_generation_is_refused_before_a_switch(seen: list[Misadventures]) -> None:
-    assert all("state train" in found.generating_in_train for found in seen)
+def test_generation_is_refused_before_a_switch(failures_by_rank: list[Failures]) -> None:
+    assert all("state train" in failures.generating_in_train for failures in failures_by_rank)
 
 
-def test_training_is_refused_while_its_weights_are_away(seen: list[Misadventures]) -> None:
-    for found in seen:
-        for failure in found.training_in_rollout:
+def test_training_is_refused_in_a_rollout(failures_by_rank: list[Failures]) -> None:
+    for failures in failures_by_rank:
+        for failure in failures.training_in_rollout:
             assert failure.startswith("StateError: ")
             assert "in state infer (rollout_context); call this in train" in failure
 
 
-def test_a_reference_is_refused_while_the_weights_are_away(seen: list[Misadventures]) -> None:
-    assert kinds(found.reference_in_rollout for found in seen) == ["StateError"] * 2
+def test_a_reference_is_refused_in_a_rollout(failures_by_rank: list[Failures]) -> None:
+    assert kinds(failures.reference_in_rollout for failures in failures_by_rank) == ["StateError"] * 2
 
 
-def test_in_forward_weights_are_scored_and_not_changed(seen: list[Misadventures]) -> None:
-    for found in seen:
-        for failure in found.training_in_forward[:NUM_UPDATING]:
+def test_forward_context_scores_and_refuses_changes(failures_by_rank: list[Failures]) -> None:
+    for failures in failures_by_rank:
+        for failure in failures.training_in_forward[:NUM_UPDATING]:
             assert failure.startswith("StateError: ")
             assert "in state forward (forward_context); call this in train_context" in failure
-        assert all(outcome.startswith("returned ") for outcome in found.training_in_forward[NUM_UPDATING:])
+        assert all(outcome.startswith("returned ") for outcome in failures.training_in_forward[NUM_UPDATING:])
 
 
-def test_a_refused_step_is_not_counted(seen: list[Misadventures]) -> None:
-    assert [found.version for found in seen] == [2, 2]
+def test_a_refused_step_is_not_counted(failures_by_rank: list[Failures]) -> None:
+    assert [failures.version for failures in failures_by_rank] == [2, 2]
 
 
-def test_a_bad_prompt_is_named_and_generation_goes_on(seen: list[Misadventures]) -> None:
-    for found in seen:
-        assert found.bad_prompt.startswith("ArgumentError: ")
-        assert "prompts[1]" in found.bad_prompt
-        assert found.num_completions == 2
+def test_generation_continues_after_a_bad_prompt(failures_by_rank: list[Failures]) -> None:
+    for failures in failures_by_rank:
+        assert failures.bad_prompt.startswith("ArgumentError: ")
+        assert "prompts[1]" in failures.bad_prompt
+        assert failures.num_completions == 2
 
 
-def test_an_error_that_ends_the_workers_block_is_heard_of_by_all(seen: list[Misadventures]) -> None:
-    assert kinds(found.leaving for found in seen) == ["ValueError", "LostRankError"]
-    assert "rank 0, leaving: ValueError: no reward for this answer" in seen[1].leaving
-    assert all(found.seconds_to_leave < 60 for found in seen), "the timeout is 120"
+def test_an_error_in_the_workers_block_reaches_all(failures_by_rank: list[Failures]) -> None:
+    assert kinds(failures.leaving for failures in failures_by_rank) == ["ValueError", "LostRankError"]
+    assert "rank 0, leaving: ValueError: no reward for this answer" in failures_by_rank[1].leaving
+    assert all(failures.seconds_to_leave < 60 for failures in failures_by_rank), "the timeout is 120 s"
 
 
-def test_the_group_of_the_worker_ends_with_it(seen: list[Misadventures]) -> None:
-    assert not any(found.group_is_left for found in seen)
+def test_the_workers_group_ends_with_it(failures_by_rank: list[Failures]) -> None:
+    assert not any(failures.group_is_left for failures in failures_by_rank)
 
 
-# -- before there is a worker ------------------------------------------------------------------------------------------
+# -- failures while a worker is built --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Refusals:
-    """Of a worker on an engine of a version that nobody tested: Megatron's on rank 1 only, vLLM's on all ranks."""
+    """Errors of a worker with an untested engine: Megatron's on rank 1 only, vLLM's on all
+    ranks."""
 
     megatron: str
     vllm: str
@@ -296,43 +298,44 @@ def refusals(outcomes: Outcomes) -> list[Refusals]:
 
 
 def test_an_untested_megatron_on_one_rank_is_refused_on_all(refusals: list[Refusals]) -> None:
-    failures = [found.megatron for found in refusals]
+    failures = [refusal.megatron for refusal in refusals]
     assert kinds(failures) == ["RemoteError", "DependencyError"]
     assert all("0.15.0" in failure and "0.16.1" in failure for failure in failures)
 
 
 def test_an_untested_vllm_is_refused(refusals: list[Refusals]) -> None:
-    failures = [found.vllm for found in refusals]
+    failures = [refusal.vllm for refusal in refusals]
     assert kinds(failures) == ["DependencyError"] * 2
     assert all("0.30.0" in failure and "0.32.0" in failure for failure in failures)
 
 
 @dataclass(frozen=True)
 class HalfBuilt:
-    """A worker whose construction failed."""
+    """Outcome of a worker that could not be built."""
 
     failure: str
     group_is_left: bool
 
 
 def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
-    """Once Megatron's groups are there, and in the plan. What follows on the same ranks builds more workers."""
+    """Fail with Megatron's groups built, and in the plan. Other workers follow on the same
+    ranks."""
     from hybrid_engine.trainer.megatron import build
 
     def fail(*_args: Any, **_kwargs: Any) -> Any:
-        raise ConfigError([Violation("actor_config", "it does not fit", "Take another")])
+        raise ConfigError([Violation("actor_config", "it does not fit", "Use another")])
 
-    found = {}
+    outcomes = {}
     for owner, name in ((build, "build_actor"), (setup, "plan")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, fail)
             failure = refusal_of(lambda: workers.build_worker(model, TP2))
-        found[name] = HalfBuilt(failure, dist.is_initialized())
-    return found
+        outcomes[name] = HalfBuilt(failure, dist.is_initialized())
+    return outcomes
 
 
 @pytest.mark.parametrize("name", ["build_actor", "plan"])
 def test_a_worker_that_cannot_be_built_leaves_no_group(outcomes: Outcomes, name: str) -> None:
-    for found in outcomes["half built"]:
-        assert "it does not fit" in found[name].failure
-        assert not found[name].group_is_left
+    for half_built in outcomes["half built"]:
+        assert "it does not fit" in half_built[name].failure
+        assert not half_built[name].group_is_left

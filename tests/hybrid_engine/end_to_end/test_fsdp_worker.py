@@ -1,4 +1,4 @@
-"""`ActorHybridWorker` with FSDP2 in place of Megatron: two ranks, real vLLM."""
+"""`ActorHybridWorker` with FSDP2: two ranks, real vLLM."""
 
 from __future__ import annotations
 
@@ -39,56 +39,56 @@ PROMPTS = [[5, 6, 7], [3, 4, 5, 6, 7], [9], [8, 9]]
 
 
 def with_switches(model: Path, directory: Path) -> dict[str, Any]:
-    """Updates with a rollout after each, and what the worker does besides."""
+    """Run updates with a rollout after each; return observations of the worker."""
     worker = workers.build_worker(model, SHARDED, {"max_model_len": 128})
-    found: dict[str, Any] = {"losses": [], "rates": [], "differences": [], "surplus": []}
+    observed: dict[str, Any] = {"losses": [], "rates": [], "differences": [], "surplus": []}
     with worker.train_context():
         reference = ReferenceModel(worker)
-        found["before"] = worker.compute_log_probs(workers.batch(seed=9))
+        observed["before"] = worker.compute_log_probs(workers.batch(seed=9))
     for number in range(NUM_UPDATES):
         with worker.train_context():
             report = worker.update(workers.batch(seed=number), workers.cross_entropy)
-            found["losses"].append(report["loss"])
-            found["rates"].append(report["learning_rate"])
+            observed["losses"].append(report["loss"])
+            observed["rates"].append(report["learning_rate"])
         with worker.rollout_context():
             completions = worker.generate_sequences(PROMPTS, SAMPLED)
-            for call in (worker.train.save_checkpoint, worker.train.load_checkpoint):  # not worker's own
+            for call in (worker.train.save_checkpoint, worker.train.load_checkpoint):  # the trainer's, not the worker's
                 with pytest.raises(StateError, match=r"in state infer \(rollout_context\); call this in train"):
                     call(directory / "never")
-            del call  # a method holds its trainer
+            del call  # a bound method refers to its trainer
             if number == 0:
                 with pytest.raises(ArgumentError, match=r"sampling: got \{\}"):
                     worker.generate_sequences(PROMPTS, {})
-                found["snippets"] = run_snippets(worker)
-        found["surplus"].append(worker.sharding.last_report.bytes_received - worker.sharding.last_report.bytes_least)
+                observed["snippets"] = run_snippets(worker)
+        observed["surplus"].append(worker.sharding.last_report.bytes_received - worker.sharding.last_report.bytes_least)
         with worker.forward_context():
-            found["differences"].append(_difference(worker, completions))
-    found["reference"] = reference.compute_log_probs(workers.batch(seed=9))
+            observed["differences"].append(_difference(worker, completions))
+    observed["reference"] = reference.compute_log_probs(workers.batch(seed=9))
     with worker.train_context():
-        found["state"] = training_state(worker.train)
+        observed["state"] = training_state(worker.train)
         worker.save_hf_checkpoint(directory / "hf")
         worker.save_checkpoint(directory / "resume")
         saved = worker.compute_log_probs(workers.batch(seed=9))
         worker.update(workers.batch(seed=7), workers.cross_entropy)
         worker.load_hf_checkpoint(directory / "hf")
-        found["weights are back"] = torch.equal(worker.compute_log_probs(workers.batch(seed=9)), saved)
+        observed["weights are back"] = torch.equal(worker.compute_log_probs(workers.batch(seed=9)), saved)
         worker.load_checkpoint(directory / "resume")
-        found["rates"].append(worker.learning_rate)
-        found["state is back"] = training_state(worker.train) == found["state"]
-        found["version"] = worker.train.version
+        observed["rates"].append(worker.learning_rate)
+        observed["state is back"] = training_state(worker.train) == observed["state"]
+        observed["version"] = worker.train.version
     with pytest.raises(StateError, match="vLLM runs in this process already"):
         workers.build_worker(model, SHARDED)
-    trained = weakref.ref(worker.train)
+    trainer_ref = weakref.ref(worker.train)
     worker.shutdown()
-    found["closed"] = {name: outcome_of(call) for name, call in of_a_closed(worker).items()}
+    observed["closed"] = {name: outcome_of(call) for name, call in calls_of_worker(worker).items()}
     del worker, reference
     gc.collect()
-    found["is left"] = trained() is not None
-    return found
+    observed["is left"] = trainer_ref() is not None
+    return observed
 
 
-def of_a_closed(worker: ActorHybridWorker) -> dict[str, Callable[[], object]]:
-    """What needs the engines."""
+def calls_of_worker(worker: ActorHybridWorker) -> dict[str, Callable[[], object]]:
+    """Return all calls that need the engines."""
     batch = workers.batch(seed=9)
     return {
         "rollout_context": worker.rollout_context,
@@ -117,50 +117,54 @@ def of_a_closed(worker: ActorHybridWorker) -> dict[str, Callable[[], object]]:
 
 
 def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
-    """Run the snippets of docs/generation.md, one after the other; returns what the last ones left."""
+    """Run the snippets of docs/generation.md in order; return values of the last ones."""
     names: dict[str, Any] = {"worker": worker}
     page = (REPO_ROOT / "docs" / "generation.md").read_text()
     for snippet in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(snippet, "docs/generation.md", "exec"), names)
     return {
-        "conversations": [(each.turns, each.is_drawn) for each in (names["one"], names["other"])],
+        "conversations": [(names[name].turns, names[name].is_drawn) for name in ("one", "other")],
         "messages": [message["role"] for message in names["one"].messages],
         "raw": list(names["outputs"][0].outputs[0].token_ids),
     }
 
 
 def _boundary(worker: Any) -> dict[str, Any]:
-    """A batch of its own for each rank, more than log-probabilities, and what is refused though one rank alone is at
-    fault; the weights stay."""
-    batch, reference = workers.batch(seed=9), ReferenceModel(worker)
-    own, found = share_of(worker.train, batch), {}
+    """Pass batches per rank, request more than log-probabilities, and pass bad batches on one rank.
+
+    The weights must not change.
+    """
+    batch = workers.batch(seed=9)
+    reference = ReferenceModel(worker)
+    share = share_of(worker.train, batch)
+    results: dict[str, Any] = {}
     whole = worker.compute_log_probs(batch, entropy=True, top_k=2)
-    found["local"] = worker.compute_log_probs(own, data="local")
-    found["local reference"] = reference.compute_log_probs(own, data="local", top_k=2)
-    found["part of global"] = share_of(worker.train, {**batch, **whole})
+    results["local"] = worker.compute_log_probs(share, data="local")
+    results["local reference"] = reference.compute_log_probs(share, data="local", top_k=2)
+    results["part of global"] = share_of(worker.train, {**batch, **whole})
     worker.train.set_learning_rate(0.0)
     loss = workers.cross_entropy
-    found["reports"] = [worker.update(batch, loss), worker.update(own, loss, data="local")]
+    results["reports"] = [worker.update(batch, loss), worker.update(share, loss, data="local")]
     is_at_fault = worker.rank == 1
     bad_batches = {
         "labels": ({name: batch[name] for name in ("tokens", *(["labels"] * (not is_at_fault)))}, {}),
-        "another shape": ({name: tensor[: 2 + 2 * is_at_fault] for name, tensor in own.items()}, {"data": "local"}),
-        "other data": (own, {"data": "local" if is_at_fault else "global"}),
+        "another shape": ({name: tensor[: 2 + 2 * is_at_fault] for name, tensor in share.items()}, {"data": "local"}),
+        "other data": (share, {"data": "local" if is_at_fault else "global"}),
         "other labels": ({**batch, "labels": batch["labels"].roll(int(is_at_fault), 1)}, {}),
     }
     for name, (bad, settings) in bad_batches.items():
-        found[name] = outcome_of(partial(worker.update, bad, loss, **settings))
+        results[name] = outcome_of(partial(worker.update, bad, loss, **settings))
     losses = {
         "loss": lambda _batch, log_probs: None if is_at_fault else -log_probs.mean(),
         "loss that is nan": lambda _batch, log_probs: log_probs.mean() * (float("nan") if is_at_fault else 1.0),
     }
-    found |= {name: outcome_of(partial(worker.update, batch, bad)) for name, bad in losses.items()}
-    found["again"] = worker.compute_log_probs(batch)
-    return found
+    results |= {name: outcome_of(partial(worker.update, batch, bad)) for name, bad in losses.items()}
+    results["again"] = worker.compute_log_probs(batch)
+    return results
 
 
 def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
-    """The same updates by the trainer alone."""
+    """Run the same updates by the trainer alone."""
     kept: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +185,10 @@ def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_replicas(directory: Path) -> dict[str, Any]:
-    """Another worker in the same processes, whole on every rank, that begins with what the first has saved."""
+    """Build another worker in the same processes, from the checkpoint of the first.
+
+    Its replicas are uncut.
+    """
     worker = workers.build_worker(directory / "hf", HYBRID, {"infer_tensor_parallel_size": 2}, random_weights=False)
     with worker.train_context():
         at_start = worker.compute_log_probs(workers.batch(seed=9))
@@ -198,7 +205,8 @@ def with_replicas(directory: Path) -> dict[str, Any]:
 
 
 def _difference(worker: Any, completions: Any) -> float:
-    """The largest, between vLLM's log-probabilities of what it drew and the trainer's."""
+    """Return the largest difference of log-probabilities of completions between vLLM and
+    trainer."""
     longest = max(map(len, PROMPTS)) + SAMPLED.max_tokens
     rows = torch.zeros(len(PROMPTS), longest + 1, dtype=torch.int64)
     for row, prompt, (completion,) in zip(rows, PROMPTS, completions, strict=True):
@@ -209,7 +217,7 @@ def _difference(worker: Any, completions: Any) -> float:
         scores[index, len(prompt) - 1 : len(prompt) - 1 + SAMPLED.max_tokens] - torch.tensor(completion.logprobs)
         for index, (prompt, (completion,)) in enumerate(zip(PROMPTS, completions, strict=True))
     ]
-    return max(each.abs().max().item() for each in differences)
+    return max(difference.abs().max().item() for difference in differences)
 
 
 @pytest.fixture(scope="module")
@@ -226,22 +234,22 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return engines.launch_in_turn(2, calls)
 
 
-def test_the_snippets_about_generation_run(launched: Outcomes) -> None:
-    for found in launched["switched"]:
-        assert found["snippets"]["conversations"] == launched["switched"][0]["snippets"]["conversations"]
-        assert all(any(is_drawn) for _, is_drawn in found["snippets"]["conversations"])
-        assert found["snippets"]["raw"] == launched["switched"][0]["snippets"]["raw"]
+def test_the_snippets_of_the_page_on_generation_run(launched: Outcomes) -> None:
+    for observed in launched["switched"]:
+        assert observed["snippets"]["conversations"] == launched["switched"][0]["snippets"]["conversations"]
+        assert all(any(is_drawn) for _, is_drawn in observed["snippets"]["conversations"])
+        assert observed["snippets"]["raw"] == launched["switched"][0]["snippets"]["raw"]
 
 
 def test_one_rank_has_the_environments(launched: Outcomes) -> None:
-    first, second = (found["snippets"]["messages"] for found in launched["switched"])
+    first, second = (observed["snippets"]["messages"] for observed in launched["switched"])
     assert first[:3] == ["system", "user", "assistant"]
     assert second == []
 
 
-def test_a_closed_worker_says_so_whatever_is_asked(launched: Outcomes) -> None:
-    for found in launched["switched"]:
-        assert {name: outcome for name, outcome in found["closed"].items() if "StateError: " not in outcome} == {}
+def test_every_call_of_a_closed_worker_is_refused(launched: Outcomes) -> None:
+    for observed in launched["switched"]:
+        assert {name: outcome for name, outcome in observed["closed"].items() if "StateError: " not in outcome} == {}
 
 
 def test_training_with_switches_is_bitwise_training_without(launched: Outcomes) -> None:
@@ -250,63 +258,64 @@ def test_training_with_switches_is_bitwise_training_without(launched: Outcomes) 
         assert switched["state"] == alone["state"]
 
 
-def test_layers_that_are_computed_again_change_no_bit(launched: Outcomes) -> None:
-    for found, alone in zip(launched["checkpointed"], launched["alone"], strict=True):
-        assert found["losses"] == alone["losses"]
-        assert sorted(found["state"].values()) == sorted(alone["state"].values())
-        assert found["kept"] < alone["kept"]
+def test_recomputed_layers_are_bitwise_equal(launched: Outcomes) -> None:
+    for observed, alone in zip(launched["checkpointed"], launched["alone"], strict=True):
+        assert observed["losses"] == alone["losses"]
+        assert sorted(observed["state"].values()) == sorted(alone["state"].values())
+        assert observed["kept"] < alone["kept"]
 
 
-def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
-    """Rates of the updates, and of the next one after a checkpoint was loaded."""
-    for found in launched["switched"]:
-        assert found["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
+def test_a_schedule_continues_from_its_checkpoint(launched: Outcomes) -> None:
+    """Rates of the updates, and of the next one after loading a checkpoint."""
+    for observed in launched["switched"]:
+        assert observed["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
 
 
-def test_a_rank_may_pass_its_own_part_and_keeps_what_is_made_of_it(launched: Outcomes) -> None:
-    for found in launched["replicas"]:
-        part = found["part of global"]
-        assert torch.equal(found["local"], part["log_probs"])
-        assert found["local reference"].keys() == {"log_probs", "top_log_probs", "top_token_ids"}
-        assert all(torch.equal(values, part[name]) for name, values in found["local reference"].items())
+def test_a_rank_can_pass_its_share_of_a_batch(launched: Outcomes) -> None:
+    for observed in launched["replicas"]:
+        part = observed["part of global"]
+        assert torch.equal(observed["local"], part["log_probs"])
+        assert observed["local reference"].keys() == {"log_probs", "top_log_probs", "top_token_ids"}
+        assert all(torch.equal(values, part[name]) for name, values in observed["local reference"].items())
         assert (part["entropy"] > 0).all()
-        assert found["reports"][0] == found["reports"][1]
+        assert observed["reports"][0] == observed["reports"][1]
 
 
-def test_what_one_rank_does_wrong_is_told_to_all_and_changes_nothing(launched: Outcomes) -> None:
+def test_an_error_of_one_rank_reaches_all_and_changes_nothing(launched: Outcomes) -> None:
     first, second = launched["replicas"]
     assert second["labels"].startswith("BatchError: unusable batch (1):\n  - labels: is missing")
     assert first["labels"].startswith("RemoteError: checking the batch for: training step failed on 1 rank(s)")
     assert "labels: is missing" in first["labels"]
-    assert all("BatchError" in each["another shape"] for each in (first, second))
-    assert all("data: 'global' on rank 0, 'local' on rank 1" in each["other data"] for each in (first, second))
-    assert all("labels: has other values on rank 1" in each["other labels"] for each in (first, second))
+    for results in (first, second):
+        assert "BatchError" in results["another shape"]
+        assert "data: 'global' on rank 0, 'local' on rank 1" in results["other data"]
+        assert "labels: has other values on rank 1" in results["other labels"]
+        assert torch.equal(results["again"], results["scores"])
     assert second["loss"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned None")
     assert first["loss"].startswith("RemoteError: loss function failed on 1 rank(s)")
     assert second["loss that is nan"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned nan")
     assert first["loss that is nan"].startswith("RemoteError: loss function failed on 1 rank(s)")
-    assert all(torch.equal(each["again"], each["scores"]) for each in (first, second))
 
 
-def test_vllm_samples_from_the_weights_that_are_trained(launched: Outcomes) -> None:
-    for found in launched["switched"]:
-        assert max(found["differences"]) < 1e-4
-        assert found["surplus"] == [0] * NUM_UPDATES
-    assert all(found["difference"] < 1e-4 for found in launched["replicas"])
+def test_vllm_samples_from_the_trained_weights(launched: Outcomes) -> None:
+    for observed in launched["switched"]:
+        assert max(observed["differences"]) < 1e-4
+        assert observed["surplus"] == [0] * NUM_UPDATES
+    assert all(observed["difference"] < 1e-4 for observed in launched["replicas"])
 
 
-def test_a_reference_keeps_the_weights_that_it_copied(launched: Outcomes) -> None:
-    for found in launched["switched"]:
-        assert torch.equal(found["reference"], found["before"])
+def test_a_reference_keeps_its_weights(launched: Outcomes) -> None:
+    for observed in launched["switched"]:
+        assert torch.equal(observed["reference"], observed["before"])
 
 
-def test_checkpoints_bring_back_what_they_were_given(launched: Outcomes) -> None:
-    for found in launched["switched"]:
-        assert found["weights are back"]
-        assert found["state is back"]
-        assert found["version"] == NUM_UPDATES
-    assert all(found["begins as saved"] for found in launched["replicas"])
+def test_checkpoints_restore_weights_and_state(launched: Outcomes) -> None:
+    for observed in launched["switched"]:
+        assert observed["weights are back"]
+        assert observed["state is back"]
+        assert observed["version"] == NUM_UPDATES
+    assert all(observed["begins as saved"] for observed in launched["replicas"])
 
 
-def test_nothing_is_left_of_a_worker_that_was_shut_down(launched: Outcomes) -> None:
-    assert not any(found["is left"] for found in launched["switched"])
+def test_a_worker_is_collected_after_shutdown(launched: Outcomes) -> None:
+    assert not any(observed["is left"] for observed in launched["switched"])

@@ -1,4 +1,4 @@
-"""Ranks that take themselves to be on two hosts hold what those on one do; the network carries no byte twice."""
+"""Ranks on two pretended hosts hold the same as on one; no byte crosses the network twice."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from tests.zoo import workers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HEADERS_AND_PADDING = 1 << 16
-TOGETHER, APART = "aaaa", "aabb"
+TOGETHER = "aaaa"
+APART = "aabb"
 """The host of each rank."""
 ACTOR = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "params_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Switched:
-    """What vLLM holds after a switch, an update and another switch, and what that second switch moved.
+    """Observations of two switches with an update between. Figures belong to the second.
 
     Attributes:
         digests: of vLLM's parameters, by switch.
-        bytes_across_hosts: received from other hosts; network_lower_bound: the least that each host must receive.
+        bytes_across_hosts: received from other hosts.
+        network_lower_bound: minimum that each host must receive.
         staging_bytes, planned_staging_bytes: of relays.
     """
 
@@ -50,16 +52,16 @@ class Switched:
 
 
 def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> Switched:
-    """A pipeline stage on two ranks each, whole models for generation; `hosts` says where each rank is."""
+    """Switch from two pipeline stages of TP 2 to uncut models. `hosts`: by rank."""
     config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # so that hosts' first ranks meet for the others
+        patch.setattr(rank_tree, "MOST_TOGETHER", 2)  # so that the first ranks of hosts agree for the others
         job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
     worker = ActorHybridWorker(config, job=job)
     digests: list[dict[str, str]] = [{}, {}]
-    for seed, seen in enumerate(digests):
+    for seed, digests_by_name in enumerate(digests):
         digested = worker.inference.adaptor.observed(
-            lambda name, tensor, seen=seen: seen.update({name: digest(tensor)})
+            lambda name, tensor, kept=digests_by_name: kept.update({name: digest(tensor)})
         )
         with digested, worker.rollout_context():
             completions = worker.inference.generate([[1, 2, 3]], workers.GREEDY)
@@ -92,47 +94,47 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return engines.launch_in_turn(4, calls, timeout=400)
 
 
-Both = tuple[list[Switched], list[Switched]]
-"""By rank: on one host, and on two."""
+OneAndTwoHosts = tuple[list[Switched], list[Switched]]
+"""Observations by rank: on one host, and on two."""
 
 
 @pytest.fixture
-def both(outcomes: Outcomes) -> Both:
+def one_and_two_hosts(outcomes: Outcomes) -> OneAndTwoHosts:
     return outcomes[TOGETHER], outcomes[APART]
 
 
-def test_vllm_holds_and_says_the_same_on_every_rank(both: Both) -> None:
-    together, apart = both
-    assert [found.digests for found in (*together, *apart)] == [together[0].digests] * 8
-    assert [found.token_ids for found in apart] == [found.token_ids for found in together]
+def test_vllm_holds_and_generates_the_same_on_every_rank(one_and_two_hosts: OneAndTwoHosts) -> None:
+    together, apart = one_and_two_hosts
+    assert [switched.digests for switched in (*together, *apart)] == [together[0].digests] * 8
+    assert [switched.token_ids for switched in apart] == [switched.token_ids for switched in together]
     before, after = together[0].digests
     assert before.keys() == after.keys()
     assert before != after, "the update did not arrive"
 
 
-def test_no_byte_is_received_twice(both: Both) -> None:
-    together, apart = both
-    for found in (*together, *apart):
-        assert found.bytes_received == found.bytes_least > 0
-    assert [found.bytes_least for found in apart] == [found.bytes_least for found in together]
+def test_no_byte_is_received_twice(one_and_two_hosts: OneAndTwoHosts) -> None:
+    together, apart = one_and_two_hosts
+    for switched in (*together, *apart):
+        assert switched.bytes_received == switched.bytes_least > 0
+    assert [switched.bytes_least for switched in apart] == [switched.bytes_least for switched in together]
 
 
-def test_shared_memory_serves_a_host_and_messages_the_rest(both: Both) -> None:
-    together, apart = both
-    assert [found.transports for found in together] == [{"shared_memory"}] * 4
-    assert [found.transports for found in apart] == [{"shared_memory", "collective"}] * 4
+def test_shared_memory_serves_a_host_and_messages_the_rest(one_and_two_hosts: OneAndTwoHosts) -> None:
+    together, apart = one_and_two_hosts
+    assert [switched.transports for switched in together] == [{"shared_memory"}] * 4
+    assert [switched.transports for switched in apart] == [{"shared_memory", "collective"}] * 4
 
 
-def test_each_host_receives_once_what_it_lacks_and_its_ranks_share_that(both: Both) -> None:
-    _, apart = both
+def test_each_host_receives_missing_bytes_once(one_and_two_hosts: OneAndTwoHosts) -> None:
+    _, apart = one_and_two_hosts
     for host, ranks in {"a": apart[:2], "b": apart[2:]}.items():
         assert sum(rank.bytes_across_hosts for rank in ranks) == ranks[0].network_lower_bound[host] > 0
-    assert min(found.bytes_across_hosts for found in apart) > 0
+    assert min(switched.bytes_across_hosts for switched in apart) > 0
 
 
-def test_relays_stage_what_is_planned(both: Both) -> None:
-    together, apart = both
-    assert [(found.staging_bytes, found.planned_staging_bytes) for found in together] == [(0, 0)] * 4
-    for found in apart:
-        assert 0 < found.planned_staging_bytes <= found.staging_bytes
-        assert found.staging_bytes < found.planned_staging_bytes + HEADERS_AND_PADDING
+def test_relays_stage_the_planned_bytes(one_and_two_hosts: OneAndTwoHosts) -> None:
+    together, apart = one_and_two_hosts
+    assert [(switched.staging_bytes, switched.planned_staging_bytes) for switched in together] == [(0, 0)] * 4
+    for switched in apart:
+        assert 0 < switched.planned_staging_bytes <= switched.staging_bytes
+        assert switched.staging_bytes < switched.planned_staging_bytes + HEADERS_AND_PADDING

@@ -1,4 +1,5 @@
-"""Only what changed, with real engines: what is frozen goes to vLLM once, and all is right after every switch."""
+"""Incremental switches with real engines: frozen weights are sent once, and vLLM is always
+right."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EMBEDDING_NBYTES = 528 * 128 * 4
 FROZEN_NBYTES = {"fsdp": 2 * EMBEDDING_NBYTES, "megatron": EMBEDDING_NBYTES}
-"""By trainer: embedding and head, or the embedding alone."""
+"""Trainer -> bytes of embedding and head, or of the embedding alone."""
 TRAINERS = tuple(FROZEN_NBYTES)
 
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     directory = tmp_path_factory.mktemp("incremental")
-    # 528 rows of 128 in float32: 0.27 MB each for embedding and head; the 4 layers have 0.5 MB
+    # Embedding and head have 528 rows of 128 in float32, 0.27 MB each; the 4 layers have 0.5 MB.
     models = [workers.write_model(directory / name, "qwen3", vocab_size=528) for name in TRAINERS]
     return engines.launch_in_turn(
         2,
@@ -44,59 +45,65 @@ def all_by_rank(request: pytest.FixtureRequest, outcomes: Outcomes) -> list[dict
     return outcomes[request.param]
 
 
-def test_vllm_has_the_bits_of_its_own_load_after_every_switch(all_by_rank: list[dict[str, Round]]) -> None:
-    assert [(name, each.different) for found in all_by_rank for name, each in found.items() if each.different] == []
+def test_vllm_weights_equal_its_own_load_after_every_switch(all_by_rank: list[dict[str, Round]]) -> None:
+    for rounds in all_by_rank:
+        assert {name: result.different for name, result in rounds.items() if result.different} == {}
 
 
-def test_what_is_frozen_is_sent_once(by_rank: list[dict[str, Round]]) -> None:
-    for found in by_rank:
-        first, step, another = found["first"], found["step"], found["another"]
+def test_frozen_weights_are_sent_once(by_rank: list[dict[str, Round]]) -> None:
+    for rounds in by_rank:
+        first = rounds["first"]
+        step = rounds["step"]
+        another = rounds["another"]
         assert (first.skipped, step.skipped) == (0, another.skipped)
         assert step.read == another.read == first.read - step.skipped
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_what_is_skipped_is_what_is_frozen(outcomes: Outcomes, trainer: str) -> None:
+def test_only_frozen_weights_are_skipped(outcomes: Outcomes, trainer: str) -> None:
     for name in ("step", "another"):
-        assert sum(found[name].skipped for found in outcomes[trainer]) == FROZEN_NBYTES[trainer]
+        assert sum(rounds[name].skipped for rounds in outcomes[trainer]) == FROZEN_NBYTES[trainer]
 
 
-def test_the_base_under_adapters_goes_once(outcomes: Outcomes) -> None:
-    for found in outcomes["adapters"]:
-        first, step, another = found["first"], found["step"], found["another"]
+def test_the_base_of_adapters_is_sent_once(outcomes: Outcomes) -> None:
+    for rounds in outcomes["adapters"]:
+        first = rounds["first"]
+        step = rounds["step"]
+        another = rounds["another"]
         assert step.skipped == another.skipped == first.read - step.read > 4 * step.read
         assert step.read == another.read > 0
 
 
 def test_without_a_step_nothing_is_sent(all_by_rank: list[dict[str, Round]]) -> None:
-    for found in all_by_rank:
-        assert (found["none"].read, found["none"].skipped) == (0, found["first"].read)
+    for rounds in all_by_rank:
+        assert (rounds["none"].read, rounds["none"].skipped) == (0, rounds["first"].read)
 
 
-def test_what_is_written_is_sent(by_rank: list[dict[str, Round]]) -> None:
-    for found in by_rank:
-        assert found["forgotten"].skipped == 0
+def test_written_weights_are_sent(by_rank: list[dict[str, Round]]) -> None:
+    for rounds in by_rank:
+        assert rounds["forgotten"].skipped == 0
         for name in ("written", "unfrozen"):
-            assert found[name].read > 0, name
+            assert rounds[name].read > 0, name
 
 
-def test_what_is_loaded_is_sent_if_it_is_something_else(outcomes: Outcomes) -> None:
-    assert all(found["loaded"].skipped == 0 for found in outcomes["fsdp"])
-    assert all(found["loaded"].read == 0 for found in outcomes["megatron"])  # what was saved just before
+def test_loaded_weights_are_sent_if_they_differ(outcomes: Outcomes) -> None:
+    assert all(rounds["loaded"].skipped == 0 for rounds in outcomes["fsdp"])
+    assert all(rounds["loaded"].read == 0 for rounds in outcomes["megatron"])  # equal to the saved ones
 
 
-def test_the_fewest_bytes_are_received(all_by_rank: list[dict[str, Round]]) -> None:
-    assert {name: each.surplus for found in all_by_rank for name, each in found.items() if each.surplus} == {}
+def test_received_bytes_are_minimal(all_by_rank: list[dict[str, Round]]) -> None:
+    for rounds in all_by_rank:
+        assert {name: result.surplus for name, result in rounds.items() if result.surplus} == {}
 
 
-def test_no_more_stays_than_the_bound(by_rank: list[dict[str, Round]]) -> None:
-    for found in by_rank:
-        assert found["first"].kept == 0
-        assert 0 < found["none"].kept <= MEGABYTES * 1024**2
+def test_kept_bytes_are_bounded(by_rank: list[dict[str, Round]]) -> None:
+    for rounds in by_rank:
+        assert rounds["first"].kept == 0
+        assert 0 < rounds["none"].kept <= MEGABYTES * 1024**2
 
 
-def test_vllm_computes_with_what_stayed_as_with_what_is_sent_anew(all_by_rank: list[dict[str, Round]]) -> None:
-    for found in all_by_rank:
+def test_kept_weights_compute_the_same_as_sent_ones(all_by_rank: list[dict[str, Round]]) -> None:
+    for rounds in all_by_rank:
         for stayed in ("another", "none"):
-            for one, other in zip(found[stayed].logprobs, found["forgotten"].logprobs, strict=True):
-                assert torch.equal(one, other)
+            for logprobs, expected in zip(rounds[stayed].logprobs, rounds["forgotten"].logprobs, strict=True):
+                assert torch.equal(logprobs, expected)

@@ -1,4 +1,4 @@
-"""After a rollout, and in it, whatever users call to read or write the model is right or refused; real engines."""
+"""During and after a rollout, calls that read or write the model are correct or refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ Calls = Mapping[str, Callable[[], object]]
 
 
 @dataclass
-class Seen:
-    """By call: what came of it in a rollout, after it, and in `train_context`; whether training state is as it was."""
+class Outcomes:
+    """Outcomes of calls in a rollout, after it and in `train_context`.
+
+    Attributes:
+        is_unchanged: whether training state is unchanged after the rollout.
+    """
 
     inside: dict[str, str]
     outside: dict[str, str]
@@ -42,7 +46,7 @@ def outcome_of(call: Callable[[], object]) -> str:
     return "done"
 
 
-def seen_by(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> Seen:
+def outcomes_of(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> Outcomes:
     with engine.train_context():
         before = [tensor.clone() for tensor in state()]
     with engine.rollout_context():
@@ -51,16 +55,16 @@ def seen_by(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch
     with engine.train_context():
         is_unchanged = all(map(torch.equal, state(), before))
         training = {name: outcome_of(call) for name, call in calls.items()}
-    return Seen(inside, outside, training, is_unchanged)
+    return Outcomes(inside, outside, training, is_unchanged)
 
 
 def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What transformers can save."""
+    """Return the weights in the form that transformers can save."""
     tensors = model.state_dict().items()
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors}
 
 
-def with_fsdp(directory: Path) -> Seen:
+def with_fsdp(directory: Path) -> Outcomes:
     model = sharded_models.from_config(directory)
     engine = HybridEngine(
         model=model, rollout_config={"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}, train_config={}
@@ -83,13 +87,15 @@ def with_fsdp(directory: Path) -> Seen:
         "optimizer.state_dict": optimizer.state_dict,
         "optimizer.load_state_dict": lambda: optimizer.load_state_dict(moments),
     }
-    state = [*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())]
-    seen = seen_by(engine, calls, lambda: [local_of(tensor) for tensor in state])
+    state = [*model.parameters()]
+    for moments_of_parameter in optimizer.state.values():
+        state += moments_of_parameter.values()
+    outcomes = outcomes_of(engine, calls, lambda: [local_of(tensor) for tensor in state])
     engine.shutdown()
-    return seen
+    return outcomes
 
 
-def with_megatron(directory: Path) -> Seen:
+def with_megatron(directory: Path) -> Outcomes:
     worker = workers.build_worker(directory, {}, {})
     with worker.train_context():
         worker.update(workers.batch(seed=0), workers.cross_entropy)
@@ -106,28 +112,28 @@ def with_megatron(directory: Path) -> Seen:
         "save_checkpoint of the worker": lambda: worker.save_checkpoint(directory / "checkpoint"),
     }
     parameters = [*chunk.parameters()]
-    seen = seen_by(worker, calls, lambda: [parameter.detach() for parameter in parameters])
+    outcomes = outcomes_of(worker, calls, lambda: [parameter.detach() for parameter in parameters])
     worker.shutdown()
-    return seen
+    return outcomes
 
 
-def run(directory: Path) -> dict[str, Seen]:
-    found = {"megatron": with_megatron(directory)}
+def run(directory: Path) -> dict[str, Outcomes]:
+    outcomes = {"megatron": with_megatron(directory)}
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return found | {"fsdp": with_fsdp(directory)}
+    return outcomes | {"fsdp": with_fsdp(directory)}
 
 
 @pytest.fixture(scope="module")
-def seen(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
     directory = workers.write_model(tmp_path_factory.mktemp("outside") / "model", "qwen3")
     return engines.launch(run, 1, directory)[0]
 
 
 @pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
-def test_what_needs_training_state_is_refused_until_it_is_back(seen: dict[str, Seen], trainer: str) -> None:
-    found = seen[trainer]
-    assert set(found.inside.values()) == {"refused"}, found.inside
-    assert set(found.outside.values()) == {"refused"}, found.outside
-    assert set(found.training.values()) == {"done"}, found.training
-    assert found.is_unchanged
+def test_training_state_is_refused_until_it_returns(outcomes: dict[str, Outcomes], trainer: str) -> None:
+    results = outcomes[trainer]
+    assert set(results.inside.values()) == {"refused"}, results.inside
+    assert set(results.outside.values()) == {"refused"}, results.outside
+    assert set(results.training.values()) == {"done"}, results.training
+    assert results.is_unchanged

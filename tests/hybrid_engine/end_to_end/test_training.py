@@ -1,4 +1,4 @@
-"""Training with switches in between is bitwise training without; what else reads the weights sees the latest."""
+"""Training with switches is bitwise training without; other readers get the latest weights."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Name -> number of ranks, actor_config."""
 PREFETCHED = frozenset({"fp32 overlap dp2"})
-"""Those whose training state comes back during rollouts, and leaves during fills."""
+"""Actors whose training state returns during rollouts and leaves during fills."""
 GATHERS = "overlapped gathers"
 ATTACHED = "attached"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """After NUM_UPDATES updates: the loss of each, the training state by owner, the weights' version."""
+    """Losses, training state by owner, and version of the weights after NUM_UPDATES updates."""
 
     losses: list[float]
     state: dict[str, str]
@@ -56,12 +56,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainedWithSwitches(Trained):
-    """
+    """Further observations of training with switches.
+
     Attributes:
-        offloaded: in each switch, the share of the training bytes that left.
-        prefetched: bytes that came back in each rollout.
-        vllm_model_outlives_worker: vLLM's is there when vLLM's worker has shut down, where its memory pools end.
-        model_is_left, num_gloo_threads_more: once the worker is shut down and dropped.
+        offloaded: share of the training bytes that each switch offloaded.
+        prefetched: bytes that each rollout brought back.
+        vllm_model_outlives_worker: whether vLLM's model exists after vLLM's worker has shut down,
+            when its memory pools end.
+        model_is_left, num_gloo_threads_more: after the worker was shut down and dropped.
     """
 
     offloaded: list[float]
@@ -73,10 +75,12 @@ class TrainedWithSwitches(Trained):
 
 @real_collector()
 def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off") -> TrainedWithSwitches:
-    """A switch and an offload of everything after each update."""
+    """Train with a switch and a complete offload after each update."""
     num_threads = _num_gloo_threads()
     worker = workers.build_worker(model, actor, {"prefetch": prefetch})
-    losses, offloaded, prefetched = [], [], []
+    losses: list[float] = []
+    offloaded: list[float] = []
+    prefetched: list[int] = []
     for number in range(NUM_UPDATES):
         with worker.train_context():
             losses.append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
@@ -89,18 +93,23 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
             worker.compute_log_probs(workers.batch(seed=number))
     with worker.train_context():
         state = training_state(worker.train)
-    version, chunk = worker.train.version, weakref.ref(worker.actor.chunks[0])
+    version = worker.train.version
+    chunk = weakref.ref(worker.actor.chunks[0])
     outlives = shut_down(worker)
     del worker
     gc.collect()
-    is_left, num_more = chunk() is not None, _num_gloo_threads() - num_threads
+    is_left = chunk() is not None
+    num_more = _num_gloo_threads() - num_threads
     return TrainedWithSwitches(losses, state, version, offloaded, prefetched, outlives, is_left, num_more)
 
 
 def shut_down(worker: ActorHybridWorker) -> bool:
-    """Whether vLLM's model outlives vLLM's worker, while others still refer to the switch."""
-    model, referring = weakref.ref(worker.inference.adaptor.model), (worker, worker.sharding)
-    vllm_worker, outlives = core_of(worker.inference.llm).model_executor.driver_worker, list[bool]()
+    """Return whether vLLM's model outlives vLLM's worker, while others still refer to the
+    switch."""
+    model = weakref.ref(worker.inference.adaptor.model)
+    referring = (worker, worker.sharding)
+    vllm_worker = core_of(worker.inference.llm).model_executor.driver_worker
+    outlives: list[bool] = []
     end = vllm_worker.shutdown
     vllm_worker.shutdown = lambda: (end(), outlives.append(model() is not None))
     worker.shutdown()
@@ -109,12 +118,12 @@ def shut_down(worker: ActorHybridWorker) -> bool:
 
 
 def _num_gloo_threads() -> int:
-    """Every process group of gloo has three."""
+    """Return the number of threads of gloo's process groups, three for each group."""
     return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
 
 
 def train_without(model: Path, actor: dict[str, Any]) -> Trained:
-    """The same updates by Megatron alone."""
+    """Run the same updates by Megatron alone."""
     with running(model, workers.configuration(model, actor).actor_config) as run:
         losses = [
             run.engine.train_step(share_of(run.engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
@@ -125,7 +134,7 @@ def train_without(model: Path, actor: dict[str, Any]) -> Trained:
 
 @dataclass(frozen=True)
 class Pair:
-    """By rank, what training with switches and without came to."""
+    """Results by rank of training with and without switches."""
 
     switched: list[TrainedWithSwitches]
     without: list[Trained]
@@ -133,7 +142,10 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcomes]:
-    """Of all that runs on so many ranks, launched once. What ends its process group comes before what keeps it."""
+    """Results of all functions that run on a number of ranks, launched once.
+
+    Functions that end their process group run first.
+    """
     directory = tmp_path_factory.mktemp("training")
     model = workers.write_model(directory / "model", "qwen3")
 
@@ -142,14 +154,15 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
         actors = {name: actor for name, (wanted, actor) in ACTORS.items() if wanted == num_ranks}
         calls: dict[str, Call] = {}
         if num_ranks == 2:
-            calls[ATTACHED] = attach_to_the_example, ()
-            calls[GATHERS] = follow_overlapped_gathers, (model, directory / "checkpoint")
-        else:  # some groups of a worker stay until the next one is built: so here is one before those that are counted
-            calls["first"] = train_with_switches, (model, next(iter(actors.values())))
+            calls[ATTACHED] = (attach_to_the_example, ())
+            calls[GATHERS] = (follow_overlapped_gathers, (model, directory / "checkpoint"))
+        else:
+            # Some groups of a worker stay until the next one is built, so run one uncounted worker.
+            calls["first"] = (train_with_switches, (model, next(iter(actors.values()))))
         for name, actor in actors.items():
             prefetch = "auto" if name in PREFETCHED else "off"
-            calls[f"{name}, switched"] = train_with_switches, (model, actor, prefetch)
-            calls[f"{name}, without"] = train_without, (model, actor)
+            calls[f"{name}, switched"] = (train_with_switches, (model, actor, prefetch))
+            calls[f"{name}, without"] = (train_without, (model, actor))
         return engines.launch_in_turn(num_ranks, calls, timeout=800)
 
     return launched
@@ -157,12 +170,12 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(params=ACTORS)
 def pair(request: pytest.FixtureRequest, outcomes: Callable[[int], Outcomes]) -> Pair:
-    found = outcomes(ACTORS[request.param][0])
-    return Pair(found[f"{request.param}, switched"], found[f"{request.param}, without"])
+    results = outcomes(ACTORS[request.param][0])
+    return Pair(results[f"{request.param}, switched"], results[f"{request.param}, without"])
 
 
-def test_losses_parameters_and_optimizer_are_bitwise_the_same(pair: Pair) -> None:
-    """All ranks report the same losses; a switch counts as no update."""
+def test_losses_and_state_are_bitwise_equal(pair: Pair) -> None:
+    """Losses are equal on all ranks, and a switch is not counted as an update."""
     for switched, without in zip(pair.switched, pair.without, strict=True):
         assert switched.losses == without.losses == pair.switched[0].losses
         assert len(without.state) > 1
@@ -170,17 +183,17 @@ def test_losses_parameters_and_optimizer_are_bitwise_the_same(pair: Pair) -> Non
         assert switched.version == without.version == NUM_UPDATES
 
 
-def test_all_training_bytes_leave_in_every_switch(pair: Pair) -> None:
+def test_every_switch_offloads_all_training_bytes(pair: Pair) -> None:
     for result in pair.switched:
         first, *others = result.offloaded
-        assert first >= 1  # with the embeddings of positions that the forward pass of `check_compute` has cached
+        assert first >= 1  # includes position embeddings cached by the forward pass of `check_compute`
         assert others == [1.0] * (NUM_UPDATES - 1)
 
 
-def test_parameters_come_back_during_a_rollout_if_asked(request: pytest.FixtureRequest, pair: Pair) -> None:
-    is_asked = request.node.callspec.params["pair"] in PREFETCHED
+def test_parameters_return_during_a_rollout_with_prefetch(request: pytest.FixtureRequest, pair: Pair) -> None:
+    prefetches = request.node.callspec.params["pair"] in PREFETCHED
     assert [[nbytes > 0 for nbytes in result.prefetched] for result in pair.switched] == (
-        [[is_asked] * NUM_UPDATES] * len(pair.switched)
+        [[prefetches] * NUM_UPDATES] * len(pair.switched)
     )
 
 
@@ -189,21 +202,21 @@ def test_a_dropped_worker_leaves_no_model(pair: Pair) -> None:
 
 
 def test_a_dropped_worker_leaves_no_process_group(pair: Pair) -> None:
-    """Fewer threads than before where a former worker was just collected."""
+    """Threads can be fewer than before if an earlier worker was just collected."""
     assert max(result.num_gloo_threads_more for result in pair.switched) <= 0
 
 
-# -- what reads the weights beside the switch --------------------------------------------------------------------------
+# -- other readers of the weights ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Readers:
-    """Whether their scores are bitwise those of the live weights, with an overlapped gather owed.
+    """Readers with scores bitwise equal to the live weights' while an overlapped gather is pending.
 
     Attributes:
         reference: a ReferenceModel made then.
-        begun: a second worker with another seed, whose model's directory has the weights that were saved then.
-        fresh, loaded: that worker after an update, and after it loads the checkpoint made then.
+        begun: a second worker with another seed, started from the weights saved then.
+        fresh, loaded: that worker after an update, and after loading the checkpoint made then.
         refused: the second worker after a checkpoint that rank 1 lacks.
         version: of the second worker.
     """
@@ -225,7 +238,7 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
         worker.save_checkpoint(directory)
         worker.save_hf_checkpoint(directory.with_name("hf"))
         live = worker.compute_log_probs(batch)
-        of_reference = reference.compute_log_probs(batch)
+        reference_scores = reference.compute_log_probs(batch)
         with pytest.raises(StateError, match="Megatron's process groups are in use in this process"):
             workers.build_worker(model, OVERLAP)
         assert torch.equal(worker.compute_log_probs(batch), live)
@@ -239,17 +252,17 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
         version = second.train.version
         if second.rank == 1:
             (directory / (directory / "latest").read_text().strip() / "__1_0.distcp").unlink()
-        second.barrier("the file is gone")  # rank 0, which verifies it, must not come before
+        second.barrier("the file is gone")  # rank 0 must not verify the file earlier
         with pytest.raises(HybridEngineError, match=r"__1_0\.distcp: no such file"):
             second.load_checkpoint(directory)
         refused = second.compute_log_probs(batch)
     second.shutdown()
-    is_live = [torch.equal(live, scores) for scores in (of_reference, begun, fresh, loaded, refused)]
+    is_live = [torch.equal(live, scores) for scores in (reference_scores, begun, fresh, loaded, refused)]
     return Readers(*is_live, version)
 
 
-def test_whatever_reads_the_weights_sees_the_latest(outcomes: Callable[[int], Outcomes]) -> None:
-    """A reference, a run that begins with them, a checkpoint; one that a rank cannot read changes nothing."""
+def test_all_readers_get_the_latest_weights(outcomes: Callable[[int], Outcomes]) -> None:
+    """A reference, a run from them, a checkpoint. An unreadable checkpoint changes nothing."""
     expected = Readers(reference=True, begun=True, fresh=False, loaded=True, refused=True, version=2)
     assert outcomes(2)[GATHERS] == [expected] * 2
 
@@ -265,44 +278,44 @@ def attached(outcomes: Callable[[int], Outcomes]) -> list[dict[str, Any]]:
     return outcomes(2)[ATTACHED]
 
 
-def test_an_attached_engine_leaves_training_bitwise_as_it_is(attached: list[dict[str, Any]]) -> None:
-    for found in attached:
-        assert len(set(found["plain"])) == len(found["plain"])
-        assert found["attached"] == found["plain"]
-        assert found["unprepared"] == found["plain"]
-        assert found["loose"]["moved=True"] == found["loose"]["moved=False"]
+def test_an_attached_engine_leaves_training_bitwise_equal(attached: list[dict[str, Any]]) -> None:
+    for observed in attached:
+        assert len(set(observed["plain"])) == len(observed["plain"])
+        assert observed["attached"] == observed["plain"]
+        assert observed["unprepared"] == observed["plain"]
+        assert observed["loose"]["moved=True"] == observed["loose"]["moved=False"]
 
 
-def test_what_is_lost_without_prepare_is_said(attached: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(attached):
-        assert not any("prepare" in text for text in found["warned_if_prepared"])
-        (text,) = (text for text in found["warned"] if "prepare" in text)
+def test_a_missing_prepare_is_warned_of(attached: list[dict[str, Any]]) -> None:
+    for rank, observed in enumerate(attached):
+        assert not any("prepare" in text for text in observed["warned_if_prepared"])
+        (text,) = (text for text in observed["warned"] if "prepare" in text)
         assert re.match(
             rf"rank {rank}: [1-9][\d.]* MiB of parameters and gradients are in ordinary memory, since hybrid_eng", text
         )
 
 
-def test_an_attached_model_does_not_compute_without_its_weights(attached: list[dict[str, Any]]) -> None:
-    assert all(found["is_held_back"] for found in attached)
+def test_an_attached_model_refuses_to_compute_without_weights(attached: list[dict[str, Any]]) -> None:
+    assert all(observed["is_held_back"] for observed in attached)
 
 
 def test_an_attached_engine_stores_weights(attached: list[dict[str, Any]]) -> None:
-    for found in attached:
-        assert found["keeps"]
+    for observed in attached:
+        assert observed["keeps"]
 
 
-def test_a_setting_that_vllm_does_not_have_fails_the_first_switch(attached: list[dict[str, Any]]) -> None:
-    """Bitwise the same training after that, as the test above shows."""
-    for found in attached:
-        text = found["other_setting"]
+def test_a_setting_that_vllm_lacks_fails_the_first_switch(attached: list[dict[str, Any]]) -> None:
+    """Training continues bitwise equal, as the test above shows."""
+    for observed in attached:
+        text = observed["other_setting"]
         assert "vLLM does not compute what the trainer computes: log-probabilities of 28 tokens are" in text
         assert "the trainer has TransformerConfig.glu_linear_offset 100.0" in text
-        assert found["state_after"] == "train"
+        assert observed["state_after"] == "train"
 
 
-def test_what_does_not_fit_is_said_at_once(attached: list[dict[str, Any]]) -> None:
-    for found in attached:
-        refused = found["refused"]
+def test_mismatches_of_model_and_configuration_are_refused(attached: list[dict[str, Any]]) -> None:
+    for observed in attached:
+        refused = observed["refused"]
         assert ("model_chunks[0]", "not-in-ddp") in refused["without DDP"]
         assert ("optimizer", "unsupported-optimizer") in refused["without DDP"]
         assert ("model_chunks[0]", "not-a-megatron-model") in refused["no Megatron"]

@@ -1,7 +1,7 @@
-"""Faults between training and what vLLM holds are found inside the switch, named on all ranks, and rolled back; all of
-it is in the trace.
+"""Faults between training and vLLM are detected in the switch, reported and rolled back.
 
-Two ranks, FSDP2 -> vLLM's TP 2, a model with experts: real transports, real vLLM. Each fault is on one rank.
+Two ranks, FSDP2 -> vLLM's TP 2, a model with experts: real transports, real vLLM. Each fault is on
+one rank and reported on all. All of it is in the trace.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NORM = "model.norm"
 
 
 @dataclass
-class Seen:
-    """What one rank saw of one fault.
+class Outcome:
+    """Observations of a fault on one rank.
 
     Attributes:
-        error: text of what the switch raised, with the name of its class before it.
+        error: class and text of the error that the switch raised.
         state: of the engine afterwards.
-        is_unchanged: training state, bit by bit.
-        tensors: those of the bucket that was left out.
-        goes_on: the next switch, without the fault, verifies everything, and vLLM generates.
+        is_unchanged: whether training state is bitwise equal.
+        tensors: of the bucket that was skipped.
+        goes_on: whether the next switch verifies everything and vLLM generates.
     """
 
     error: str = ""
@@ -50,8 +50,8 @@ class Seen:
     goes_on: bool = False
 
 
-def inject(directory: str) -> dict[str, Seen]:
-    """Every fault in turn, a training step before each."""
+def inject(directory: str) -> dict[str, Outcome]:
+    """Inject every fault in turn, after a training step each."""
     dist.init_process_group("gloo")
     model = sharded_models.shard(sharded_models.from_config(Path(directory)))
     engine = HybridEngine(
@@ -66,40 +66,43 @@ def inject(directory: str) -> dict[str, Seen]:
                 "bucket_mb": 1,
             },
             **{"verify": "full", "check_compute": "always", "trace": str(Path(directory) / "trace.json")},
-            "release_weights": False,  # old values stay where they are
+            "release_weights": False,  # old values stay in place
         },
         compress_reshard=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = {}
+    outcomes = {}
     with engine.rollout_context():
         engine.generate([[5, 6, 7]], GREEDY)
     for name, fault in FAULTS.items():
-        found[name] = seen = Seen()
+        outcomes[name] = outcome = Outcome()
         with engine.train_context():
             model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         before = _training_digests(model, optimizer)
         try:
-            with fault(engine, seen), engine.rollout_context():
+            with fault(engine, outcome), engine.rollout_context():
                 pass
         except HybridEngineError as error:
-            seen.error = f"{type(error).__name__}: {error}"
-        seen.state = engine.sharding.state.value
-        seen.is_unchanged = _training_digests(model, optimizer) == before
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.state = engine.sharding.state.value
+        outcome.is_unchanged = _training_digests(model, optimizer) == before
         with engine.rollout_context():
             report = engine.sharding.last_report
             planned = [name for bucket in engine.sharding.plan.buckets for name in bucket.tensors]
             is_verified = report is not None and report.tensors_verified == len(planned)
-            seen.goes_on = is_verified and len(engine.generate([[5, 6, 7]], GREEDY)[0][0].token_ids) == 4
+            outcome.goes_on = is_verified and len(engine.generate([[5, 6, 7]], GREEDY)[0][0].token_ids) == 4
     engine.shutdown()
-    found["layers"] = Seen(error=refused_layers(Path(directory)))
-    return found
+    outcomes["layers"] = Outcome(error=refused_layers(Path(directory)))
+    return outcomes
 
 
 def refused_layers(directory: Path) -> str:
-    """Of a model in which the scale of one layer is not what its config says, and nothing else looks."""
+    """Return the error of a model with another scale in one layer than in its config.
+
+    No other check reads the scale.
+    """
     config = served_config("llama", torch_dtype="float32")
     model = sharded_models.from_config(write_config(directory / str(dist.get_rank()), config))
     model.model.layers[1].self_attn.scaling *= 2
@@ -117,7 +120,7 @@ def _training_digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 @contextmanager
 def _wrapped_transports(engine: Any, wrap: Callable[[Any], Callable[..., None]]) -> Iterator[None]:
-    """Each transport's `run` replaced by what `wrap` makes of it."""
+    """Replace each transport's `run` by the result of `wrap`."""
     transports = list(engine.sharding.router._transports.values())
     for transport in transports:
         transport.run = wrap(transport)
@@ -129,18 +132,20 @@ def _wrapped_transports(engine: Any, wrap: Callable[[Any], Callable[..., None]])
 
 
 @contextmanager
-def flipped_bit(engine: Any, seen: Seen) -> Iterator[None]:
-    """In the first of what rank 1 gets from rank 0."""
-    rank, flipped = dist.get_rank(), []
+def flipped_bit(engine: Any, outcome: Outcome) -> Iterator[None]:
+    """Flip a bit of the first element that rank 1 receives from rank 0."""
+    rank = dist.get_rank()
+    flipped = []
 
     def wrap(transport: Any) -> Callable[..., None]:
         run = transport.run
 
         def flip(bucket: int, transfers: Any, source: Any, destination: Any) -> None:
             run(bucket, transfers, source, destination)
-            received = [each for each in transfers if each.dst_rank == rank != each.src_rank]
+            received = [transfer for transfer in transfers if transfer.dst_rank == rank != transfer.src_rank]
             if rank == 1 and received and not flipped:
-                flipped.append(place := received[0].dst)
+                place = received[0].dst
+                flipped.append(place)
                 destination[place.buffer.name][place.offset : place.offset + 1].view(torch.int16).bitwise_xor_(1)
 
         return flip
@@ -150,10 +155,10 @@ def flipped_bit(engine: Any, seen: Seen) -> Iterator[None]:
 
 
 @contextmanager
-def stale_bucket(engine: Any, seen: Seen) -> Iterator[None]:
-    """The last bucket of rank 0, whose transfers do not run."""
+def stale_bucket(engine: Any, outcome: Outcome) -> Iterator[None]:
+    """Skip the transfers of the last bucket to rank 0."""
     last = engine.sharding.plan.buckets[-1]
-    seen.tensors = list(last.tensors)
+    outcome.tensors = list(last.tensors)
 
     def wrap(transport: Any) -> Callable[..., None]:
         run = transport.run
@@ -169,10 +174,11 @@ def stale_bucket(engine: Any, seen: Seen) -> Iterator[None]:
 
 
 @contextmanager
-def live_weight(engine: Any, seen: Seen) -> Iterator[None]:
-    """The final norm of rank 1, a bit of which flips after its commit."""
+def live_weight(engine: Any, outcome: Outcome) -> Iterator[None]:
+    """Flip a bit of the final norm of rank 1 after its commit."""
     adaptor = engine.inference.adaptor
-    finish, norm = adaptor.finish_fill, adaptor.model.get_submodule(NORM)
+    finish = adaptor.finish_fill
+    norm = adaptor.model.get_submodule(NORM)
 
     def flip() -> None:
         finish()
@@ -187,8 +193,8 @@ def live_weight(engine: Any, seen: Seen) -> Iterator[None]:
 
 
 @contextmanager
-def other_setting(engine: Any, seen: Seen) -> Iterator[None]:
-    """Training normalises with another epsilon than config.json has; every bit arrives."""
+def other_setting(engine: Any, outcome: Outcome) -> Iterator[None]:
+    """Normalise with another epsilon in training than config.json has; every bit arrives."""
     model = engine.train.model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.model.norm, "variance_epsilon", 10.0)
@@ -196,7 +202,7 @@ def other_setting(engine: Any, seen: Seen) -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[Any, Seen], Any]] = {
+FAULTS: dict[str, Callable[[Any, Outcome], Any]] = {
     "flipped bit": flipped_bit,
     "stale bucket": stale_bucket,
     "live weight": live_weight,
@@ -211,34 +217,34 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(engines: Ranks, directory: Path) -> list[dict[str, Seen]]:
+def outcomes(engines: Ranks, directory: Path) -> list[dict[str, Outcome]]:
     return engines.launch(inject, 2, str(directory))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_rolled_back_and_the_next_switch_works(seen: list[dict[str, Seen]], fault: str) -> None:
-    for found in seen:
-        assert found[fault].error
-        assert found[fault].state == "train"
-        assert found[fault].is_unchanged
-        assert found[fault].goes_on
+def test_a_fault_is_rolled_back_and_the_next_switch_works(outcomes: list[dict[str, Outcome]], fault: str) -> None:
+    for by_fault in outcomes:
+        assert by_fault[fault].error
+        assert by_fault[fault].state == "train"
+        assert by_fault[fault].is_unchanged
+        assert by_fault[fault].goes_on
 
 
-def _lines(found: Seen) -> list[str]:
-    return [line.strip(" -") for line in found.error.splitlines() if line.startswith("  - ")]
+def _lines(outcome: Outcome) -> list[str]:
+    return [line.strip(" -") for line in outcome.error.splitlines() if line.startswith("  - ")]
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "live weight"])
-def test_one_place_is_named_on_all_ranks(seen: list[dict[str, Seen]], fault: str) -> None:
-    assert [found[fault].error.partition(":")[0] for found in seen] == ["RemoteError", "WeightError"]
-    first, second = (_lines(found[fault]) for found in seen)
+def test_one_place_is_reported_on_all_ranks(outcomes: list[dict[str, Outcome]], fault: str) -> None:
+    assert [by_fault[fault].error.partition(":")[0] for by_fault in outcomes] == ["RemoteError", "WeightError"]
+    first, second = (_lines(by_fault[fault]) for by_fault in outcomes)
     assert first == second
     assert len(first) == 1
     assert "rank 1" in first[0]
 
 
-def test_the_flipped_bit_has_a_tensor_a_region_and_ranks(seen: list[dict[str, Seen]]) -> None:
-    (line,) = _lines(seen[0]["flipped bit"])
+def test_a_flipped_bit_is_reported_with_tensor_region_and_ranks(outcomes: list[dict[str, Outcome]]) -> None:
+    (line,) = _lines(outcomes[0]["flipped bit"])
     tensor, _, rest = line.partition("[")
     assert tensor.startswith(("model.", "lm_head"))
     box, _, rest = rest.partition("]: ")
@@ -246,37 +252,38 @@ def test_the_flipped_bit_has_a_tensor_a_region_and_ranks(seen: list[dict[str, Se
     assert rest.endswith(" of rank 1 differs from the training weights of rank 0")
 
 
-def test_a_stale_bucket_is_all_of_its_tensors_and_no_other(seen: list[dict[str, Seen]]) -> None:
-    found = seen[0]["stale bucket"]
-    assert {line.partition("[")[0] for line in _lines(found)} == set(found.tensors)
-    assert found.error.startswith("WeightError")
-    assert seen[1]["stale bucket"].error.startswith("RemoteError")
+def test_a_stale_bucket_is_reported_with_all_its_tensors(outcomes: list[dict[str, Outcome]]) -> None:
+    outcome = outcomes[0]["stale bucket"]
+    assert {line.partition("[")[0] for line in _lines(outcome)} == set(outcome.tensors)
+    assert outcome.error.startswith("WeightError")
+    assert outcomes[1]["stale bucket"].error.startswith("RemoteError")
 
 
-def test_a_live_weight_that_changed_is_named(seen: list[dict[str, Seen]]) -> None:
-    (line,) = _lines(seen[0]["live weight"])
+def test_a_changed_live_weight_is_reported(outcomes: list[dict[str, Outcome]]) -> None:
+    (line,) = _lines(outcomes[0]["live weight"])
     assert line == f"{NORM}.weight: on rank 1, vLLM's weights changed after they were committed"
 
 
-def test_another_setting_is_named_with_both_numbers(seen: list[dict[str, Seen]]) -> None:
-    for found in (each["other setting"] for each in seen):
-        assert found.error.startswith("ComputationError: vLLM does not compute what the trainer computes: log-prob")
-        assert re.search(r"sequence \d, -\d+\.\d{4} by the trainer and -\d+\.\d{4} by vLLM", found.error)
-        assert "rms_norm_eps is 10.0 for the trainer and 1e-06 for vLLM" in found.error
+def test_another_setting_is_reported_with_both_values(outcomes: list[dict[str, Outcome]]) -> None:
+    for by_fault in outcomes:
+        error = by_fault["other setting"].error
+        assert error.startswith("ComputationError: vLLM does not compute what the trainer computes: log-prob")
+        assert re.search(r"sequence \d, -\d+\.\d{4} by the trainer and -\d+\.\d{4} by vLLM", error)
+        assert "rms_norm_eps is 10.0 for the trainer and 1e-06 for vLLM" in error
 
 
-def test_another_layer_is_named_before_the_first_switch(seen: list[dict[str, Seen]]) -> None:
-    for found in (each["layers"] for each in seen):
+def test_another_layer_is_reported_before_the_first_switch(outcomes: list[dict[str, Outcome]]) -> None:
+    for by_fault in outcomes:
         scale = "the scale of attention scores is 0.353553 for the trainer and 0.176777 for vLLM"
-        assert f"what the trainer computes: in layer 1, {scale}. Make the model" in found.error
+        assert f"what the trainer computes: in layer 1, {scale}. Make the model" in by_fault["layers"].error
 
 
-# -- the trace ---------------------------------------------------------------------------------------------------------
+# -- trace -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Slice:
-    """A slice of the trace, with what lies in it."""
+    """A slice of the trace with the slices in it."""
 
     name: str
     start: float
@@ -288,11 +295,17 @@ class Slice:
         return {self.name}.union(*(part.names() for part in self.parts))
 
     def all(self, name: str) -> list[Slice]:
-        return [*([self] if self.name == name else []), *(each for part in self.parts for each in part.all(name))]
+        matching = [self] if self.name == name else []
+        for part in self.parts:
+            matching += part.all(name)
+        return matching
 
 
 def _tree(events: list[dict[str, Any]]) -> Slice:
-    """Slices of one rank, each in the shortest that it lies in. Fails where one ends outside of it."""
+    """Nest the slices of a rank, each in the shortest that contains it.
+
+    Fails if a slice ends after the slice around it.
+    """
     root = Slice("", float("-inf"), float("inf"), None)
     open_slices = [root]
     for event in events:
@@ -306,29 +319,29 @@ def _tree(events: list[dict[str, Any]]) -> Slice:
 
 
 @pytest.fixture(scope="module")
-def trees(seen: list[dict[str, Seen]], directory: Path) -> list[Slice]:
-    """By rank."""
-    by_rank = []
+def trees(outcomes: list[dict[str, Outcome]], directory: Path) -> list[Slice]:
+    """Trees of slices by rank."""
+    roots = []
     for rank in range(2):
         path = path_of_rank(directory / "trace.json", rank)
         events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
         assert {event["pid"] for event in events} == {rank}
-        by_rank.append(events)
-    for own in by_rank:
-        assert [event["ts"] for event in own] == sorted(event["ts"] for event in own)
-    return [_tree(own) for own in by_rank]
+        assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+        roots.append(_tree(events))
+    return roots
 
 
-def test_the_trace_has_every_switch_and_which_failed(trees: list[Slice]) -> None:
-    there, back = ("train->infer", None), ("infer->train", None)
-    expected = [("set-up", None), ("start", None), there]
+def test_the_trace_has_every_switch_and_its_failure(trees: list[Slice]) -> None:
+    forth = ("train->infer", None)
+    back = ("infer->train", None)
+    expected = [("set-up", None), ("start", None), forth]
     for _ in FAULTS:
-        expected += [back, ("train->infer", "error"), there]
+        expected += [back, ("train->infer", "error"), forth]
     for tree in trees:
         assert [(part.name, part.error and "error") for part in tree.parts] == expected
 
 
-def test_the_trace_has_all_phases_in_each_other(trees: list[Slice]) -> None:
+def test_the_trace_nests_all_phases(trees: list[Slice]) -> None:
     for tree in trees:
         switch = tree.parts[2]
         assert {"offload", "prepare", "check", "fill", "verify", "resume", "wait"} <= {*switch.names()}
@@ -344,7 +357,7 @@ def test_the_trace_has_all_phases_in_each_other(trees: list[Slice]) -> None:
         assert any("shared_memory" in bucket.names() for bucket in fill.all("bucket"))
 
 
-def test_the_ranks_wait_for_each_other_at_the_same_time(trees: list[Slice]) -> None:
-    one, other = (tree.parts[2].all("wait") for tree in trees)
-    assert len(one) == len(other) > 5
-    assert all(max(a.start, b.start) <= min(a.stop, b.stop) for a, b in zip(one, other, strict=True))
+def test_ranks_wait_for_each_other_at_the_same_time(trees: list[Slice]) -> None:
+    first, second = (tree.parts[2].all("wait") for tree in trees)
+    assert len(first) == len(second) > 5
+    assert all(max(a.start, b.start) <= min(a.stop, b.stop) for a, b in zip(first, second, strict=True))
