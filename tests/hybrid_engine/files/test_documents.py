@@ -1,4 +1,4 @@
-"""Whatever a file holds, every reader of settings gives a value or a ConfigError that names it, and in few words."""
+"""Every reader of settings returns a value or raises a short ConfigError that names the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.errors import has_violations
 LONGEST_MESSAGE = 4000
 
 
-HOSTILE: dict[str, bytes] = {
+INVALID: dict[str, bytes] = {
     "deep": b"model: " + b"[" * 1_200,
     "UTF-16": "model: x".encode("utf-16"),
     "Latin-1": "model: grün".encode("latin-1"),
@@ -59,7 +59,7 @@ def read_script(config: Path, prompts: Path | None = None) -> Any:
 
 
 def read_prompts(path: Path) -> Any:
-    """The script's other file: lines of JSON."""
+    """Read the script's other file, lines of JSON."""
     return read_script(Path("no configuration"), path)
 
 
@@ -78,20 +78,20 @@ def refusal(reader: Callable[[Path], Any], path: Path) -> str:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_in_a_few_words(reader: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_file_is_refused_with_a_short_message(reader: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_bytes(HOSTILE[name])
+    path.write_bytes(INVALID[name])
     message = refusal(READERS[reader], path)
     assert max(map(len, message.splitlines())) < LONGEST_MESSAGE
     assert len(message) < 200 * LONGEST_MESSAGE
-    of_contents = {"NUL in the model", "long model", "numbers as keys", "sections that are none"}
-    assert str(path) in message or name in of_contents or "unknown key" in message
+    about_contents = {"NUL in the model", "long model", "numbers as keys", "sections that are none"}
+    assert str(path) in message or name in about_contents or "unknown key" in message
 
 
 @pytest.mark.parametrize("reader", ["configuration", "example", "script"])
 def test_lines_of_another_file_are_not_repeated(reader: str, tmp_path: Path) -> None:
-    """As of /etc/shadow, each line of which is a key in YAML."""
+    """Each line of /etc/shadow, for example, is a YAML key."""
     path = tmp_path / "shadow"
     path.write_text("root:$y$j9T$secret:19000:0:99999:7:::\nuser:$6$secret:19000:0:99999:7:::\n")
     message = refusal(READERS[reader], path)
@@ -103,21 +103,21 @@ def test_lines_of_another_file_are_not_repeated(reader: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["missing", "directory", "pipe", "/dev/zero", "NUL\0", "long" * 2000, "no UTF-8 \udcff", "\ud800"]
 )
-def test_what_is_no_file_is_refused(reader: str, name: str, tmp_path: Path) -> None:
+def test_a_path_without_a_regular_file_is_refused(reader: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if name == "directory":
         path.mkdir()
     if name == "pipe":
         os.mkfifo(path)
     message = refusal(READERS.get(reader, task.load_problems), path)
-    assert str(path.parent) in message.encode().decode()  # it can be printed
+    assert str(path.parent) in message.encode().decode()  # must be printable
     assert len(message) < LONGEST_MESSAGE
 
 
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe[", b"[" * 100_000, b'{"prompt": 1}', b"1" * 10_000, b'"' + b"x" * 10_000]
 )
-def test_problems_that_are_none_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_invalid_problems_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(content)
     message = refusal(task.load_problems, tmp_path / "train.jsonl")
     assert "train.jsonl" in message
@@ -126,13 +126,13 @@ def test_problems_that_are_none_are_refused(content: bytes, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("content", [b"[]", b'"x"', b"null", b"5", b"[" * 100_000, b"\xff\xfe", b"1" * 10_000, b"",
                                      b'{"hidden_size": 8, "hidden_size": 16}'])  # fmt: skip
-def test_a_model_config_that_holds_no_keys_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_model_config_without_keys_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     assert str(tmp_path / "config.json") in refusal(lambda path: load_config({"model": str(path)}, 1), tmp_path)
 
 
-def test_yaml_means_what_it_means_elsewhere(tmp_path: Path) -> None:
-    """Anchors and merges are for people: a few are fine. So is a byte order mark."""
+def test_yaml_is_read_as_by_pyyaml(tmp_path: Path) -> None:
+    """A few anchors, merges and a byte order mark are allowed."""
     text = "base: &base {lr: 1.5, on: true}\none: {<<: *base, lr: 2}\ntwo: [*base, *base]\nnothing:\n"
     path = tmp_path / "settings.yaml"
     path.write_text(text)
@@ -142,11 +142,11 @@ def test_yaml_means_what_it_means_elsewhere(tmp_path: Path) -> None:
     path.write_text('a: {"": 1, "": 2}')
     with pytest.raises(ConfigError, check=has_violations(("key", "not-yaml"))):
         read_yaml(path, "key")
-    path.write_text('{"a": 1, "a": 1}')  # twice the same leaves nothing open
+    path.write_text('{"a": 1, "a": 1}')  # duplicate keys with equal values
     assert read_json(path, "key", "") == {"a": 1}
 
 
-def test_a_message_shows_the_beginning_of_a_value_without_unfolding_it() -> None:
+def test_a_message_shows_the_beginning_of_a_value_only() -> None:
     value: Any = ["x" * 50]
     for _ in range(40):
         value = [value] * 9

@@ -1,4 +1,4 @@
-"""Files on real file systems: full, read-only, limited, and killed at every step."""
+"""Files on real file systems: full, read-only, limited, or of a process killed at any step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.harness.small_disks import file_size_limit
 MIB = 1 << 20
 
 
-# name -> (what raises, part of the message)
-WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+# name -> (function that raises, part of the message)
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: (path / "no").read_text(), "no such file or directory"),
     "cut short": (lambda path: pickle.loads(b"\x80"), "damaged or cut short (UnpicklingError: "),
     "empty pickle": (lambda path: pickle.loads(b""), "damaged or cut short (EOFError: "),
@@ -41,9 +41,9 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_an_error_about_a_file_names_it(name: str, tmp_path: Path) -> None:
-    fault, message = WRONG[name]
+@pytest.mark.parametrize("name", FAULTS)
+def test_errors_name_the_file(name: str, tmp_path: Path) -> None:
+    fault, message = FAULTS[name]
     with pytest.raises(FileError) as caught, naming("reading the settings", tmp_path, "Write them again"):
         fault(tmp_path)
     assert str(caught.value).startswith(f"reading the settings {tmp_path}: {message}")
@@ -52,28 +52,28 @@ def test_an_error_about_a_file_names_it(name: str, tmp_path: Path) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_other_errors_pass() -> None:
-    own = ConfigError([Violation("key", "wrong", "Mend it")])
-    for error in (own, StateError("no"), KeyboardInterrupt(), KeyError("a"), TypeError("b"), FileError("c")):
+def test_other_errors_are_not_wrapped() -> None:
+    config_error = ConfigError([Violation("key", "wrong", "Correct it")])
+    for error in (config_error, StateError("no"), KeyboardInterrupt(), KeyError("a"), TypeError("b"), FileError("c")):
         with pytest.raises(type(error)) as caught, naming("reading", "there"):
             raise error
         assert caught.value is error
 
 
 class Unpicklable:
-    """Whose contents fail half-way, as those on a device without memory do."""
+    """Fails while it is pickled, like tensors on a device without memory."""
 
     def __reduce__(self):
         raise RuntimeError("CUDA out of memory")
 
 
-def test_what_fails_in_memory_is_no_fault_of_the_file_being_written(tmp_path: Path) -> None:
+def test_memory_errors_are_not_blamed_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rank0000.pt"
     with pytest.raises(RuntimeError, match="CUDA out of memory"), naming("writing", path), path.open("wb") as file:
         torch.save({"a": Unpicklable()}, file)
 
 
-def test_a_system_error_that_was_dealt_with_is_not_the_cause(tmp_path: Path) -> None:
+def test_a_handled_system_error_is_not_the_cause(tmp_path: Path) -> None:
     damaged = has_code("file-failed", "damaged", "ValueError: no number")
     with pytest.raises(FileError, check=damaged), naming("reading", tmp_path, "Write it again"):
         try:
@@ -82,7 +82,7 @@ def test_a_system_error_that_was_dealt_with_is_not_the_cause(tmp_path: Path) -> 
             raise ValueError("no number") from None
 
 
-def test_a_limit_is_told_and_the_old_text_stays(tmp_path: Path) -> None:
+def test_exceeding_a_limit_keeps_the_old_text(tmp_path: Path) -> None:
     path = tmp_path / "text"
     write_text(path, "old")
     with file_size_limit(1000), pytest.raises(FileError, check=has_code("file-failed", f"writing {path}", "too large")):
@@ -91,7 +91,7 @@ def test_a_limit_is_told_and_the_old_text_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:
+def test_a_full_disk_keeps_the_old_text(small_disk: Path) -> None:
     path = small_disk / "text"
     write_text(path, "old")
     with pytest.raises(FileError, check=has_code("file-failed", f"writing {path}", f"MB free on {small_disk}")):
@@ -100,8 +100,8 @@ def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:
     assert list(small_disk.iterdir()) == [path]
 
 
-def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:
-    """torch itself says "unexpected pos 704 vs 598"."""
+def test_a_full_disk_during_torch_save_is_reported(small_disk: Path) -> None:
+    """torch's message is "unexpected pos 704 vs 598"."""
     path = small_disk / "rank0000.pt"
     full = has_code("file-failed", f"writing the checkpoint {path}", "no space left", "0.0 MB free")
     with pytest.raises(FileError, check=full), naming("writing the checkpoint", path), path.open("wb") as file:
@@ -114,9 +114,9 @@ def test_a_killed_write_leaves_old_or_new(tmp_path: Path) -> None:
     def prepare() -> None:
         write_text(path, "old")
 
-    seen = [path.read_text() for _ in kill_at_every_step(lambda: write_text(path, "new"), prepare)]
-    assert set(seen) == {"old", "new"}
-    assert seen == sorted(seen, reverse=True)
+    contents = [path.read_text() for _ in kill_at_every_step(lambda: write_text(path, "new"), prepare)]
+    assert set(contents) == {"old", "new"}
+    assert contents == sorted(contents, reverse=True)
 
 
 def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -137,9 +137,7 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "1\n"
 
 
-def test_a_last_line_of_whole_json_is_kept_and_what_is_removed_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_complete_last_line_is_kept_and_a_removal_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\n{"a": 2}')
     with file_size_limit(20), pytest.raises(FileError):
@@ -148,7 +146,7 @@ def test_a_last_line_of_whole_json_is_kept_and_what_is_removed_is_told(
     append_text(path, '{"a": 3}\n')
     assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n'
     assert caplog.messages == []
-    for rest in ("1", '{"a": 4', "[" * 100_000):  # a lone 1 may be the beginning of 12
+    for rest in ("1", '{"a": 4', "[" * 100_000):  # 1 can be the beginning of 12
         path.write_text(f"1\n{rest}")
         append_text(path, "2\n")
         assert path.read_text() == "1\n2\n"
@@ -167,9 +165,10 @@ def texts(path: Path) -> set[str]:
     return {entry.read_text() for entry in path.iterdir()}
 
 
-def test_a_killed_replacement_leaves_the_old_directory_or_the_new(tmp_path: Path) -> None:
-    """Killed before every call to the system; between the renames the old one is beside its place."""
-    target, new = tmp_path / "target", tmp_path / "target.incomplete"
+def test_a_killed_replacement_leaves_the_old_or_new_directory(tmp_path: Path) -> None:
+    """Killed before every system call. Between the renames the old directory has another name."""
+    target = tmp_path / "target"
+    new = tmp_path / "target.incomplete"
     tried = []
 
     def prepare() -> None:
@@ -183,7 +182,7 @@ def test_a_killed_replacement_leaves_the_old_directory_or_the_new(tmp_path: Path
         recover_directory(target)
         tried.append(texts(target))
         assert not list(tmp_path.glob("*.replaced*"))
-    assert tried == sorted(tried, key=lambda found: found == {"new"})
+    assert tried == sorted(tried, key=lambda contents: contents == {"new"})
     assert (tried[0], tried[-1]) == ({"old"}, {"new"})
     assert not new.exists()
     shutil.rmtree(target)

@@ -1,4 +1,5 @@
-"""Models by id: huggingface_hub's real client, its cache on disk, and a small server in place of the Hub."""
+"""Models by id: huggingface_hub's real client, its cache on disk, and a small server for the Hub.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ REPOSITORIES: dict[str, dict[str, str]] = {
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the Hub for a download: a commit, its files, their contents."""
+    """Answers the requests of huggingface_hub for a download: commit, list of files, contents."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].removeprefix("/")
@@ -64,12 +65,12 @@ class FakeHub(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Write no log."""
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The cache of a client that is online."""
+    """Cache of a client that is online."""
     from huggingface_hub import constants, hf_api
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
@@ -90,13 +91,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def refusal(name: str, revision: str | None = None) -> Violation:
     with pytest.raises(ConfigError) as caught:
         find_model(name, revision)
-    (found,) = caught.value.findings
-    return found
+    (violation,) = caught.value.findings
+    return violation
 
 
-def test_what_begins_as_a_path_is_never_asked_of_the_hub(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_never_looked_up_on_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model("./org/single") == Path("org/single")
     monkeypatch.chdir(tmp_path)
     config = {"model": "./org/single", "critic_config": {"model": "./org/sharded"}}
@@ -111,7 +110,7 @@ def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_configuration_comes_first_and_weights_when_they_are_needed(hub: Path) -> None:
+def test_weights_are_downloaded_after_the_configuration(hub: Path) -> None:
     directory = find_model("org/single")
     assert directory == hub / "models--org--single" / "snapshots" / COMMIT
     assert names_in(directory) == {"config.json", "tokenizer_config.json"}
@@ -123,7 +122,7 @@ def test_configuration_comes_first_and_weights_when_they_are_needed(hub: Path) -
     assert (directory / SINGLE).read_text() == "weights"
 
 
-def test_of_several_sets_of_weights_the_indexed_one_is_brought(hub: Path) -> None:
+def test_the_indexed_weights_are_downloaded(hub: Path) -> None:
     directory = find_model("org/sharded", COMMIT)
     snapshot = HubSnapshot.at(directory)
     assert snapshot is not None
@@ -131,7 +130,7 @@ def test_of_several_sets_of_weights_the_indexed_one_is_brought(hub: Path) -> Non
     assert names_in(directory) == {"config.json", *SHARDS}
 
 
-def test_what_was_brought_once_is_found_without_a_network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_models_are_used_without_a_network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     directory = find_model("org/single", "main")
@@ -144,7 +143,7 @@ def test_what_was_brought_once_is_found_without_a_network(hub: Path, monkeypatch
     assert "run `hf download org/other`" in refusal("org/other").remedy
 
 
-def test_what_the_hub_refuses_has_a_remedy(hub: Path) -> None:
+def test_refusals_of_the_hub_have_a_remedy(hub: Path) -> None:
     assert refusal("org/gated").code == "gated-model"
     assert "hf auth login" in refusal("org/gated").remedy
     assert refusal("org/unknown").code == "unknown-model"
@@ -157,7 +156,7 @@ def test_what_the_hub_refuses_has_a_remedy(hub: Path) -> None:
         pickled.download()
 
 
-def test_a_path_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_is_not_a_model_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "name" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
@@ -172,11 +171,11 @@ def test_a_path_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "path", ["models--org--name/snapshots/main", f"snapshots/{COMMIT}", f"a--b--c/snapshots/{COMMIT}"]
 )
-def test_other_directories_are_no_snapshots(path: str) -> None:
+def test_other_directories_are_not_snapshots(path: str) -> None:
     assert HubSnapshot.at(Path("/cache") / path) is None
 
 
-def test_files_by_the_index_or_the_one_there_is(tmp_path: Path) -> None:
+def test_weight_files_come_from_the_index_or_the_only_file(tmp_path: Path) -> None:
     (tmp_path / SINGLE).touch()
     assert weight_files(tmp_path) == [SINGLE]
     for name in ("b.safetensors", "a.safetensors"):
@@ -205,7 +204,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
+def test_invalid_weights_are_refused(tmp_path: Path, name: str) -> None:
     file, text, code = REFUSED[name]
     (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -214,7 +213,7 @@ def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
     assert (violation.key, violation.code) == ("model", code)
 
 
-def test_an_index_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map": {')
     with pytest.raises(FileError, check=has_code("file-failed", str(tmp_path / INDEX))):
         weight_files(tmp_path)

@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there: what is not one is refused, and none is read without end."""
+"""Files from other users: only regular files are read, up to a limit."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_regular(tmp_path / "link", 5, follow_links=False)
 
 
-def test_memory_follows_the_size_of_the_file_and_not_the_limit(tmp_path: Path) -> None:
+def test_memory_depends_on_the_file_and_not_the_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     tracemalloc.start()
     assert read_regular(tmp_path / "file", 1 << 32) == b"12345"
-    most = tracemalloc.get_traced_memory()[1]
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < 1 << 20
-    assert b"VmRSS" in read_regular("/proc/self/status", 1 << 20), "its size is 0"
+    assert peak < 1 << 20
+    assert b"VmRSS" in read_regular("/proc/self/status", 1 << 20), "reports size 0"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_what_is_not_regular_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+def test_an_irregular_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "file"
     makers = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "directory": Path.mkdir}
     makers[kind](path)
@@ -48,7 +48,7 @@ def test_what_is_not_regular_is_refused_and_not_waited_for(tmp_path: Path, kind:
     assert len(os.listdir("/proc/self/fd")) < 1000
 
 
-def test_an_index_may_name_anything(tmp_path: Path) -> None:
+def test_an_index_with_odd_names_is_refused_shortly(tmp_path: Path) -> None:
     for name in ("x" * 5000, "\ud800"):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
         with pytest.raises(ConfigError, check=has_violations(("path", "missing-files"))) as caught:
@@ -56,7 +56,7 @@ def test_an_index_may_name_anything(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 600
 
 
-def test_configuration_and_tokenizer_have_a_digest_wherever_they_are(tmp_path: Path) -> None:
+def test_the_digest_of_configuration_and_tokenizer_ignores_the_path(tmp_path: Path) -> None:
     digests = []
     for number, (name, text) in enumerate(
         [("vocab.json", "{}"), ("vocab.json", "{}"), ("vocab.json", "[]"), ("x", "")]
@@ -67,4 +67,4 @@ def test_configuration_and_tokenizer_have_a_digest_wherever_they_are(tmp_path: P
         (place / name).write_text(text)
         digests.append(companions_digest(place))
     assert digests[0] == digests[1]
-    assert len(set(digests)) == 3, "a file that is not the model's does not count"
+    assert len(set(digests)) == 3, "other files must not count"

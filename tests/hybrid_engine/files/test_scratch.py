@@ -1,4 +1,4 @@
-"""What a command leaves that ends badly: temporary directories and the process of transformers."""
+"""Commands that fail leave no temporary directories and no process of transformers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(program: str) -> tuple[subprocess.Popen[str], str]:
-    """A process and the first line that it writes."""
+    """Start a process; return it with the first line of its output."""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
@@ -61,8 +61,8 @@ def test_sigterm_removes_the_directory(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_after_a_failure_another_process_is_asked(temporary: Path) -> None:
-    """The one that failed would give a late answer to an earlier question, or none."""
+def test_a_failed_reference_process_is_replaced(temporary: Path) -> None:
+    """A failed process would answer late, or never."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     with Reference() as reference:
         for _ in range(2):
@@ -86,7 +86,7 @@ def test_the_process_of_transformers_ends_with_its_parent() -> None:
     wait_until(lambda: not is_running(int(pid)), 20)
 
 
-def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
+def test_more_processes_than_cores_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["verify", *job(write_config(tmp_path, LLAMA_3_8B), 99999)])
     assert result.exit_code == 2
     assert f"on {len(os.sched_getaffinity(0))} cores" in result.output

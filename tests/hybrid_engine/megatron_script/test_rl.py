@@ -291,8 +291,7 @@ def test_a_failed_rollout_ends_both_ranks(start: Starts, action: str, message: s
     assert [switch["version"] for switch in lines(directory / "out" / "switches.jsonl")] == [0, 0]
 
 
-# -- contracts
-# ---------------------------------------------------------------------------------------------------------
+# -- contracts -------------------------------------------------------------------------------------
 
 INTERFACE = "hybrid_engine.backends.megatron.rl_interface"
 SOURCE = REPO_ROOT.joinpath(*INTERFACE.split(".")).with_suffix(".py")
@@ -370,8 +369,7 @@ def test_refused_flags_exist_in_megatron() -> None:
     assert "force_cp1_inference_model = args.context_parallel_size > 1" in (training / "training.py").read_text()
 
 
-# -- interface without Megatron
-# ----------------------------------------------------------------------------------------
+# -- interface without Megatron --------------------------------------------------------------------
 
 
 class Message(pydantic.BaseModel):
