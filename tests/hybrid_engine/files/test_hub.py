@@ -1,5 +1,4 @@
-"""Models by id: huggingface_hub's real client, its cache on disk, and a small server for the Hub.
-"""
+"""Models by id: huggingface_hub's client, its cache on disk, and a small server for the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random jobs without engines: a model of a few thousand elements, parallel sizes of both sides, hosts."""
+"""Random jobs without engines: a model of a few thousand elements, parallel sizes and hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Region, StridedView, contiguous_strides, joined, union
 
-# 12 heads of 2 elements: 1, 2, 3, 4, 6 and 12 ranks can share them. 150 tokens: vLLM pads to 192, Megatron otherwise.
+# 12 heads of 2 elements divide by 1, 2, 3, 4, 6 and 12 ranks. vLLM pads 150 tokens to 192, Megatron
+# does not.
 DENSE: dict[str, Any] = {
     **{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 3, "intermediate_size": 12},
     **{"num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 2},
@@ -46,7 +47,7 @@ GPT2: dict[str, Any] = {
 }
 
 
-# most random sizes are impossible
+# Most random sizes are invalid.
 JOBS = settings(
     max_examples=settings().max_examples // 2,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
@@ -56,9 +57,13 @@ JOBS = settings(
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory; dtypes of both sides' weights.
+    """A job of both sides.
 
-    With `packed` FSDP2 trains.
+    Attributes:
+        hosts: by rank.
+        relaying: hosts with ranks that read each other's memory.
+        train_dtype, infer_dtype: of the weights.
+        packed: the model, if FSDP2 trains.
     """
 
     table: ModelTable = field(repr=False)
@@ -90,14 +95,14 @@ class LayoutCase:
 
 
 def regions_by_tensor(layout: Layout) -> dict[str, list[Region]]:
-    """Tensor -> what a layout has of it, in as few boxes as joining neighbours gives; sorted, each element once.
+    """Return each tensor's elements in a layout as sorted boxes, joined with their neighbours.
 
-    Equal for layouts of one rank that hold the same, however they cut it: rows that follow one another are one box.
+    Layouts of one rank with equal contents are equal, however they are cut.
     """
     regions: dict[str, set[Region]] = {}
     for shard in layout.shards:
         regions.setdefault(shard.region.tensor, set()).add(shard.region)
-    return {tensor: joined(union(sorted(found))) for tensor, found in sorted(regions.items())}
+    return {tensor: joined(union(sorted(boxes))) for tensor, boxes in sorted(regions.items())}
 
 
 def divisors(number: int) -> list[int]:
@@ -117,7 +122,7 @@ SPLIT = (
     *("pipeline", "virtual_pipeline", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "noop_layers"),
 )
-"""The sizes that deal out layers, but for a layout of every stage."""
+"""Sizes that assign layers to stages, without a layout of every stage."""
 
 
 @functools.cache
@@ -128,13 +133,14 @@ def possible_splits(num_mtp_layers: int) -> list[dict[str, Any]]:
     layouts = ("Ett|ttmL", "Et|t|t|tmL", "E|t*4||mL") if num_mtp_layers else ("Ettt|tL", "Et|t*2|t|L", "E|t|t*3L")
     every = [dict(zip(SPLIT, sizes, strict=True)) for sizes in kinds]
     every += [{"pipeline": 2, "pipeline_layout": layout} for layout in layouts]
-    found = [split for split in every if not any(split_violations(TrainParallelism(1, **split), 4, num_mtp_layers))]
-    return found + [{"pipeline": 1}] * (len(found) // 3)
+    valid = [split for split in every if not any(split_violations(TrainParallelism(1, **split), 4, num_mtp_layers))]
+    return valid + [{"pipeline": 1}] * (len(valid) // 3)
 
 
 @st.composite
 def train_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> TrainParallelism:
-    splits = [each for each in possible_splits(table.dims.num_mtp_layers) if world_size % each["pipeline"] == 0]
+    splits = possible_splits(table.dims.num_mtp_layers)
+    splits = [split for split in splits if world_size % split["pipeline"] == 0]
     split = draw(st.sampled_from(splits))
     in_stage = divisors(world_size // split["pipeline"])
     experts = [size for size in in_stage if table.dims.num_experts % size == 0]
@@ -175,29 +181,32 @@ def layout_cases(draw: st.DrawFn) -> LayoutCase:
 
 
 def packed_model(table: ModelTable) -> PackedModel:
-    """As transformers has a model: every tensor a parameter, but the experts of a layer, which are one of 3 dims.
+    """Return a model as transformers has it: a parameter per tensor, but one for a layer's experts.
 
-    Their gate and up projections lie one after the other in a parameter.
+    The experts' gate and up projections follow one another in a parameter of 3 dims.
     """
-    tensors, shapes = {}, {}
+    tensors: dict[str, Packed] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in table.shapes.items():
         layer, is_expert, rest = name.partition(".experts.")
         if not is_expert:
-            tensors[name], shapes[name] = Packed(name, StridedView(0, shape, contiguous_strides(shape))), shape
+            tensors[name] = Packed(name, StridedView(0, shape, contiguous_strides(shape)))
+            shapes[name] = shape
             continue
         expert, projection, _ = rest.split(".")
         packs = 1 if projection == "down_proj" else 2
-        numel, start = packs * math.prod(shape), math.prod(shape) if projection == "up_proj" else 0
+        numel = packs * math.prod(shape)
+        start = math.prod(shape) if projection == "up_proj" else 0
         parameter = f"{layer}.experts.{'down_proj' if packs == 1 else 'gate_up_proj'}"
         view = StridedView(int(expert) * numel + start, shape, contiguous_strides(shape))
         tensors[name] = Packed(parameter, view)
-        shapes[parameter] = table.dims.num_experts, packs * shape[0], shape[1]
+        shapes[parameter] = (table.dims.num_experts, packs * shape[0], shape[1])
     return PackedModel(tensors, shapes)
 
 
 @st.composite
 def sharded_cases(draw: st.DrawFn) -> LayoutCase:
-    """The same with FSDP2: any number of ranks, whether rows divide or not, and replicas."""
+    """Draw jobs with FSDP2: any number of ranks, whether rows divide by it or not, and replicas."""
     case = draw(layout_cases())
     world_size = len(case.hosts)
     sizes = ShardedParallelism(world_size, draw(st.sampled_from(divisors(world_size))))

@@ -1,6 +1,6 @@
-"""vLLM's side as it is computed: ranks' positions, and its divisions against vLLM's own functions.
+"""vLLM's side as computed here: positions of ranks, and divisions against vLLM's functions.
 
-What every family holds in every kind of layout is compared with traced models in backends/vllm/test_layouts.py.
+backends/vllm/test_layouts.py compares every family and layout with traced models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, 
 
 
 @given(st.integers(1, 70), st.integers(1, 12))
-def test_stages_are_vllms(num_layers: int, stages: int) -> None:
+def test_stages_match_vllm(num_layers: int, stages: int) -> None:
     get_pp_indices = pytest.importorskip("vllm.distributed.utils").get_pp_indices
     bounds = stage_bounds(num_layers, stages)
     expected = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
@@ -36,25 +36,25 @@ def test_stages_are_vllms(num_layers: int, stages: int) -> None:
 
 @given(st.integers(1, 70), st.integers(1, 12))
 @pytest.mark.slow
-def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
+def test_blocks_of_experts_match_vllm(num_experts: int, blocks: int) -> None:
     maps = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
     bounds = expert_bounds(num_experts, blocks)
     for block in range(blocks):
-        count, own, _ = maps.determine_expert_map(blocks, block, num_experts)
-        expected = list(range(num_experts)) if own is None else np.flatnonzero(own.numpy() >= 0).tolist()
+        count, expert_map, _ = maps.determine_expert_map(blocks, block, num_experts)
+        expected = list(range(num_experts)) if expert_map is None else np.flatnonzero(expert_map.numpy() >= 0).tolist()
         assert list(range(bounds[block], bounds[block + 1])) == expected
         assert len(expected) == count
 
 
 @pytest.mark.slow
 @given(st.integers(1, 300))
-def test_the_vocabulary_is_padded_as_vllm_does(size: int) -> None:
+def test_the_padded_vocabulary_matches_vllm(size: int) -> None:
     embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
     assert InferenceParallelism.padded_vocabulary(size) == embedding.pad_vocab_size(size)
 
 
-def test_positions() -> None:
-    """Tensor ranks first, then stages, then replicas; two replicas share the experts."""
+def test_positions_order_tensor_ranks_then_stages_then_replicas() -> None:
+    """Two replicas share the experts."""
     sizes = InferenceParallelism(16, tensor=2, pipeline=2, expert=4)
     assert (sizes.data, sizes.replicas_per_instance) == (4, 2)
     assert sizes.place_of(0) == InferencePlace(0, 0, 0, 0, 0)
@@ -79,7 +79,7 @@ def test_replicas_that_share_experts_step_together() -> None:
 
 @JOBS
 @given(layout_cases())
-def test_every_layout_is_sound_and_all_of_the_model_is_served(case: LayoutCase) -> None:
+def test_every_layout_is_valid_and_complete(case: LayoutCase) -> None:
     side = case.destination
     layout = side.layout()
     assert layout_faults(layout, exact=True) == []
@@ -91,7 +91,7 @@ def test_every_layout_is_sound_and_all_of_the_model_is_served(case: LayoutCase) 
         for name, regions in held.items():
             assert [(region.offsets, region.lengths) for region in regions] == [
                 ((0,) * len(case.table.shapes[name]), case.table.shapes[name])
-            ], "an instance has all of every tensor"
+            ], "an instance must have every tensor completely"
 
 
 @JOBS
@@ -106,7 +106,7 @@ def test_ranks_at_the_same_place_hold_the_same(case: LayoutCase) -> None:
         assert by_place.setdefault((place.tp_rank, place.pp_rank, replica), held) == held
 
 
-def test_impossible_sizes_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     table = table_for(EXPERTS)
     with pytest.raises(ConfigError) as caught:
         inference_side(table, InferenceParallelism(8, tensor=8, pipeline=5, expert=9, rank_order=(0,) * 8))
@@ -137,23 +137,26 @@ def elements(regions: Iterable[Region]) -> set[tuple[int, ...]]:
 
 
 @given(boxes(), boxes())
-def test_what_differs_differs_in_an_element(one: list[Region], other: list[Region]) -> None:
-    expected = [] if elements(one) == elements(other) else ["weight"]
-    assert differences(layout_of(one), layout_of(other)) == expected
+def test_layouts_differ_if_an_element_differs(first: list[Region], second: list[Region]) -> None:
+    expected = [] if elements(first) == elements(second) else ["weight"]
+    assert differences(layout_of(first), layout_of(second)) == expected
 
 
-def test_an_engine_that_holds_something_else_than_its_position_is_refused() -> None:
-    pytest.importorskip("torch", reason="the layouts that are compared are of live buffers")
+def test_an_engine_with_another_layout_than_its_position_is_refused() -> None:
+    pytest.importorskip("torch", reason="layouts of live buffers need torch")
     require_traced_before = import_module("hybrid_engine.assembly").require_traced_before
     side = inference_side(table_for(DENSE), InferenceParallelism(2, tensor=2))
-    own, others = side.layout_of(0), side.layout_of(1)
-    require_traced_before(own, own.on(1), rank=1, position=0)
+    layout = side.layout_of(0)
+    other = side.layout_of(1)
+    require_traced_before(layout, layout.on(1), rank=1, position=0)
     with pytest.raises(ParameterMismatchError) as lacking:
-        require_traced_before(own, replace(own, shards=own.shards[1:]), rank=1, position=0)
+        require_traced_before(layout, replace(layout, shards=layout.shards[1:]), rank=1, position=0)
     (missing,) = lacking.value.findings
-    assert missing.startswith(f"{own.shards[0].region.tensor}: on rank 1 vLLM holds other parts of it")
+    assert missing.startswith(f"{layout.shards[0].region.tensor}: on rank 1 vLLM holds other parts of it")
     assert "traced for position 0" in missing
     with pytest.raises(ParameterMismatchError) as another:
-        require_traced_before(own, others, rank=1, position=0)
-    whole = {shard.region.tensor for shard in own.shards if shard.region.lengths == own.tensors[shard.region.tensor]}
-    assert len(another.value.findings) == len(own.tensors) - len(whole)
+        require_traced_before(layout, other, rank=1, position=0)
+    whole = {
+        shard.region.tensor for shard in layout.shards if shard.region.lengths == layout.tensors[shard.region.tensor]
+    }
+    assert len(another.value.findings) == len(layout.tensors) - len(whole)

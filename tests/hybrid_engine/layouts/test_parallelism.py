@@ -1,4 +1,4 @@
-"""Parallel sizes under all their names."""
+"""Parallel sizes and their names in each framework."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIDES = [TrainParallelism, InferenceParallelism]
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_every_size_has_names_of_its_own(side: type[Parallelism]) -> None:
+def test_names_of_sizes_are_unique(side: type[Parallelism]) -> None:
     sizes = sizes_of(side)
     assert len({size.key for size in sizes}) == len(sizes)
 
@@ -41,10 +41,9 @@ KEY_TYPES: dict[Any, Any] = {
 
 
 @pytest.mark.parametrize(("side", "section"), [(TrainParallelism, ActorConfig), (InferenceParallelism, GenerateConfig)])
-def test_every_size_is_a_key_with_its_type_its_default_and_a_meaning(
-    side: type[Parallelism], section: type[Section]
-) -> None:
-    hints, fields = get_type_hints(section, include_extras=True), get_type_hints(side)
+def test_every_size_is_a_key_with_equal_type_and_default(side: type[Parallelism], section: type[Section]) -> None:
+    hints = get_type_hints(section, include_extras=True)
+    fields = get_type_hints(side)
     for size in sizes_of(side):
         key = section.model_fields[size.key]
         assert hints[size.key] == KEY_TYPES[fields[size.name]], size.key
@@ -52,19 +51,19 @@ def test_every_size_is_a_key_with_its_type_its_default_and_a_meaning(
         assert (key.description or "").endswith("."), size.key
 
 
-def test_rules_are_about_sizes_that_exist() -> None:
+def test_rules_refer_to_existing_sizes() -> None:
     assert {rule.size for rule in TRAIN_RULES} <= {size.name for size in sizes_of(TrainParallelism)}
     assert {rule.size for rule in INFER_RULES} <= {size.name for size in sizes_of(InferenceParallelism)}
 
 
-def test_the_configuration_and_the_sizes_are_each_others_values() -> None:
+def test_configurations_and_sizes_convert_into_each_other() -> None:
     train = TrainParallelism(16, 2, 4, 2, num_layers_in_first_pipeline_stage=3, noop_layers=(1, 5), expert_tensor=1)
     assert ActorConfig(**named(train, "key")).sizes(16) == train
     infer = InferenceParallelism(16, tensor=2, expert=4, rank_order=tuple(range(15, -1, -1)))
     assert replace(GenerateConfig(**named(infer, "key")).sizes(16), rank_order=infer.rank_order) == infer
 
 
-def test_megatrons_own_names() -> None:
+def test_sizes_have_megatrons_names() -> None:
     sizes = TrainParallelism(8, tensor=2, pipeline=4, context=2, num_layers_in_first_pipeline_stage=3)
     assert named(sizes, "script")["decoder_first_pipeline_num_layers"] == 3
     assert named(sizes, "model")["num_layers_in_first_pipeline_stage"] == 3
@@ -75,7 +74,7 @@ def test_megatrons_own_names() -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_counts_below_one_are_all_named(side: type[Parallelism]) -> None:
+def test_all_counts_below_one_are_reported(side: type[Parallelism]) -> None:
     counts = [size.name for size in sizes_of(side) if get_type_hints(side)[size.name] in (int, int | None)]
-    found = violations(side(0, **dict.fromkeys(counts, 0)), table_for(DENSE))
-    assert [violation.key for violation in found] == ["world_size", *counts]
+    reported = violations(side(0, **dict.fromkeys(counts, 0)), table_for(DENSE))
+    assert [violation.key for violation in reported] == ["world_size", *counts]

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is packed in a sharded parameter, against the elements one by one."""
+"""A rank's part of a tensor packed in a sharded parameter, compared element by element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_engine.records.regions import StridedView, contiguous_strides
 
 @st.composite
 def packed_views(draw: st.DrawFn) -> tuple[tuple[int, ...], np.ndarray]:
-    """A whole parameter's shape, and of the numbers of its elements a view as conversions make them."""
+    """Draw a parameter's shape, and a view of its element numbers as conversions make them."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     view = np.arange(int(np.prod(shape))).reshape(shape)
     for _ in range(draw(st.integers(0, 3))):
@@ -34,7 +34,7 @@ def packed_views(draw: st.DrawFn) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 @given(packed_views(), st.data())
-def test_every_element_of_the_part_is_found_once_and_where_it_lies(
+def test_every_element_of_the_part_is_held_once(
     packed: tuple[tuple[int, ...], np.ndarray], data: st.DataObject
 ) -> None:
     shape, numbers = packed
@@ -46,19 +46,22 @@ def test_every_element_of_the_part_is_found_once_and_where_it_lies(
     buffer = np.concatenate([np.full(base, -1), local.ravel()])
 
     view = StridedView(int(numbers.ravel()[0]), numbers.shape, _strides(numbers, shape))
-    found: dict[tuple[int, ...], int] = {}
+    elements: dict[tuple[int, ...], int] = {}
     for box in held_boxes(view, shape, LocalBox(low, lengths, base, contiguous_strides(lengths))):
         for index in itertools.product(*map(range, box.lengths)):
             canonical = tuple(offset + i for offset, i in zip(box.offsets, index, strict=True))
-            assert canonical not in found
-            found[canonical] = buffer[box.start + sum(i * step for i, step in zip(index, box.strides, strict=True))]
+            assert canonical not in elements
+            elements[canonical] = buffer[box.start + sum(i * step for i, step in zip(index, box.strides, strict=True))]
 
     held = set(local.ravel().tolist())
-    assert found == {index: number for index, number in np.ndenumerate(numbers) if number in held}
+    assert elements == {index: number for index, number in np.ndenumerate(numbers) if number in held}
 
 
 def _strides(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart neighbours along each dim lie in the parameter: the numbers are positions there."""
+    """Return the distances of neighbours along each dim in the parameter.
+
+    Numbers are positions in it.
+    """
     steps = []
     for dim, size in enumerate(numbers.shape):
         first = np.moveaxis(numbers, dim, 0).reshape(size, -1)[:, 0]
@@ -66,7 +69,7 @@ def _strides(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def test_rows_that_are_split_in_two_dims_are_refused() -> None:
-    """As heads are by some conversions; a region of them need not be one of the parameter."""
+def test_rows_split_into_two_dims_are_refused() -> None:
+    """Some conversions split heads so; a region of them need not be a region of the parameter."""
     with pytest.raises(ValueError, match=r"dim 0 of parameter shape \(6,\) holds several dims of the tensor"):
         list(held_boxes(StridedView(0, (2, 3), (3, 1)), (6,), LocalBox((0,), (6,), 0, (1,))))

@@ -1,6 +1,6 @@
-"""Patterns of a HybridModel: how they are dealt out, and that the weights are those of a GPTModel.
+"""Patterns of a HybridModel: their stages, and weights equal to a GPTModel's.
 
-Layers of a GPTModel are compared with megatron-core in test_training.py.
+test_training.py compares layers of a GPTModel with megatron-core.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def hybrid_chunks(pattern: str, pipeline: int) -> list[Chunk]:
 
 
 @given(st.lists(st.tuples(st.sampled_from("*+"), st.sampled_from("-E")), min_size=1, max_size=12), st.data())
-def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.DataObject) -> None:
+def test_every_sublayer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.DataObject) -> None:
     symbols = "".join(attention + mlp for attention, mlp in layers)
     pipeline = data.draw(st.integers(1, 4))
     num_segments = pipeline * data.draw(st.integers(1, 2))
-    at, num_ends = st.integers(0, len(symbols)), num_segments - 1
-    ends = sorted(data.draw(st.lists(at, min_size=num_ends, max_size=num_ends)))
+    num_ends = num_segments - 1
+    ends = sorted(data.draw(st.lists(st.integers(0, len(symbols)), min_size=num_ends, max_size=num_ends)))
     pattern = "|".join(symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True))
-    if len(symbols) % pipeline == 0:  # without ends, stages are equally long
+    if len(symbols) % pipeline == 0:  # without separators, stages are equally long
         assert {len(chunk.positions) for chunk in hybrid_chunks(symbols, pipeline)} == {len(symbols) // pipeline}
     chunks = hybrid_chunks(pattern, pipeline)
     assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
@@ -47,7 +47,8 @@ def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]]
     assert has_experts(pattern)[1::2] == [mlp == "E" for _, mlp in layers]
 
 
-PATTERN, VIRTUAL = "hybrid_layer_pattern", "virtual_pipeline"
+PATTERN = "hybrid_layer_pattern"
+VIRTUAL = "virtual_pipeline"
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,15 @@ PATTERN, VIRTUAL = "hybrid_layer_pattern", "virtual_pipeline"
         *(("*|-|*|-", 2, 4, VIRTUAL), ("*-*-", 2, 2, VIRTUAL)),
     ],
 )
-def test_patterns_that_do_not_fit(pattern: str, pipeline: int, virtual: int | None, key: str) -> None:
-    """Two layers without experts."""
-    (found,) = pattern_violations(pattern, pipeline, virtual, [False, False], has_latent=False)
-    assert found.key == key
-    assert found.remedy
+def test_invalid_patterns_are_refused(pattern: str, pipeline: int, virtual: int | None, key: str) -> None:
+    """The model has two layers without experts."""
+    (violation,) = pattern_violations(pattern, pipeline, virtual, [False, False], has_latent=False)
+    assert violation.key == key
+    assert violation.remedy
 
 
 @pytest.mark.parametrize("pattern", ["M*-", "*-x", "**--", "*-*"])
-def test_other_layers_have_no_number_in_a_checkpoint(pattern: str) -> None:
+def test_unsupported_layers_have_no_checkpoint_number(pattern: str) -> None:
     with pytest.raises(ValueError, match=re.escape(pattern)):
         checkpoint_layers(pattern)
 
@@ -80,9 +81,7 @@ def test_other_layers_have_no_number_in_a_checkpoint(pattern: str) -> None:
         ("qwen3_moe", "*E|*E|*E|*E", {"virtual_pipeline": 2}),
     ],
 )
-def test_stages_of_whole_layers_hold_what_those_of_a_gpt_model_hold(
-    family: str, pattern: str, as_gpt: dict[str, int]
-) -> None:
+def test_stages_of_whole_layers_match_a_gpt_model(family: str, pattern: str, as_gpt: dict[str, int]) -> None:
     table = table_of(family, 4)
     pipeline = 2 if "|" in pattern else 1
     hybrid = training_side(table, TrainParallelism(4, pipeline=pipeline, hybrid_layer_pattern=pattern))
@@ -91,7 +90,7 @@ def test_stages_of_whole_layers_hold_what_those_of_a_gpt_model_hold(
         assert regions_by_tensor(hybrid.layout_of(rank)) == regions_by_tensor(gpt.layout_of(rank))
 
 
-def test_a_stage_may_end_within_a_layer() -> None:
+def test_a_stage_can_end_within_a_layer() -> None:
     side = training_side(table_of("llama", 2), TrainParallelism(2, pipeline=2, hybrid_layer_pattern="*-*|-"))
     first, second = (regions_by_tensor(side.layout_of(rank)) for rank in range(2))
     assert {name.split(".")[3] for name in second if name.startswith("model.layers.1.")} == {

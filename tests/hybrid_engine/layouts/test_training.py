@@ -1,4 +1,4 @@
-"""Megatron's side as it is computed, against live models, rank groups and layer numbers of megatron-core."""
+"""Megatron's side as computed here, compared with live models and functions of megatron-core."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, list[Region]]]:
-    found = []
+    regions = []
     for family, changes, settings in cases:
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
         with parallel_state_of(actor):
@@ -78,19 +78,19 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
             config = {**served_config(family), **changes}
             chunks, _ = build_model(actor, table_for(config), config, 4, weights_only=True)
             layout = MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout()
-            found.append(regions_by_tensor(layout))
-    return found
+            regions.append(regions_by_tensor(layout))
+    return regions
 
 
-def test_every_rank_holds_what_the_live_model_does(engines: Ranks) -> None:
+def test_every_rank_matches_the_live_model(engines: Ranks) -> None:
     by_rank = engines.launch(live_regions, 4, LIVE)
     for number, (family, changes, settings) in enumerate(LIVE):
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
         table = table_for({**served_config(family), **changes})
         side = training_side(table, actor.sizes(world_size=4, cuts_whole_projections=True))
         for rank in range(4):
-            found = regions_by_tensor(side.layout_of(rank))
-            assert found == by_rank[rank][number], (family, settings, rank)
+            regions = regions_by_tensor(side.layout_of(rank))
+            assert regions == by_rank[rank][number], (family, settings, rank)
 
 
 @st.composite
@@ -105,8 +105,8 @@ def sizes(draw: st.DrawFn) -> TrainParallelism:
 
 @pytest.mark.slow
 @given(sizes())
-def test_ranks_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> None:
-    """Along each axis of the grids, its ranks are a group of megatron-core's, in its order."""
+def test_rank_grids_match_megatrons_groups(parallelism: TrainParallelism) -> None:
+    """Ranks along each axis of a grid are a group of megatron-core, in its order."""
     from megatron.core.parallel_state import RankGenerator
 
     order = "tp-cp-ep-dp-pp"
@@ -124,16 +124,20 @@ def test_ranks_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> N
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[TrainParallelism, int]:
-    """Splits of every kind with a number of layers that may or may not fit."""
+    """Draw splits of every kind, and a number of layers that may not fit."""
     size = st.one_of(st.none(), st.integers(1, 4))
     flags = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
     first, last = (None, None) if any(flags) else (draw(size), draw(size))
-    pipeline, virtual = draw(st.integers(2, 4)), draw(st.sampled_from([None, 2, 3]))
+    pipeline = draw(st.integers(2, 4))
+    virtual = draw(st.sampled_from([None, 2, 3]))
     return TrainParallelism(1, 1, pipeline, virtual, first, last, *flags), draw(st.integers(1, 24))
 
 
 def megatrons_chunks(split: TrainParallelism, num_layers: int) -> Iterator[tuple[int, int, list[int]]]:
-    """(stage, virtual, positions) by megatron-core's own functions; it refuses by AssertionError, ZeroDivisionError."""
+    """Yield (stage, virtual, positions) by megatron-core's functions.
+
+    Raises AssertionError or ZeroDivisionError for splits that it refuses.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -153,7 +157,7 @@ def megatrons_chunks(split: TrainParallelism, num_layers: int) -> Iterator[tuple
 
 @pytest.mark.slow
 @given(splits())
-def test_layers_are_dealt_out_as_megatron_does(case: tuple[TrainParallelism, int]) -> None:
+def test_layers_of_stages_match_megatron(case: tuple[TrainParallelism, int]) -> None:
     split, num_layers = case
     refused = list(split_violations(split, num_layers, 0))
     try:
@@ -161,12 +165,12 @@ def test_layers_are_dealt_out_as_megatron_does(case: tuple[TrainParallelism, int
     except (AssertionError, ZeroDivisionError):
         assert refused
         return
-    if sorted(position for _, _, own in expected for position in own) != list(range(num_layers)):
+    if sorted(position for _, _, positions in expected for position in positions) != list(range(num_layers)):
         assert refused, "Megatron would leave layers out or build some twice"
         return
     assert not refused
-    found = [(chunk.stage, chunk.virtual, list(chunk.positions)) for chunk in chunks_of(split, num_layers, 0)]
-    assert sorted(found) == sorted(expected)
+    chunks = [(chunk.stage, chunk.virtual, list(chunk.positions)) for chunk in chunks_of(split, num_layers, 0)]
+    assert sorted(chunks) == sorted(expected)
 
 
 LAYOUTS = [
@@ -187,14 +191,15 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "pipeline"), LAYOUTS)
-def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> None:
+def test_layouts_are_parsed_like_megatrons(text: str, pipeline: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     chunks = parse_layout(text)
     megatrons = PipelineParallelLayerLayout(text, pipeline)
-    num_layers, num_mtp = "".join(chunks).count("t"), "".join(chunks).count("m")
+    num_layers = "".join(chunks).count("t")
+    num_mtp = "".join(chunks).count("m")
     split = TrainParallelism(1, pipeline=pipeline, pipeline_layout=text)
     try:
         megatrons.validate_layer_layout(num_layers, num_mtp)
@@ -214,7 +219,7 @@ def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> 
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
 
 
-def test_what_each_chunk_has() -> None:
+def test_contents_of_chunks() -> None:
     chunks = chunks_of(TrainParallelism(1, pipeline=2, virtual_pipeline=2, noop_layers=(1,)), 3, 1)
     assert chunks[0] == Chunk(0, 0, range(0, 1), (0,), (0,), True, False, False, False)
     assert [chunk.attention for chunk in chunks] == [chunk.mlp for chunk in chunks] == [(0,), (), (1,), (2,)]
