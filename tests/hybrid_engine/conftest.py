@@ -1,4 +1,4 @@
-"""Fixtures of several packages' tests. They import torch themselves: `nox -s pure-tests` has none."""
+"""Fixtures of several packages' tests. They import torch lazily: `nox -s pure-tests` has none."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def job() -> Iterator[None]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Background copies wait until it is set."""
+    """Event until which background copies wait."""
     from hybrid_engine.memory import arena
 
-    event, copy = threading.Event(), arena._timed_copy
+    event = threading.Event()
+    copy = arena._timed_copy
 
     def waiting(*tensors: torch.Tensor) -> float:
         assert event.wait(60)

@@ -1,4 +1,4 @@
-"""An inference engine that was built is ended when building fails after it, on this rank or on another."""
+"""An inference engine is shut down if building fails afterwards, on this rank or on another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FakeVllm:
 
 
 def build(job: Job, construct: Callable[..., Any], of_model: Mapping[str, Any] = DENSE, **settings: Any) -> Any:
-    """In `job`, whose ranks hold the whole model each, with `construct` in place of vLLM; `settings`: of both."""
+    """Build in a job with uncut models on all ranks, with `construct` instead of vLLM."""
     config = HybridConfig(**{"model": Path("model"), "actor_config": ActorConfig(), **settings})
     table = table_for(of_model)
     side = training_side(table, config.actor_config.sizes(job.world_size))
@@ -49,30 +49,32 @@ def build(job: Job, construct: Callable[..., Any], of_model: Mapping[str, Any] =
 
 
 def hold_less(directory: str) -> tuple[str, bool]:
-    """What building raised where each rank's engine lacks a tensor of its position, and whether it was ended."""
+    """Build engines that lack a tensor of their position; return the error and whether they ended."""
     dist.init_process_group("gloo")
-    job, served = Job.join(60), served_config("qwen3")
-    place = Path(write_config(Path(directory), served))
+    job = Job.join(60)
+    served = served_config("qwen3")
+    model = Path(write_config(Path(directory), served))
     generate = GenerateConfig(infer_tensor_parallel_size=2, max_model_len=64, max_num_seqs=8)
     computed = inference_side(table_for(served), generate.sizes(job.world_size)).layout_of(job.rank)
     engine = FakeVllm(lambda: computed.without(["lm_head.weight"]))
     with pytest.raises(ParameterMismatchError) as caught:
-        build(job, lambda *_args, **_settings: engine, served, model=place, generate_config=generate)
+        build(job, lambda *_args, **_settings: engine, served, model=model, generate_config=generate)
     job.close()
     dist.destroy_process_group()
     return str(caught.value), engine.is_shut_down
 
 
-def test_an_engine_that_holds_less_than_its_position_is_ended(engines: Ranks, tmp_path: Path) -> None:
+def test_an_engine_without_all_its_tensors_is_shut_down(engines: Ranks, tmp_path: Path) -> None:
     for rank, (error, was_ended) in enumerate(engines.launch(hold_less, 2, str(tmp_path))):
         assert f"lm_head.weight: on rank {rank} vLLM holds other parts of it" in error
         assert was_ended
 
 
 def fail_on_rank_1() -> tuple[str, bool]:
-    """What building raised, and whether the engine of this rank was ended."""
+    """Fail to build on rank 1; return the error, and whether this rank's engine ended."""
     dist.init_process_group("gloo")
-    job, engine = Job.join(60), FakeVllm(lambda: Layout({}, {}))
+    job = Job.join(60)
+    engine = FakeVllm(lambda: Layout({}, {}))
 
     def construct(*_args: Any, **_settings: Any) -> FakeVllm:
         if job.rank == 1:
@@ -86,8 +88,8 @@ def fail_on_rank_1() -> tuple[str, bool]:
     return type(caught.value).__name__, engine.is_shut_down
 
 
-def test_an_engine_is_ended_when_another_rank_cannot_build_its_own(engines: Ranks) -> None:
-    (error, was_ended), (_, nothing_to_end) = engines.launch(fail_on_rank_1, 2)
+def test_an_engine_is_shut_down_if_another_rank_fails(engines: Ranks) -> None:
+    (error, was_ended), (_, rank_1_ended) = engines.launch(fail_on_rank_1, 2)
     assert error == RemoteError.__name__
     assert was_ended
-    assert not nothing_to_end
+    assert not rank_1_ended

@@ -1,11 +1,14 @@
-"""What errors with many findings say."""
+"""Messages of errors with many findings."""
 
 from __future__ import annotations
+
+import itertools
+import string
 
 from hybrid_engine.errors import ConfigError, Violation
 
 
-def test_violations_that_differ_in_an_index_of_their_keys_alone_have_one_line() -> None:
+def test_violations_that_differ_only_in_an_index_share_a_line() -> None:
     wrong = [Violation(f"prompts[{row}]", "a dict of 2 keys", 'Pass "prompt"') for row in range(7473)]
     error = ConfigError([*wrong, *(Violation(f"servers[{row}]", "silent", "Start it") for row in range(3))])
     assert str(error).splitlines() == [
@@ -19,7 +22,7 @@ def test_violations_that_differ_in_an_index_of_their_keys_alone_have_one_line() 
     assert len(error.findings) == 7476
 
 
-def test_violations_with_other_values_or_remedies_have_their_own_lines() -> None:
+def test_violations_with_other_values_or_remedies_have_separate_lines() -> None:
     values = [Violation(f"rewards[{row}]", f"is {row}.5", "Use finite numbers") for row in range(4)]
     remedies = [Violation("size", "is 3", f"Set it to {size}") for size in (4, 8, 16, 32)]
     keys = [Violation(f"layer{number}", "is wrong", "Change it") for number in range(4)]
@@ -27,8 +30,8 @@ def test_violations_with_other_values_or_remedies_have_their_own_lines() -> None
     assert str(ConfigError(findings)).splitlines()[1:] == [f"  - {finding}" for finding in findings]
 
 
-def test_an_error_of_many_kinds_is_cut() -> None:
-    letters = [chr(ord("a") + one) + chr(ord("a") + other) for one in range(26) for other in range(26)]
-    lines = str(ConfigError([Violation(key, "is wrong", "Change it") for key in letters])).splitlines()
+def test_long_lists_of_violations_are_truncated() -> None:
+    keys = map("".join, itertools.product(string.ascii_lowercase, repeat=2))
+    lines = str(ConfigError([Violation(key, "is wrong", "Change it") for key in keys])).splitlines()
     assert len(lines) == 202
     assert lines[-1] == "  - and 476 more"

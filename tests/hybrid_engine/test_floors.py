@@ -1,4 +1,4 @@
-"""The import floors of the design: what each module may import, read from the sources."""
+"""The import floors of the design: allowed imports of each module, checked in the sources."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 import hybrid_engine
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
-ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
+ENGINE = "hybrid_engine"
+PATCHES = "megatron_patches"
 
-# Bottom to top. A module imports from its own floor and from lower ones; between packages, too, there are no circles.
+# Bottom to top. A module imports from its floor and from lower ones. Packages have no import cycles
+# either.
 FLOORS = (
     ("errors", "files", "messages", "records", "ranks"),
     ("planning", "memory", "tracing", "probes"),
@@ -34,7 +36,8 @@ FLOORS = (
     ("tools", "__main__", ""),
 )
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# What each imports beside the standard library; the longest name that fits a module counts. Without torch: pure.
+# Imports besides the standard library; the longest name that matches a module counts. Without
+# torch: pure.
 OUTSIDE = {
     "errors": set(),
     "files": {"huggingface_hub", "yaml"},
@@ -51,7 +54,7 @@ OUTSIDE = {
     "ports": {"torch"},
     "probes": {"torch"},
     "config": {"pydantic"},
-    "config.override_rules": {"megatron_patches", "pydantic"},  # inside a function: what it imports needs torch
+    "config.override_rules": {"megatron_patches", "pydantic"},  # inside a function, since it needs torch
     "tools": set(),
     "tools.plan": {"numpy"},
     "transports": {"msgspec", "numpy", "torch"},
@@ -75,28 +78,29 @@ OUTSIDE = {
     "trainer.megatron": {"megatron", "megatron_patches", "torch"},
     "rl": {"pydantic", "torch"},
     "rl.completion_log": {"rich", "torch"},
-    "integrations": {"ray", "verl"},  # in what verl imports; other frameworks by name, where one is used
+    "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),
     "tools.cli": {"rich", "typer", "yaml"},
 }
-# What runs in place of a GPU: never imported where one is.
+# CPU stand-ins, which are never imported with a GPU.
 STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")
-# Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and what reads
-# Megatron's parallel state, which is as global. The `Job` tells all others.
-ASK_FOR_THEIR_RANK = (
+# Modules that may read the rank or world size from torch.distributed: they create a job, start its
+# ranks or read Megatron's parallel state, which is global too. All others use the `Job`.
+READ_GLOBAL_RANK = (
     "hybrid_engine.ranks.world",
     "hybrid_engine.tools.verify.verify",
     "hybrid_engine.backends.megatron.model_tensors",
     "hybrid_engine.backends.megatron.live_model",
 )
-# Private names of torch are in the first two, each with its reason; in the third an operator has such a name.
+# The first two contain private names of torch with their reasons; the third has an operator with
+# such a name.
 TORCH_INTERNALS = (
     "hybrid_engine.ranks.torch_internals",
     "hybrid_engine.backends.fsdp.internals",
     "hybrid_engine.backends.vllm.weights.tracing",
 )
-# What loads where neither engine is installed.
+# Modules that load without either engine.
 WITHOUT_ENGINES = tuple(
     f"hybrid_engine.{name}" for name in FLOOR_OF if name not in ("backends", "tools", "__main__", "")
 )
@@ -104,7 +108,7 @@ WITHOUT_ENGINES = tuple(
 
 @dataclass(frozen=True)
 class Import:
-    """`module` imports `target`, somewhere in its source, inside functions and for type checking too."""
+    """An import in a source file, including imports inside functions and for type checking."""
 
     module: str
     target: str
@@ -125,12 +129,12 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """A module and all that is in it."""
+    """Return all nodes of a module."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports_of(path: Path) -> Iterator[Import]:
-    """Every import; relative ones are made absolute."""
+    """Yield every import; relative ones as absolute names."""
     module = module_name(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in nodes_of(path):
@@ -157,7 +161,7 @@ def sources(package: str) -> list[Path]:
 
 @functools.cache
 def all_imports(package: str) -> list[Import]:
-    return [found for path in sources(package) for found in imports_of(path)]
+    return [imported for path in sources(package) for imported in imports_of(path)]
 
 
 def below(module: str, prefix: str) -> bool:
@@ -165,12 +169,12 @@ def below(module: str, prefix: str) -> bool:
 
 
 def part_of(module: str) -> str:
-    """The package or module of the engine's top level that a module belongs to; "" for `hybrid_engine` itself."""
+    """Return the top-level part of the engine to which a module belongs; "" for `hybrid_engine`."""
     return module.removeprefix(ENGINE).removeprefix(".").partition(".")[0]
 
 
-def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
-    """What of a graph lies on a circle or between two."""
+def import_cycle(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the nodes of an import cycle; empty without one."""
     graph: dict[str, set[str]] = {}
     for source, target in edges:
         if source != target:
@@ -183,60 +187,66 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def test_every_part_has_a_floor() -> None:
-    """A new module or package at the top must be put on one; one that is gone leaves none behind."""
+    """New top-level parts need a floor; removed ones must not keep theirs."""
     assert set(FLOOR_OF) == {part_of(module_name(path)) for path in sources(ENGINE)}
 
 
 def test_imports_go_downward() -> None:
-    wrong = [
-        str(found)
-        for found in all_imports(ENGINE)
-        if found.package == ENGINE
-        and (source := part_of(found.module)) != (target := part_of(found.target))
-        and FLOOR_OF[target] > FLOOR_OF[source]
-        and target
-    ]
-    assert wrong == []
+    upward = []
+    for imported in all_imports(ENGINE):
+        if imported.package == ENGINE:
+            source = part_of(imported.module)
+            target = part_of(imported.target)
+            if target and target != source and FLOOR_OF[target] > FLOOR_OF[source]:
+                upward.append(str(imported))
+    assert upward == []
 
 
 @pytest.mark.parametrize("package", [ENGINE, PATCHES])
-def test_no_circles(package: str) -> None:
-    """Neither between modules nor between folders, at any depth; imports inside functions count."""
-    imports = [found for found in all_imports(package) if found.package == package]
-    assert circles((found.module, found.target) for found in imports) == []
+def test_no_import_cycles(package: str) -> None:
+    """Neither modules nor folders, at any depth; imports inside functions count."""
+    edges = [(edge.module, edge.target) for edge in all_imports(package) if edge.package == package]
+    assert import_cycle(edges) == []
     for depth in (2, 3, 4):
-        folders = [tuple(".".join(name.split(".")[:depth]) for name in (one.module, one.target)) for one in imports]
-        assert circles(folders) == []
+        folders = [tuple(".".join(name.split(".")[:depth]) for name in edge) for edge in edges]
+        assert import_cycle(folders) == []
 
 
 def entry_of(module: str) -> str:
-    """Which of OUTSIDE counts for a module; "" for none."""
+    """Return the entry of OUTSIDE that applies to a module; "" for none."""
     parts = module.split(".")[1:]
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((name for name in names if name in OUTSIDE), "")
 
 
-def test_each_package_imports_what_it_may() -> None:
-    """No more and no less: an entry that nothing needs any more would let it come back unseen."""
-    outside = [one for one in all_imports(ENGINE) if one.package not in {ENGINE, *sys.stdlib_module_names}]
-    assert [str(one) for one in outside if one.package not in OUTSIDE.get(entry_of(one.module), ())] == []
-    found = {name: {one.package for one in outside if entry_of(one.module) == name} for name in OUTSIDE}
-    assert found == OUTSIDE
+def test_packages_import_what_is_listed() -> None:
+    """Unused entries fail as well, since they would hide a new import."""
+    internal = {ENGINE, *sys.stdlib_module_names}
+    used: dict[str, set[str]] = {name: set() for name in OUTSIDE}
+    unlisted = []
+    for imported in all_imports(ENGINE):
+        if imported.package not in internal:
+            entry = entry_of(imported.module)
+            if imported.package not in OUTSIDE.get(entry, ()):
+                unlisted.append(str(imported))
+            used.setdefault(entry, set()).add(imported.package)
+    assert unlisted == []
+    assert used == OUTSIDE
 
 
-def test_backends_do_not_know_each_other() -> None:
+def test_backends_do_not_import_each_other() -> None:
     backends = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm")
     crossing = [
-        str(found)
-        for found in all_imports(ENGINE)
-        for own, other in (backends, backends[::-1])
-        if below(found.module, own) and below(found.target, other)
+        str(imported)
+        for imported in all_imports(ENGINE)
+        for backend, other in (backends, backends[::-1])
+        if below(imported.module, backend) and below(imported.target, other)
     ]
     assert crossing == []
 
 
-def test_stand_ins_for_gpus_are_imported_when_they_are_needed() -> None:
-    """By each other, or inside a function; `megatron_patches.patch` names a module to import, as text."""
+def test_stand_ins_for_gpus_are_imported_lazily() -> None:
+    """Only inside functions, or by each other. `megatron_patches.patch` names a module as text."""
     at_once = [
         f"{module_name(path)} imports {target}"
         for path in (*sources(ENGINE), *sources(PATCHES))
@@ -248,8 +258,9 @@ def test_stand_ins_for_gpus_are_imported_when_they_are_needed() -> None:
     assert at_once == []
 
 
-def test_patches_do_not_know_the_engine() -> None:
-    assert [str(found) for found in all_imports(PATCHES) if found.package in (ENGINE, "vllm", "examples")] == []
+def test_patches_do_not_import_the_engine() -> None:
+    forbidden = (ENGINE, "vllm", "examples")
+    assert [str(imported) for imported in all_imports(PATCHES) if imported.package in forbidden] == []
 
 
 @pytest.mark.slow
@@ -265,20 +276,23 @@ def test_all_but_the_backends_loads_without_megatron_and_vllm() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_job_says_who_is_who() -> None:
-    asking = [
+def test_ranks_come_from_the_job() -> None:
+    calls = [
         f"{module_name(path)}:{node.lineno} calls {node.func.attr}"
         for path in sources(ENGINE)
-        if not any(below(module_name(path), home) for home in ASK_FOR_THEIR_RANK)
+        if not any(below(module_name(path), home) for home in READ_GLOBAL_RANK)
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
         if node.func.attr in ("get_rank", "get_world_size")
     ]
-    assert asking == []
+    assert calls == []
 
 
 def private_names_of_torch(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Those that are imported, or reached through modules and classes of torch; not those of its objects."""
+    """Yield private names that are imported, or reached through modules and classes of torch.
+
+    Attributes of objects are not included.
+    """
     roots: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -296,7 +310,7 @@ def private_names_of_torch(nodes: Sequence[ast.AST]) -> Iterator[str]:
                 yield node.attr
 
 
-def test_private_names_of_torch_are_where_their_reasons_are() -> None:
+def test_private_names_of_torch_are_in_their_modules() -> None:
     elsewhere = [
         f"{module_name(path)}: {name}"
         for path in sources(ENGINE)
@@ -316,13 +330,13 @@ def test_private_names_of_torch_are_where_their_reasons_are() -> None:
         ("import torch\ntorch.nn.__name__\nself._store", []),
     ],
 )
-def test_private_names_are_found(source: str, names: list[str]) -> None:
+def test_private_names_of_torch_are_detected(source: str, names: list[str]) -> None:
     assert sorted(private_names_of_torch(list(ast.walk(ast.parse(source))))) == names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hybrid_engine.__all__)
-def test_every_public_name_is_found(name: str) -> None:
+def test_public_names_can_be_imported(name: str) -> None:
     assert getattr(hybrid_engine, name).__name__.endswith(name)
 
 
@@ -352,7 +366,7 @@ def test_files_have_at_most_700_lines() -> None:
         ("from ..records.regions import Region", ["hybrid_engine.records.regions"]),
     ],
 )
-def test_imports_are_found(source: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_are_detected(source: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "hybrid_engine" / "planning" / "module.py"
     file.parent.mkdir(parents=True)
     for name in ("hybrid_engine/worker.py", "hybrid_engine/records/regions.py"):
@@ -360,4 +374,4 @@ def test_imports_are_found(source: str, targets: list[str], tmp_path: Path, monk
         (tmp_path / name).touch()
     file.write_text(source)
     monkeypatch.setattr(sys.modules[__name__], "REPO_ROOT", tmp_path)
-    assert [found.target for found in imports_of(file)] == targets
+    assert [imported.target for imported in imports_of(file)] == targets

@@ -1,4 +1,4 @@
-"""What is no message of its type is one kind of error, whatever else it is."""
+"""Bytes that are not a message of the expected type raise MessageError."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hybrid_engine.messages import VERSION, Record, decode, encode
 
 
 class Pair(Record, frozen=True):
-    one: int
-    other: str
+    number: int
+    text: str
 
 
-def test_a_message_says_what_was_said() -> None:
+def test_messages_round_trip() -> None:
     for value, kind in ((Pair(1, "ü"), Pair), ({"a": [1, 2]}, dict[str, list[int]]), (None, str | None)):
         assert decode(encode(value), kind) == value
 
@@ -32,19 +32,19 @@ def test_a_message_says_what_was_said() -> None:
         (bytes([VERSION]) + b"\x92\x01\xa1\xff", "utf-8"),
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:
+def test_invalid_messages_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(MessageError, match=reason):
         decode(data, Pair)
 
 
-def test_longer_messages_than_the_limit_are_neither_made_nor_read() -> None:
+def test_messages_beyond_the_limit_are_refused_on_both_sides() -> None:
     message = encode("x" * 100)
     for refused in (lambda: encode("x" * 100, 99), lambda: decode(message, str, 99)):
         with pytest.raises(MessageError, match=r"10\d bytes; the limit is 99"):
             refused()
 
 
-def test_what_cannot_be_said_is_refused() -> None:
+def test_unencodable_values_are_refused() -> None:
     for value in ("\udc80", 2**70, object()):
         with pytest.raises(MessageError):
             encode(value)

@@ -1,4 +1,4 @@
-"""`HybridEngine(model=...)`: a transformers model, the caller's own loop, and an engine for the rest; two ranks."""
+"""`HybridEngine(model=...)`: a transformers model and the caller's training loop, on two ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FU
 
 @left_out("hybrid_engine.trainer")  # the loop is the user's
 def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -> dict[str, Any]:
-    """The flow of the source document: roll out, train on what came, again."""
+    """Run the flow of the source document: generate, train on the completions, repeat."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = HybridEngine(
         model=model,
@@ -69,12 +69,12 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
         lines.append(report.direction)
 
     prompts = torch.arange(2, 18).reshape(2, 8)
-    losses, received, responses, prefetched = [], [], [], []
+    losses, surplus, responses, prefetched = ([] for _ in range(4))
     for _ in range(3):
-        with engine.rollout_context(), engine.rollout_context():  # one inside the other switches once
+        with engine.rollout_context(), engine.rollout_context():  # nested contexts switch once
             responses.append(engine.generate(prompts, GREEDY))
         assert engine.sharding.last_report is not None
-        received.append(engine.sharding.last_report.bytes_received - engine.sharding.last_report.bytes_least)
+        surplus.append(engine.sharding.last_report.bytes_received - engine.sharding.last_report.bytes_least)
         with engine.train_context():
             optimizer.zero_grad()
             loss = model(input_ids=responses[0], labels=responses[0]).loss
@@ -83,11 +83,11 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
             prefetched.append(engine.sharding.last_report.bytes_prefetched)
         losses.append(loss.item())
     stored = stored_and_loaded(engine, model)
-    tokens = ModelTokenizer(str(engine.config.model)).encode(["5 6"])  # of what a checkpoint gets beside its weights
+    tokens = ModelTokenizer(str(engine.config.model)).encode(["5 6"])
     engine.shutdown()
     weights = [parameter.to_local().clone() for parameter in model.parameters()]
     return {
-        **{"lines": lines, "losses": losses, "surplus": received, "responses": responses},
+        **{"lines": lines, "losses": losses, "surplus": surplus, "responses": responses},
         **{"prefetched": prefetched, "weights": weights, "stored": stored, "tokens": tokens},
     }
 
@@ -95,12 +95,12 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
 def refusals(directory: str) -> dict[str, str]:
     dist.init_process_group("gloo")
     model = sharded_models.from_config(Path(directory))
-    found = {name: refusal_of(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}
+    errors = {name: refusal_of(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}
     sharded = sharded_models.shard(sharded_models.from_config(Path(directory)))
-    found["sharded twice"] = refusal_of(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
-    found |= {name: refusal_of(partial(HybridEngine, model=make(Path(directory)))) for name, make in ODD.items()}
-    found["gap"] = str(_gap(directory))
-    return found
+    errors["sharded twice"] = refusal_of(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
+    errors |= {name: refusal_of(partial(HybridEngine, model=make(Path(directory)))) for name, make in ODD.items()}
+    errors["gap"] = str(_gap(directory))
+    return errors
 
 
 def several_dtypes(path: Path) -> torch.nn.Module:
@@ -128,7 +128,7 @@ ODD: Mapping[str, Callable[[Path], torch.nn.Module]] = {
 
 
 def forms(directory: str) -> dict[str, Any]:
-    """A model that is sharded already, prompts in all forms, and what is refused between the contexts."""
+    """Generate from all forms of prompts with a sharded model, and make calls that are refused."""
     dist.init_process_group("gloo")
     path = Path(directory)
     model = sharded_models.shard(sharded_models.from_config(path))
@@ -137,42 +137,44 @@ def forms(directory: str) -> dict[str, Any]:
     )
     padded = torch.tensor([[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    found = {"outside": refusal_of(lambda: engine.generate(padded, GREEDY))}
+    results = {"outside": refusal_of(lambda: engine.generate(padded, GREEDY))}
     with engine.rollout_context():
-        found["ids"] = [
-            [one.token_ids for one in each] for each in engine.generate([[5, 6, 7], [3, 4, 5, 6, 7]], GREEDY)
+        results["ids"] = [
+            [completion.token_ids for completion in completions]
+            for completions in engine.generate([[5, 6, 7], [3, 4, 5, 6, 7]], GREEDY)
         ]
-        found["rows"] = engine.generate(padded, GREEDY, mask)
-        found["texts"] = engine.generate(["5 6 7", "3 4 5 6 7"], GREEDY)
-        found["chats"] = engine.generate([[{"role": "user", "content": "5 6"}]], GREEDY)
-        (found["of the template"],) = engine.generate([[7, 5, 6, 8]], GREEDY)
+        results["rows"] = engine.generate(padded, GREEDY, mask)
+        results["texts"] = engine.generate(["5 6 7", "3 4 5 6 7"], GREEDY)
+        results["chats"] = engine.generate([[{"role": "user", "content": "5 6"}]], GREEDY)
+        (results["of the template"],) = engine.generate([[7, 5, 6, 8]], GREEDY)
         continued: Any = [{"role": "user", "content": "5 6"}, {"role": "assistant", "content": "3"}]
-        found["continued"] = engine.generate([continued], GREEDY, continue_final_message=True)
-        (found["in its middle"],) = engine.generate([[7, 5, 6, 7, 3]], GREEDY)
-        found |= _with_sampling_params(engine)
-        found |= _with_local_data(engine)
-        found["mixed"] = refusal_of(lambda: engine.generate(["5", [6]], GREEDY))
-        found["a mask for lists"] = refusal_of(lambda: engine.generate([[5]], GREEDY, mask))
-        found["training"] = refusal_of(lambda: model(padded))
-        found["mask"] = refusal_of(lambda: engine.generate(padded, GREEDY, mask[:1]))
+        results["continued"] = engine.generate([continued], GREEDY, continue_final_message=True)
+        (results["in its middle"],) = engine.generate([[7, 5, 6, 7, 3]], GREEDY)
+        results |= _with_sampling_params(engine)
+        results |= _with_local_data(engine)
+        results["mixed"] = refusal_of(lambda: engine.generate(["5", [6]], GREEDY))
+        results["a mask for lists"] = refusal_of(lambda: engine.generate([[5]], GREEDY, mask))
+        results["training"] = refusal_of(lambda: model(padded))
+        results["mask"] = refusal_of(lambda: engine.generate(padded, GREEDY, mask[:1]))
     try:
         with engine.train_context():
             raise RuntimeError("in the caller's loop")
     except RuntimeError:
         pass
     with engine.rollout_context():
-        found["after an error"] = engine.generate(padded, GREEDY, mask)
+        results["after an error"] = engine.generate(padded, GREEDY, mask)
     engine.shutdown()
-    model(padded)  # the caller's, as before
-    return found
+    model(padded)  # works again
+    return results
 
 
 def copies(directory: str, with_engine: bool) -> dict[str, Any]:
-    """A model in DDP, whole on each of two ranks, of which vLLM has a half on each; training, with switches or not."""
+    """Train a model in DDP with or without switches; each rank's vLLM holds a half of it."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = sharded_models.from_config(Path(directory))
-    wrapped, found = DistributedDataParallel(model), dict[str, Any]()
+    wrapped = DistributedDataParallel(model)
+    results: dict[str, Any] = {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ExitStack() as ends:
         if with_engine:
@@ -181,28 +183,29 @@ def copies(directory: str, with_engine: bool) -> dict[str, Any]:
         for step in range(2):
             if with_engine:
                 with engine.rollout_context():
-                    found[f"answer {step}"] = engine.generate(torch.arange(2, 10)[None], GREEDY)
-                    found[f"misuse {step}"] = refusal_of(lambda: model(torch.ones(1, 2, dtype=torch.int64)))
+                    results[f"answer {step}"] = engine.generate(torch.arange(2, 10)[None], GREEDY)
+                    results[f"misuse {step}"] = refusal_of(lambda: model(torch.ones(1, 2, dtype=torch.int64)))
                 report = engine.sharding.last_report
-                found[f"report {step}"] = (report.tensors_verified, report.bytes_received)
+                results[f"report {step}"] = (report.tensors_verified, report.bytes_received)
                 engine.sharding.enter(State.TRAIN)
             rows = torch.arange(2, 18).reshape(2, 8) + dist.get_rank() + step
             optimizer.zero_grad()
             wrapped(input_ids=rows, labels=rows).loss.backward()
             optimizer.step()
-    found["weights"] = [parameter.detach().clone() for parameter in model.parameters()]
-    return found
+    results["weights"] = [parameter.detach().clone() for parameter in model.parameters()]
+    return results
 
 
-def told_otherwise(path: Path) -> torch.nn.Module:
-    """Another model than that of the directory's config.json, with the same tensors."""
+def model_with_other_settings(path: Path) -> torch.nn.Module:
+    """Return a model with the tensors of the directory's config.json, and other settings."""
     rope = {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}
     return sharded_models.from_config(path, rope_parameters=rope, rms_norm_eps=0.1)
 
 
 def _gap(directory: str) -> float:
-    """Greatest difference of a log-probability between that model and vLLM beside it."""
-    model, tokens = told_otherwise(Path(directory)), torch.arange(2, 34)[None]
+    """Return the largest difference of log-probabilities between that model and its vLLM."""
+    model = model_with_other_settings(Path(directory))
+    tokens = torch.arange(2, 34)[None]
     with torch.no_grad():
         expected = model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
     rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}
@@ -212,7 +215,10 @@ def _gap(directory: str) -> float:
 
 
 def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
-    """vLLM's own, with what needs a tokenizer inside vLLM: it has none before, and none after."""
+    """Generate with vLLM's parameters, some of which need a tokenizer inside vLLM.
+
+    vLLM has a tokenizer only during these requests.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -242,17 +248,21 @@ def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
 
 
 def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
-    """Each rank its own prompts, one of them none; and what is refused where ranks should pass the same."""
+    """Generate from each rank's prompts, none on one rank; pass different arguments, which are
+    refused.
+    """
     from vllm import SamplingParams
 
     rank = engine.job.rank
-    own = [[5, 6, 7], [3, 4, 5, 6, 7]] if rank else []
-    completions = engine.generate(own, GREEDY, data="local")
+    prompts = [[5, 6, 7], [3, 4, 5, 6, 7]] if rank else []
+    completions = engine.generate(prompts, GREEDY, data="local")
     return {
-        "local": [list(one.token_ids) for (one,) in completions],
-        "local prompts": [one.prompt_token_ids for (one,) in completions],
+        "local": [list(completion.token_ids) for (completion,) in completions],
+        "local prompts": [completion.prompt_token_ids for (completion,) in completions],
         "other prompts": refusal_of(lambda: engine.generate([[5 + rank]], GREEDY)),
-        "other sampling": refusal_of(lambda: engine.generate(own, replace(GREEDY, max_tokens=4 + rank), data="local")),
+        "other sampling": refusal_of(
+            lambda: engine.generate(prompts, replace(GREEDY, max_tokens=4 + rank), data="local")
+        ),
         "other bias": refusal_of(
             lambda: engine.generate([[5]], SamplingParams(max_tokens=2, logit_bias={5 + rank: 9.0}))
         ),
@@ -296,7 +306,7 @@ MESSAGES = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model directory with weights and a tokenizer for which a number is a token."""
+    """A model directory with weights and a tokenizer of numbers."""
     path = write_config(tmp_path_factory.mktemp("model"), served_config("qwen2", torch_dtype="float32"))
     config = (path / "config.json").read_text()
     sharded_models.from_config(path).save_pretrained(path)
@@ -307,18 +317,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def seeds(engines: Ranks, directory: str) -> Outcomes:
-    """The seed as it is, and with training state that moves ahead of time."""
+    """Results of the seed, with and without prefetch."""
     ahead = {**SEED_ROLLOUT, "prefetch": "auto"}
     return engines.launch_in_turn(2, {"plain": (the_seed, (directory,)), "ahead": (the_seed, (directory, ahead))})
 
 
 @pytest.fixture
-def of_the_seed(seeds: Outcomes) -> list[dict[str, Any]]:
+def seed_by_rank(seeds: Outcomes) -> list[dict[str, Any]]:
     return seeds["plain"]
 
 
 @pytest.fixture(scope="module")
-def of_forms(engines: Ranks, directory: str) -> list[dict[str, Any]]:
+def forms_by_rank(engines: Ranks, directory: str) -> list[dict[str, Any]]:
     return engines.launch(forms, 2, directory)
 
 
@@ -327,63 +337,61 @@ def errors(engines: Ranks, directory: str) -> list[dict[str, str]]:
     return engines.launch(refusals, 2, directory)
 
 
-def test_the_seed_learns_what_it_generated(of_the_seed: list[dict[str, Any]]) -> None:
-    for found in of_the_seed:
-        assert found["losses"][2] < found["losses"][1] < found["losses"][0]
-        assert found["surplus"] == [0, 0, 0]
-        assert found["responses"][0].shape == (2, 12)
-        assert torch.equal(found["responses"][0][:, :8], torch.arange(2, 18).reshape(2, 8))
-        assert torch.equal(found["responses"][0], of_the_seed[0]["responses"][0])
+def test_the_seed_learns_what_it_generated(seed_by_rank: list[dict[str, Any]]) -> None:
+    for results in seed_by_rank:
+        assert results["losses"][2] < results["losses"][1] < results["losses"][0]
+        assert results["surplus"] == [0, 0, 0]
+        assert results["responses"][0].shape == (2, 12)
+        assert torch.equal(results["responses"][0][:, :8], torch.arange(2, 18).reshape(2, 8))
+        assert torch.equal(results["responses"][0], seed_by_rank[0]["responses"][0])
 
 
-def test_copies_of_a_model_train_as_without_an_engine(engines: Ranks, directory: str) -> None:
+def test_copies_of_a_model_train_the_same_as_without_an_engine(engines: Ranks, directory: str) -> None:
     calls = {"with": (copies, (directory, True)), "without": (copies, (directory, False))}
     outcomes = engines.launch_in_turn(2, calls)
-    for rank, (found, plain) in enumerate(zip(outcomes["with"], outcomes["without"], strict=True)):
-        assert all(map(torch.equal, found["weights"], plain["weights"]))
+    for rank, (results, plain) in enumerate(zip(outcomes["with"], outcomes["without"], strict=True)):
+        assert all(map(torch.equal, results["weights"], plain["weights"]))
         for step in range(2):
-            verified, received = found[f"report {step}"]
+            verified, received = results[f"report {step}"]
             assert verified > 0
-            assert received == 0, "each rank has all of it"
-            assert "StateError" in found[f"misuse {step}"]
-            assert torch.equal(found[f"answer {step}"], outcomes["with"][1 - rank][f"answer {step}"])
+            assert received == 0, "each rank has all weights"
+            assert "StateError" in results[f"misuse {step}"]
+            assert torch.equal(results[f"answer {step}"], outcomes["with"][1 - rank][f"answer {step}"])
 
 
-def test_prefetch_changes_nothing_but_the_time(seeds: Outcomes) -> None:
+def test_prefetch_does_not_change_results(seeds: Outcomes) -> None:
     for plain, ahead in zip(seeds["plain"], seeds["ahead"], strict=True):
         assert ahead["losses"] == plain["losses"]
         for name in ("responses", "weights"):
             assert all(map(torch.equal, ahead[name], plain[name]))
         assert plain["prefetched"] == [0, 0, 0]
         parameters, *with_optimizer = ahead["prefetched"]
-        assert all(nbytes > 2 * parameters for nbytes in with_optimizer), "with two moments each, from the second on"
+        assert all(nbytes > 2 * parameters for nbytes in with_optimizer), "two moments per parameter from the second on"
 
 
-def test_the_engine_stores_weights(of_the_seed: list[dict[str, Any]]) -> None:
-    for found in of_the_seed:
-        assert found["stored"]
-        assert found["tokens"] == [[5, 6]]
+def test_the_engine_stores_weights(seed_by_rank: list[dict[str, Any]]) -> None:
+    for results in seed_by_rank:
+        assert results["stored"]
+        assert results["tokens"] == [[5, 6]]
 
 
-def test_hooks_may_take_no_argument(of_the_seed: list[dict[str, Any]]) -> None:
+def test_hooks_can_omit_the_argument(seed_by_rank: list[dict[str, Any]]) -> None:
     once = ["resharding begins", "train->infer", "resharding begins", "infer->train"]
-    assert all(found["lines"] == 3 * once for found in of_the_seed)
+    assert all(results["lines"] == 3 * once for results in seed_by_rank)
 
 
-def test_prompts_are_answered_in_their_own_form(of_forms: list[dict[str, Any]]) -> None:
-    for found in of_forms:
-        ids = [list(one) for (one,) in found["ids"]]
-        assert [row[5:].tolist() for row in found["rows"]] == ids
-        assert found["rows"][:, :5].tolist() == [[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]]
-        spelled = ["".join(map(str, one)) for one in ids]  # this tokenizer's words are numbers, without spaces
-        assert [text.replace(" ", "") for (text,) in found["texts"]] == spelled
-        assert torch.equal(found["after an error"], found["rows"])
+def test_completions_have_the_form_of_the_prompts(forms_by_rank: list[dict[str, Any]]) -> None:
+    for results in forms_by_rank:
+        ids = [list(tokens) for (tokens,) in results["ids"]]
+        assert [row[5:].tolist() for row in results["rows"]] == ids
+        assert results["rows"][:, :5].tolist() == [[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]]
+        spelled = ["".join(map(str, tokens)) for tokens in ids]  # tokens are numbers without spaces
+        assert [text.replace(" ", "") for (text,) in results["texts"]] == spelled
+        assert torch.equal(results["after an error"], results["rows"])
 
 
-def test_a_model_of_the_hub_brings_its_tokenizer(
-    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its configuration is the live model's, which may have changed since it was loaded."""
+def test_a_model_of_the_hub_has_its_tokenizer(directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is the live model's, which can have changed since loading."""
     from huggingface_hub import constants
 
     repository = tmp_path / "models--org--tiny"
@@ -392,36 +400,37 @@ def test_a_model_of_the_hub_brings_its_tokenizer(
     (repository / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     config = AutoConfig.from_pretrained(directory)
-    config.name_or_path, config.vocab_size = "org/tiny", 256
+    config.name_or_path = "org/tiny"
+    config.vocab_size = 256
     model = SimpleNamespace(config=config)
     with ExitStack() as owner:
-        made = _model_directory(model, owner)
-        assert json.loads((made / "config.json").read_text())["vocab_size"] == 256
+        directory_of_engine = _model_directory(model, owner)
+        assert json.loads((directory_of_engine / "config.json").read_text())["vocab_size"] == 256
     assert ModelTokenizer(_tokenizer_directory(model, None)).encode(["5 6"]) == [[5, 6]]
 
 
-def test_vllm_computes_what_the_live_model_does(errors: list[dict[str, str]]) -> None:
-    assert all(float(found["gap"]) < 1e-4 for found in errors)
+def test_vllm_computes_the_same_as_the_live_model(errors: list[dict[str, str]]) -> None:
+    assert all(float(messages["gap"]) < 1e-4 for messages in errors)
 
 
-def test_chats_are_completed_behind_their_template(of_forms: list[dict[str, Any]]) -> None:
-    for found in of_forms:
-        ((text,),) = found["chats"]
-        assert text == found["of the template"][0].text
-        ((text,),) = found["continued"]
-        assert text == found["in its middle"][0].text
+def test_chats_are_completed_after_their_template(forms_by_rank: list[dict[str, Any]]) -> None:
+    for results in forms_by_rank:
+        ((text,),) = results["chats"]
+        assert text == results["of the template"][0].text
+        ((text,),) = results["continued"]
+        assert text == results["in its middle"][0].text
 
 
-def test_completions_say_what_they_are_of(of_forms: list[dict[str, Any]]) -> None:
-    for found in of_forms:
-        free = found["free"]
+def test_completions_contain_prompts_and_log_probabilities(forms_by_rank: list[dict[str, Any]]) -> None:
+    for results in forms_by_rank:
+        free = results["free"]
         assert free.prompt_token_ids == (3, 4, 5, 6, 7)
         assert free.text.replace(" ", "") == "".join(map(str, free.token_ids))
         assert [len(position) for position in free.top_logprobs] == [3, 3, 3, 3]
         for token, logprob, position in zip(free.token_ids, free.logprobs, free.top_logprobs, strict=True):
             assert position[token] == logprob == max(position.values()), "greedy"
-        scored = found["scored"]
-        assert scored.prompt_logprobs == pytest.approx(found["scored by itself"], abs=1e-6)
+        scored = results["scored"]
+        assert scored.prompt_logprobs == pytest.approx(results["scored by itself"], abs=1e-6)
         assert (free.prompt_logprobs, free.prompt_top_logprobs) == ((), ())
         tokens = scored.prompt_token_ids[1:]
         for token, logprob, top in zip(tokens, scored.prompt_logprobs, scored.prompt_top_logprobs, strict=True):
@@ -429,25 +438,26 @@ def test_completions_say_what_they_are_of(of_forms: list[dict[str, Any]]) -> Non
             assert len(top) in (2, 3)
 
 
-def test_vllm_has_a_tokenizer_where_a_request_needs_one(of_forms: list[dict[str, Any]]) -> None:
-    for found in of_forms:
-        free, stopped = found["free"], found["stopped"]
+def test_requests_can_use_a_tokenizer_in_vllm(forms_by_rank: list[dict[str, Any]]) -> None:
+    for results in forms_by_rank:
+        free = results["free"]
+        stopped = results["stopped"]
         first, second, *_ = map(str, free.token_ids)
         assert (stopped.finish_reason, stopped.stop_reason) == ("stop", second)
         assert stopped.token_ids == free.token_ids[:2]
         assert stopped.text.strip() == first
-        assert found["ours stopped"] == replace(stopped, top_logprobs=(), logprobs=found["ours stopped"].logprobs)
-        assert 1 in found["ids"][0][0]
-        assert 1 not in found["without bad words"].token_ids
-        assert found["chosen"].text in ("57", "99")
-        assert found["free again"] == free
-        assert len(found["unlimited"].token_ids) == 4, "what 60 tokens leave of max_model_len"
+        assert results["ours stopped"] == replace(stopped, top_logprobs=(), logprobs=results["ours stopped"].logprobs)
+        assert 1 in results["ids"][0][0]
+        assert 1 not in results["without bad words"].token_ids
+        assert results["chosen"].text in ("57", "99")
+        assert results["free again"] == free
+        assert len(results["unlimited"].token_ids) == 4, "max_model_len minus 60 tokens"
 
 
-def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -> None:
-    first, second = of_forms
+def test_ranks_can_have_different_prompts(forms_by_rank: list[dict[str, Any]]) -> None:
+    first, second = forms_by_rank
     assert first["local"] == []
-    assert second["local"] == [list(one) for (one,) in second["ids"]]
+    assert second["local"] == [list(tokens) for (tokens,) in second["ids"]]
     assert second["local prompts"] == [(5, 6, 7), (3, 4, 5, 6, 7)]
 
 
@@ -473,11 +483,11 @@ def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -
         ("mask", "prompts: torch.int64 of shape (2, 5) with a mask of shape (1, 5)"),
     ],
 )
-def test_calls_in_the_wrong_place_are_refused(of_forms: list[dict[str, Any]], call: str, message: str) -> None:
-    assert all(message in found[call] for found in of_forms)
+def test_invalid_calls_are_refused(forms_by_rank: list[dict[str, Any]], call: str, message: str) -> None:
+    assert all(message in results[call] for results in forms_by_rank)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_what_cannot_be_built_is_refused_on_every_rank(errors: list[dict[str, str]], name: str) -> None:
-    for found in errors:
-        assert all(message in found[name] for message in MESSAGES[name]), found[name]
+def test_invalid_engines_are_refused_on_every_rank(errors: list[dict[str, str]], name: str) -> None:
+    for messages in errors:
+        assert all(message in messages[name] for message in MESSAGES[name]), messages[name]

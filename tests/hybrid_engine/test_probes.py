@@ -1,4 +1,4 @@
-"""Records of attention: rotary frequencies are read off tables, and the layers of all ranks are compared."""
+"""Records of attention: frequencies from rotary tables, and comparisons of all ranks' layers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ FREQUENCIES = 5e5 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frequencies_are_read_off_a_table(dtype: torch.dtype) -> None:
+def test_frequencies_are_read_from_a_table(dtype: torch.dtype) -> None:
     exact = Attention(1.0, rotary=Rotary(tuple(FREQUENCIES.tolist()), 1.25))
 
-    def found(frequencies: torch.Tensor, scale: float = 1.25) -> list[str]:
+    def differing(frequencies: torch.Tensor, scale: float = 1.25) -> list[str]:
         read = table(frequencies, 16_384, dtype, scale)
         return [difference.name for difference in differences(exact, replace(exact, rotary=read))]
 
-    assert found(FREQUENCIES) == []
-    assert found(FREQUENCIES, 1.3) == ["the scale of rotated elements"]
-    assert found(FREQUENCIES[:32]) == ["the number of rotary frequencies"]
-    (name,) = found(FREQUENCIES * 1.01)
+    assert differing(FREQUENCIES) == []
+    assert differing(FREQUENCIES, 1.3) == ["the scale of rotated elements"]
+    assert differing(FREQUENCIES[:32]) == ["the number of rotary frequencies"]
+    (name,) = differing(FREQUENCIES * 1.01)
     assert name.startswith("rotary frequency ")
-    later = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # which the first tokens hardly show
-    assert found(later) == ["rotary frequency 63"]
+    later = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # hardly visible in the first tokens
+    assert differing(later) == ["rotary frequency 63"]
 
 
-def test_a_window_beyond_the_longest_sequence_is_none() -> None:
-    whole, windowed = {0: [Attention(1.0)]}, {0: [Attention(1.0, window=128)]}
+def test_a_window_beyond_the_longest_sequence_has_no_effect() -> None:
+    whole = {0: [Attention(1.0)]}
+    windowed = {0: [Attention(1.0, window=128)]}
     assert attention_differences(whole, windowed, 127) == []
     assert len(attention_differences(whole, windowed, 128)) == 1
     assert len(attention_differences(whole, windowed, None)) == 1
 
 
 def test_layers_of_all_ranks_are_compared() -> None:
-    """Replicas that differ from each other too; what a side cannot read is named."""
-    plain, scaled, unread = Attention(1.0), Attention(2.0), Attention(1.0, rotary=None)
+    """Replicas must be equal too. Layers that a side cannot read are reported."""
+    plain = Attention(1.0)
+    scaled = Attention(2.0)
+    unread = Attention(1.0, rotary=None)
     trainer = {0: [plain], 1: [plain, scaled], 2: [plain], 4: [scaled], 5: [unread]}
     inference = {number: [plain] for number in (0, 1, 2, 3, 4, 5)}
     scale = "the scale of attention scores is 2 for the trainer and 1 for vLLM"

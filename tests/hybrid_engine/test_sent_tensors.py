@@ -1,6 +1,7 @@
-"""What ranks send lies on the job's device: NCCL takes nothing else, and shares or counts may be on the CPU.
+"""Collectives get tensors on the job's device, as NCCL requires, even if shares are on the CPU.
 
-On ranks of one process that hold no model, with collectives that only look. "meta" stands for the GPU.
+Ranks of one process without a model, with collectives that only record devices. "meta" stands for
+the GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ DEVICE = torch.device("meta")
 
 
 class Sent(Exception):
-    """From which devices."""
+    """Carries the devices of the tensors that a collective got."""
 
 
 @pytest.fixture(autouse=True)
 def _collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*tensors: torch.Tensor | list[torch.Tensor], **_: object) -> None:
-        raise Sent({one.device for each in tensors for one in (each if isinstance(each, list) else [each])})
+    def record_devices(*tensors: torch.Tensor | list[torch.Tensor], **_: object) -> None:
+        flat: list[torch.Tensor] = []
+        for argument in tensors:
+            flat += argument if isinstance(argument, list) else [argument]
+        raise Sent({tensor.device for tensor in flat})
 
     for name in ("all_gather", "all_reduce", "broadcast"):
-        monkeypatch.setattr(dist, name, look)
+        monkeypatch.setattr(dist, name, record_devices)
 
 
 def job() -> SimpleNamespace:
@@ -41,7 +45,7 @@ def job() -> SimpleNamespace:
     return SimpleNamespace(device=DEVICE, agreement=agreement)
 
 
-def test_how_many_parameters_a_pattern_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_engine.trainer.megatron import build
 
     monkeypatch.setattr(build, "model_device", lambda: DEVICE)
@@ -55,11 +59,11 @@ def test_shares_and_reports() -> None:
     expect_sent(lambda: FsdpTrainEngine._average(engine, [{"loss": torch.ones(())}]))
 
 
-def test_names_of_what_losses_report() -> None:
+def test_names_of_reported_losses() -> None:
     expect_sent(lambda: CheckedLoss(lambda _batch, values: values.mean()).finish(DEVICE))
 
 
-def test_logits_that_transformers_computed_for_all() -> None:
+def test_logits_that_transformers_computed() -> None:
     comparison: Any = SimpleNamespace(
         rank=1,
         worker=SimpleNamespace(job=job()),

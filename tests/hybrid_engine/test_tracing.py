@@ -14,43 +14,43 @@ from hybrid_engine.tracing import FIRST, Recording, TraceFile, count, recorded, 
 HEADER = {**FIRST, "args": {"name": "header"}}
 
 
-def test_nothing_is_recorded_outside() -> None:
+def test_nothing_is_recorded_outside_of_a_recording() -> None:
     with span("a"):
         count("bytes", training=1)
-    with recorded() as found:
+    with recorded() as recording:
         pass
-    assert found == Recording()
+    assert recording == Recording()
 
 
-def test_spans_lie_in_each_other_and_tell_of_errors() -> None:
+def test_spans_nest_and_record_errors() -> None:
     pytest.importorskip("torch")
-    with pytest.raises(ValueError, match="disk"), recorded() as found, span("outer"):
+    with pytest.raises(ValueError, match="disk"), recorded() as recording, span("outer"):
         with span("inner", bucket=3), span("wait"):
             pass
         raise ValueError("disk on fire")
-    wait, inner, outer = found.events
-    assert [each["name"] for each in found.events] == ["wait", "inner", "outer"]
+    wait, inner, outer = recording.events
+    assert [event["name"] for event in recording.events] == ["wait", "inner", "outer"]
     assert outer["ts"] <= inner["ts"] <= wait["ts"]
-    ends = [each["ts"] + each["dur"] for each in (wait, inner, outer)]
+    ends = [event["ts"] + event["dur"] for event in (wait, inner, outer)]
     assert ends == sorted(ends)
     assert inner["args"] == {"bucket": 3}
     assert outer["args"] == {"error": "ValueError"}
 
 
-def test_torchs_profiler_sees_the_same_names() -> None:
+def test_torchs_profiler_has_the_same_names() -> None:
     profiler = pytest.importorskip("torch.profiler")
-    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as found, recorded(), span("commit"):
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profile, recorded(), span("commit"):
         pass
-    assert "commit" in [event.name for event in found.events()]
+    assert "commit" in [event.name for event in profile.events()]
 
 
 def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MOST_EVENTS", 3)
-    with recorded() as found:
+    with recorded() as recording:
         for number in range(5):
             count("b", of=number)
-    assert [event["args"] for event in found.events] == [{"of": number} for number in range(3)]
-    assert found.num_dropped == 2
+    assert [event["args"] for event in recording.events] == [{"of": number} for number in range(3)]
+    assert recording.num_dropped == 2
 
 
 def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:
@@ -63,8 +63,9 @@ def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:
         assert [event["name"] for event in json.loads(path.read_text())][1::2] == list(range(number + 1))
 
 
-def test_a_file_is_bounded_and_what_was_there_is_kept(tmp_path: Path) -> None:
-    path, before = tmp_path / "trace.json", tmp_path / "trace.json.1"
+def test_a_file_is_bounded_and_earlier_traces_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    before = tmp_path / "trace.json.1"
     TraceFile(path, [HEADER]).append([{"name": "of the run before"}])
     file = TraceFile(path, [HEADER], most_nbytes=200)
     assert "of the run before" in before.read_text()
@@ -72,13 +73,13 @@ def test_a_file_is_bounded_and_what_was_there_is_kept(tmp_path: Path) -> None:
         file.append([{"name": number}])
     assert path.stat().st_size < 250
     assert before.stat().st_size < 250
-    names = [event["name"] for each in (before, path) for event in json.loads(each.read_text())]
+    names = [event["name"] for event in (before, path) for event in json.loads(event.read_text())]
     assert names[-1] == 49
     assert names.count("process_name") == 2
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.1"])
-def test_what_is_no_trace_stays_where_it_is(tmp_path: Path, name: str) -> None:
+def test_other_files_are_not_replaced(tmp_path: Path, name: str) -> None:
     path = tmp_path / "trace.json"
     TraceFile(path, [HEADER])
     for make in (lambda: (tmp_path / name).write_text("precious"), lambda: os.mkfifo(tmp_path / name)):
@@ -86,4 +87,4 @@ def test_what_is_no_trace_stays_where_it_is(tmp_path: Path, name: str) -> None:
         make()
         with pytest.raises(FileExistsError, match=rf"{name} is there, and is not a trace of ours"):
             TraceFile(path, [HEADER])
-        assert {each.name for each in tmp_path.iterdir()} == {"trace.json", name}
+        assert {event.name for event in tmp_path.iterdir()} == {"trace.json", name}

@@ -1,4 +1,4 @@
-"""The entry point of vLLM's plug-ins, in processes of its own: it changes a process for good."""
+"""The entry point of vLLM's plug-ins, in separate processes, since it changes a process for good."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(model: Path) -> Callable[[str], dict[str, object]]:
-    """Return a function that runs code in a new process, and returns the value that it printed last."""
+    """Return a function that runs code in a new process, and returns the value that it printed
+    last."""
 
     def run_code(code: str) -> dict[str, object]:
         command = [sys.executable, "-c", PRELUDE + code, str(model)]
@@ -117,7 +118,7 @@ print_last({**state(), "mode": config.model_config.logprobs_mode})
 """
     is_prepared = {"gate": True, "format": True, "transfer": True}
     assert run(code) == {**is_prepared, "mode": "processed_logprobs"}
-    # A process that no plug-in has prepared, as an actor may be.
+    # A process without plug-ins, such as an actor.
     other = """
 config = pickle.load(open(sys.argv[1] + "/configuration", "rb"))
 again = pickle.loads(pickle.dumps(config)).load_config.load_format
