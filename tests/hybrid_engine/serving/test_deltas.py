@@ -110,7 +110,7 @@ def run_over_a_loss(engines: Ranks, directory: Path, keeps_weights: bool) -> lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("keeps_weights", [True, False])
 def test_a_server_receives_only_changes(engines: Ranks, tmp_path: Path, keeps_weights: bool) -> None:
     """Weights stay on the server between switches, or not. Each fill is verified in full."""
     reports: list[tuple[str, Any]] = run_over_a_loss(engines, tmp_path, keeps_weights)[0]
