@@ -111,7 +111,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
-    base = draw(st.sampled_from([DENSE, EXPERTS, LATENT, EXPERTS, LATENT, GPT2]))
+    base = draw(st.sampled_from([DENSE, EXPERTS, LATENT, EXPERTS, LATENT, GPT2]))  # MoE more often
     if base is GPT2:
         return base
     heads = {} if base is LATENT else {"num_key_value_heads": draw(st.sampled_from([12, 6, 2, 1]))}
@@ -134,7 +134,7 @@ def possible_splits(num_mtp_layers: int) -> list[dict[str, Any]]:
     every = [dict(zip(SPLIT, sizes, strict=True)) for sizes in kinds]
     every += [{"pipeline": 2, "pipeline_layout": layout} for layout in layouts]
     valid = [split for split in every if not any(split_violations(TrainParallelism(1, **split), 4, num_mtp_layers))]
-    return valid + [{"pipeline": 1}] * (len(valid) // 3)
+    return valid + [{"pipeline": 1}] * (len(valid) // 3)  # a quarter without pipeline
 
 
 @st.composite
@@ -168,7 +168,7 @@ def infer_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> Inferenc
 @st.composite
 def layout_cases(draw: st.DrawFn) -> LayoutCase:
     table = table_for(draw(configs()))
-    world_size = draw(st.sampled_from([12, 8, 6, 4, 12, 8, 3, 2, 1]))
+    world_size = draw(st.sampled_from([12, 8, 6, 4, 12, 8, 3, 2, 1]))  # large ones more often
     train = draw(train_sizes(world_size, table))
     assume(violations(train, table) == [])
     infer = draw(infer_sizes(world_size, table))

@@ -263,7 +263,7 @@ def test_fingerprints_depend_on_every_input(case: Case) -> None:
     alone = [str(rank) for rank in range(len(case.hosts))]
     shared = ["0"] * len(case.hosts)
     assert plan(case.source, case.destination, case.hosts, devices=alone).fingerprint == fingerprint
-    if len(case.hosts) > len(set(case.hosts)):
+    if len(case.hosts) > len(set(case.hosts)):  # ranks of a host can share a device
         assert plan(case.source, case.destination, case.hosts, devices=shared).fingerprint != fingerprint
     assert relayed != fingerprint
     assert plan(case.source, case.destination, hosts).fingerprint != fingerprint

@@ -50,7 +50,7 @@ class Server(ThreadingHTTPServer):
         requests: body and API key of each request.
     """
 
-    daemon_threads = True
+    daemon_threads = True  # a handler that sleeps must not delay the end
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -69,12 +69,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((body, self.headers["Authorization"]))
         self.server.has_request.set()
         if self.server.body is None:
-            time.sleep(2 * SECONDS)
+            time.sleep(2 * SECONDS)  # the test ends first
             return
         self.send_response(self.server.status)
         for name, value in self.server.headers.items():
             self.send_header(name, value)
-        if self.server.status != 204:
+        if self.server.status != 204:  # 204 has no body
             self.send_header("Content-Length", str(len(self.server.body)))
         self.end_headers()
         self.wfile.write(self.server.body)
@@ -133,7 +133,7 @@ VALID = {
     "stopped by a token": first_choice(stop_reason=8),
     "lifted by rounding": first_choice(**log_probs(1e-7, -1.0)),
 }
-DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"  # RecursionError in json
 OTHER_WEIGHTS = {"job": "host/2/def", "versions": ["3"]}
 INVALID: dict[str, bytes] = {
     **{

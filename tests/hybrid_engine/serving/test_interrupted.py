@@ -41,7 +41,7 @@ def interrupt(owner: object, name: str, before: bool) -> None:
             original(*args, **kwargs)
         raise KeyboardInterrupt
 
-    object.__setattr__(owner, name, interrupted)
+    object.__setattr__(owner, name, interrupted)  # the owner can be frozen
 
 
 def enter(publisher: WeightPublisher, target: State) -> int:

@@ -87,12 +87,12 @@ def test_a_directory_open_to_other_users_is_refused(place: Rendezvous, level: in
 
 def make_for_other_user(path: Path) -> None:
     path.mkdir(mode=0o777)
-    os.chown(path, 12345, 12345)
+    os.chown(path, 12345, 12345)  # any other user
 
 
 def make_open(path: Path) -> None:
     path.mkdir()
-    path.chmod(0o755)
+    path.chmod(0o755)  # mkdir applies the umask
 
 
 OCCUPATIONS = {"file": Path.touch, "link": lambda path: path.symlink_to("/"), "open": make_open}
@@ -147,7 +147,7 @@ def make_place(address: str | None, orphan_end: Any, invitations: Any) -> None:
         orphan_end.recv()
         os._exit(0)
     invitations.send(invitation_to(place))
-    signal.pause()
+    signal.pause()  # until killed
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])

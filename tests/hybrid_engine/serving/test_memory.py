@@ -219,10 +219,10 @@ class WatchedProcess:
         pid, address, token = handle.split()
         (self._file,) = fetch(address, [token])
         self._statm = Path(f"/proc/{pid}/statm")
-        self._num_before = self._anonymous_nbytes()
+        self._num_before = self._anonymous_nbytes()  # of imports and warm-up
 
     def _anonymous_nbytes(self) -> int:
-        _, resident, of_files, *_ = map(int, self._statm.read_bytes().split())
+        _, resident, of_files, *_ = map(int, self._statm.read_bytes().split())  # in pages
         return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
     def nbytes(self) -> int:

@@ -222,7 +222,7 @@ def run_with_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == NUM_TRAINERS:
         listener = Listener(path, "AF_UNIX")
-        store.set("listening", "")
+        store.set("listening", "")  # rank 0 may connect
         return serve(listener, path)
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=rank, world_size=NUM_TRAINERS)
     with ExitStack() as ends:
@@ -231,7 +231,7 @@ def run_with_server(path: str, act: Callable[..., Any], *args: Any) -> Any:
             store.wait(["listening"])
             connection = ends.enter_context(Client(path, "AF_UNIX"))
             caller = Caller(connection)
-            ends.callback(lambda: connection.send_bytes(b"null"))
+            ends.callback(lambda: connection.send_bytes(b"null"))  # ends `serve`
         job = ends.enter_context(closing(Job.join(60)))
         return act(Trainers(caller, job, path), *args)
 
