@@ -378,8 +378,7 @@ class Message(pydantic.BaseModel):
 
 
 class Tokenizer:
-    """Text is encoded by code points; a chat begins with a token of its own, as in most
-    templates."""
+    """Encodes text by code points; a chat begins with a special token, as in most templates."""
 
     bos = 1
     eod = 0
