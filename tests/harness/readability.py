@@ -10,7 +10,7 @@ Figures, all counts:
     lines       lines of the files
     nodes       expression nodes: how much there is to read, however it is broken into lines
     wide        lines beyond 100 columns
-    pronouns    assigned names that say nothing of the value, such as `found` or `told`
+    pronouns    assigned names that do not describe the value, such as `found` or `told`
     tuples      assignments of several unlike values, `a, b = x, y`
     openings    docstrings that begin with a word such as What, Whether, One or Of
 """
