@@ -36,7 +36,7 @@ class PublishingJob:
         self._number = 0
 
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
-        """Start the job and kill it; return the outcome and whether the kill came before its end."""
+        """Start the job and kill it; return the outcome and whether it was still running."""
         self._number += 1
         command = [*TORCHRUN, "-m", LOOP, self._model, self.servers.now.url, str(self._file), str(NUM_STEPS)]
         return run_and_kill(command, self.directory, LOOP, lambda: len(self.rows()), kill)

@@ -125,7 +125,7 @@ class KilledJob:
         self._script.write_text(CODE.replace(STEPS, LONGER).replace(OUT, repr(str(self.out))))
 
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
-        """Start the job and kill it; return the outcome and whether the kill came before its end."""
+        """Start the job and kill it; return the outcome and whether it was still running."""
         script = str(self._script)
         return run_and_kill([*TORCHRUN, script], self.directory, script, lambda: len(self.files.metrics.rows()), kill)
 

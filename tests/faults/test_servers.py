@@ -55,7 +55,7 @@ class Servers:
         model, *arguments = self._arguments
         directory = self.directory / f"server{self._number}"
         self._number += 1
-        options = {"environment": faulty(self.directory), "port": self._port}
+        options: dict[str, Any] = {"environment": faulty(self.directory), "port": self._port}
         self.now = self._ends.enter_context(serving(model, directory, *FILLED, *PLAIN, *arguments, **options))
         self._port = int(self.now.url.rpartition(":")[2])
         return self.now
