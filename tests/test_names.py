@@ -40,6 +40,8 @@ IN_LIBRARIES = {
 # Names of software that is not installed here, but mentioned in comparisons and explanations.
 ELSEWHERE = {
     "TRL": "old_per_token_logps ref_per_token_logps response_mask dr_grpo environment_factory generation_batch_size",
+    "TRL, options": "eval_on_start log_completions num_completions_to_print save_total_limit",
+    "environment variables of trackers": "MLFLOW_TRACKING_URI WANDB_MODE",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode vllm_importance_sampling_correction",
     "verl": "actor.entropy_coeff algorithm.norm_adv_by_std_in_grpo data.apply_chat_template_kwargs ref_log_prob",
     "verl, too": "rollout.multi_turn save_freq test_freq",
@@ -50,7 +52,7 @@ ELSEWHERE = {
     "chat templates": "tool_calls",
     "CUDA, NCCL, Hugging Face, Slurm": "cudaGetLastError NCCL_SOCKET_IFNAME HF_HOME KillWait",
     "composed names of columns": "checkpoint_seconds critic_seconds reward_seconds",
-    "placeholders": "held_out_NAME linear_fc1.weightN",
+    "placeholders": "held_out_NAME reward_NAME linear_fc1.weightN",
 }
 
 PROGRAMS = ("hybrid_engine", "megatron_patches", "examples", "benchmarks")

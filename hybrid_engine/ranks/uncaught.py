@@ -1,12 +1,12 @@
 """Output of an uncaught error that ends several ranks: one traceback instead of one per rank.
 
-    rank 0    the whole traceback, with the cause
+    rank 0    the whole traceback, with the cause; of a ConfigError its message
     rank 3    rank 3 ends by ConfigError; rank 0 prints the cause
     rank 3    rank 3 ends by LostRankError: update: rank 1 has ended (process 4711). The job …
 
 `install` puts a hook in front of `sys.excepthook`, as torch does in `init_process_group`. It
-changes only the text that Python prints at the end of a process: it catches no error and changes no
-type, and the exit status stays 1.
+changes only the text that Python prints at the end of a process, and the exit status, which is 2
+after a ConfigError and 1 after other errors. It catches no error and changes no type.
 
 An error that only one rank has is never shortened. No rank shortens an error before rank 0 has
 printed it, because launchers end all ranks as soon as one has ended. Rank 0 therefore stores
@@ -28,16 +28,19 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError
+from hybrid_engine.errors import ConfigError, HybridEngineError, LostRankError, RemoteError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+CONFIG_ERROR_STATUS = 2
+"""Exit status of a process that ends by a ConfigError, as of a command with wrong arguments."""
 _SECONDS_FOR_RANK_0 = 10.0
 _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -58,12 +61,41 @@ def install() -> None:
     ) -> None:
         rank = os.environ.get("RANK", "")
         has_peers = rank and os.environ.get("WORLD_SIZE", "1") != "1"
+
+        def print_whole() -> None:
+            if type(error) is ConfigError:
+                print(_with_line_of_caller(error, frames), file=sys.stderr)
+            else:
+                previous(kind, error, frames)
+
         if has_peers and isinstance(error, HybridEngineError):
-            _print_as_rank(rank, error, lambda: previous(kind, error, frames))
+            _print_as_rank(rank, error, print_whole)
         else:
-            previous(kind, error, frames)
+            print_whole()
+        if _is_config_error(error):
+            _flush(rank)
+            raise SystemExit(CONFIG_ERROR_STATUS)
 
     sys.excepthook = print_error
+
+
+def _is_config_error(error: BaseException) -> bool:
+    """Return whether the configuration is the cause, on this rank or on rank 0."""
+    if isinstance(error, RemoteError):
+        return (error.cause_on_rank_0 or "").startswith(f"{ConfigError.__name__}: ")
+    return type(error) is ConfigError
+
+
+def _with_line_of_caller(error: ConfigError, frames: TracebackType | None) -> str:
+    """Return the message, and the innermost line that is not in this package."""
+    stack = traceback.extract_tb(frames)
+    package = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    lines = [
+        f"  in {frame.filename}:{frame.lineno}"
+        for frame in stack
+        if not frame.filename.startswith(package)
+    ]
+    return "\n".join([f"{ConfigError.__name__}: {error}", *lines[-1:]])
 
 
 def _print_as_rank(rank: str, error: HybridEngineError, print_whole: Callable[[], object]) -> None:

@@ -2,10 +2,13 @@
 
     train(model, prompts, reward, GrpoConfig(...), out="runs/mine")     loop.py
 
+    before the engines are built: everything that would end the run later       run_checks.py
+
     Loop.learn(n)
       rollout_context   vLLM        samples_per_prompt completions of each prompt, or
                                     conversations with an environment           conversations.py
-      reward            rank 0      functions and coroutines of the user        user_callbacks.py
+      reward            rank 0      functions and coroutines of the user        rewards.py,
+                                                                                user_callbacks.py
       forward_context   reference   its log-probabilities, if there is a KL term
       group_advantages  GRPO                                                    losses.py
       train_context     critic      PPO: values, advantages, value_loss         critic.py
@@ -15,6 +18,9 @@
     out/                            metrics, and the checkpoint from which the
                                     same call resumes            run_files.py, run_record.py
       rows of metrics   all ranks   figures, seconds, bytes, memory             step_metrics.py
+      completions       rank 0      texts and rewards of logged steps           completion_log.py
+      trackers          rank 0      W&B, MLflow, trackio, TensorBoard           trackers.py
+      signals           all ranks   end after a step, with a checkpoint         stop_signals.py
 
 config.py has the options. The type of the configuration, `GrpoConfig` or `PpoConfig`, selects the
 algorithm. docs/rl.md is the user's page.
@@ -25,5 +31,6 @@ from __future__ import annotations
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversations import Conversation, converse
 from hybrid_engine.rl.loop import Loop, train
+from hybrid_engine.rl.rewards import BatchReward
 
-__all__ = ["Conversation", "GrpoConfig", "Loop", "PpoConfig", "converse", "train"]
+__all__ = ["BatchReward", "Conversation", "GrpoConfig", "Loop", "PpoConfig", "converse", "train"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import torch
@@ -22,7 +23,7 @@ from hybrid_engine.config.keys import (
     Steps,
 )
 from hybrid_engine.config.loading import violations_of
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ports import Batch
 from hybrid_engine.rl.losses import (
     Aggregation,
@@ -37,12 +38,24 @@ from hybrid_engine.rl.losses import (
 from hybrid_engine.rl.run_files import defaults_of, flat
 from hybrid_engine.trainer.learning_rate import learning_rate
 
+_FREE = (
+    "evaluate_every",
+    "evaluate_first",
+    "save_every",
+    "keep_checkpoints",
+    "log_completions_every",
+    "show_completions",
+)
+"""Settings that may change within a run: no weight depends on them."""
+
 
 class LoopConfig(Section):
     """Settings that both algorithms share. Immutable; raises ConfigError with all violations."""
 
     steps: Count = 100
     """Number of steps. Each draws completions, scores them and learns from them."""
+    passes: Positive | None = None
+    """Passes over all prompts, in place of `steps`, which follows from it."""
     prompts_per_step: Count = 8
     """Prompts per step. Each pass over all prompts has a new order."""
     samples_per_prompt: Annotated[Count, Field(le=2**14)] = 8
@@ -89,10 +102,34 @@ class LoopConfig(Section):
     probability in vLLM, but at most by this. None: no weights."""
     mask_truncated: bool = False
     """Learn nothing from completions that ended at max_tokens."""
+    entropy_coefficient: NonNegative = 0.0
+    """Weight of the entropy bonus in the loss."""
+    reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
+    """Weights of several rewards, by name; default: 1 each."""
+    reward_retries: Steps = 0
+    """Times that a reward is called again after an exception."""
+    reward_failures: Literal["end", "skip"] = "end"
+    """After the last retry: end the run with a checkpoint of the step before, or leave the
+    completion out of the step."""
+    overlong_tokens: Steps = 0
+    """Lower the reward of a completion linearly over the last this many tokens before max_tokens
+    (DAPO's soft punishment)."""
+    overlong_penalty: Positive = 1.0
+    """Amount by which overlong_tokens lowers the reward of a completion of max_tokens."""
     evaluate_every: Count = 10
     """Steps between two calls of `evaluate`; the last step is always followed by a call."""
+    evaluate_first: bool = False
+    """Call `evaluate` before step 1, too; its figures are a row of step 0."""
     save_every: Count = 50
     """Steps between two checkpoints; the last step always has one."""
+    keep_checkpoints: Count = 1
+    """Number of newest checkpoints that are kept."""
+    log_completions_every: Steps = 10
+    """Steps between two logs of completions, beginning with step 1; 0: none."""
+    show_completions: Steps = 0
+    """Number of completions of a logged step that rank 0 prints."""
     seed: Seed = 0
     """Seed of prompts, completions and minibatches. Step n depends only on the seed and n."""
 
@@ -101,6 +138,26 @@ class LoopConfig(Section):
             super().__init__(**values)
         except pydantic.ValidationError as error:
             raise ConfigError(violations_of(error, type(self), f"{self.name}.")) from None
+
+    def with_steps(self, num_prompts: int | None) -> Self:
+        """Return these settings with `steps` in place of `passes`.
+
+        `num_prompts`: number of all prompts; None: they come from a function.
+
+        Raises ConfigError if both are set, or if there is no number of prompts.
+        """
+        if self.passes is None:
+            return self
+        problem = ""
+        if "steps" in self.model_fields_set:
+            problem = f"is {self.passes:g}, and steps is {self.steps}"
+        elif num_prompts is None:
+            problem = "needs a list of prompts, but prompts is a function"
+        if problem:
+            key = f"{self.name}.passes"
+            raise ConfigError([Violation(key, problem, "Set steps alone", code="conflicting-keys")])
+        steps = max(math.ceil(self.passes * (num_prompts or 0) / self.prompts_per_step), 1)
+        return self.model_copy(update={"steps": steps, "passes": None})
 
     @property
     def name(self) -> str:
@@ -123,6 +180,7 @@ class LoopConfig(Section):
             clipping=self.clipping,
             dual_clip=self.dual_clip,
             kl_estimator=self.kl_estimator,
+            entropy_coefficient=self.entropy_coefficient,
         )
 
     def learning_rate_share(self, step: int) -> float:
@@ -144,7 +202,7 @@ class LoopConfig(Section):
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that a resumed run must share with the run that it continues."""
-        free = {"evaluate_every", "save_every"}
+        free = set(_FREE)
         # Any other schedule depends on the number of steps.
         if self.schedule == "constant":
             free.add("steps")
@@ -204,6 +262,8 @@ class GrpoConfig(LoopConfig):
     """Completions of each prompt, the group in which rewards are compared."""
     baseline: Baseline = "group"
     """Subtract the mean of the group's rewards, or of the group's other rewards (RLOO)."""
+    redraws: Steps = 0
+    """Times that a group whose rewards all agree is drawn again, with another seed."""
     scale_rewards: Annotated[Scale, BeforeValidator(_scale_of)] = "group"
     """Divide advantages by the standard deviation of their group's rewards, or of all advantages of
     a step (REINFORCE++). true is group, false is none."""

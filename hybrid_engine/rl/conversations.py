@@ -34,7 +34,7 @@ Environment = Callable[[Any], "Callable[[Completion], Reply]"]
 
 
 _REPLY_REMEDY = "Reply with messages, a text, token ids, or None to end the conversation"
-_CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
+CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
 _SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
 
 
@@ -235,8 +235,8 @@ def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Iterator[Vi
         if name in _SINGLE_ANSWER_ARGUMENTS:
             problem = "not available here: every turn begins with an answer of the model"
             yield Violation(name, problem, "Leave it out", code="not-supported")
-        elif name not in _CHAT_ARGUMENTS:
-            suggestion = nearest(name, [*_CHAT_ARGUMENTS, *known])
+        elif name not in CHAT_ARGUMENTS:
+            suggestion = nearest(name, [*CHAT_ARGUMENTS, *known])
             remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
             problem = "this call has no such argument"
             yield Violation(name, problem, remedy, code="unknown-argument")

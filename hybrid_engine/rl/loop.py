@@ -19,11 +19,10 @@ and the number of the step, so a run that resumes from a checkpoint repeats an u
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -33,18 +32,35 @@ import torch
 
 from hybrid_engine.backends.huggingface import weights_digest
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    GenerationError,
+    RemoteError,
+    Violation,
+    collect,
+    shortened,
+)
 from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl import losses
-from hybrid_engine.rl.config import (
-    GrpoConfig,
-    PpoConfig,
-)
-from hybrid_engine.rl.conversations import Environment, converse, prompt_of, unknown_arguments
+from hybrid_engine.rl.completion_log import ScoredCompletion, samples_of
+from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.conversations import Environment, converse, prompt_of
 from hybrid_engine.rl.critic import Critic
+from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores
+from hybrid_engine.rl.run_checks import (
+    RunArguments,
+    RunLimits,
+    argument_violations,
+    limit_violations,
+    require_arguments,
+    require_room,
+    require_runnable,
+    train_violations,
+)
 from hybrid_engine.rl.run_files import Progress, Row, RunFiles
 from hybrid_engine.rl.run_record import RunRecord
 from hybrid_engine.rl.step_metrics import (
@@ -55,8 +71,8 @@ from hybrid_engine.rl.step_metrics import (
     completion_figures,
     evaluation_figures,
 )
-from hybrid_engine.rl.user_callbacks import is_coroutine_function, rewards_of, run_callbacks
-from hybrid_engine.trainer.batches import build_batch
+from hybrid_engine.rl.stop_signals import StopSignals
+from hybrid_engine.trainer.batches import build_batch, mean_weights
 from hybrid_engine.trainer.reference_and_critic import ReferenceModel
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
@@ -66,12 +82,6 @@ if TYPE_CHECKING:
 
 Prompts = Sequence[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step."""
-Reward = Callable[[Any, Any], float | Awaitable[float]]
-"""(prompt, completion) -> reward, a number as `user_callbacks.rewards_of` accepts it.
-
-Called on rank 0 only, which sends the rewards to the other ranks. The calls of a coroutine function
-run concurrently. With an environment the second argument is a `Conversation`.
-"""
 Evaluate = Callable[[ActorHybridWorker], Mapping[str, float]]
 """Figures for the row of a step; called on all ranks, in the worker's rollout context."""
 PolicyLoss = Callable[[Batch, torch.Tensor], losses.Loss]
@@ -92,7 +102,7 @@ ShouldStop = Callable[[], bool]
 def train(
     model: ActorHybridWorker | HybridConfig | Mapping[str, Any] | str | Path,
     prompts: Prompts,
-    reward: Reward,
+    reward: Rewards,
     config: GrpoConfig | PpoConfig,
     *,
     out: str | Path | None = None,
@@ -102,6 +112,7 @@ def train(
     environment: Environment | None = None,
     loss: PolicyLoss | None = None,
     advantages: Advantages | None = None,
+    trackers: Sequence[str] = ("tensorboard",),
     **chat: Unpack[ChatArguments],
 ) -> list[Row]:
     """Train a model by GRPO or PPO, by the type of `config`; rank 0 prints a line per step.
@@ -110,35 +121,57 @@ def train(
         model: a worker, or the configuration of a worker in any form that `load_config` accepts.
             A worker that is built here is also shut down here.
         prompts, reward, config, environment, loss, advantages, chat: as of `Loop`.
-        out: directory, shared by all ranks, for metrics.jsonl, TensorBoard's events (if it is
-            installed), a checkpoint from which the same call resumes, and finally `model`, a
-            Hugging Face checkpoint.
+        out: directory, shared by all ranks, for metrics.jsonl, completions, TensorBoard's events
+            (if it is installed), a checkpoint from which the same call resumes, and finally
+            `model`, a Hugging Face checkpoint.
         evaluate, should_stop: as of `Loop.run`.
         on_step: called with the row of each step, on all ranks.
+        trackers: names of what records the rows, in addition to metrics.jsonl; see trackers.py.
+
+    SIGTERM and SIGUSR1, with which Slurm announces the end of a job, end the run after the present
+    step, with a checkpoint.
 
     Returns the rows of the steps that this call ran.
 
-    Raises, on all ranks, ConfigError if `out` has another run or another job writes to it, and the
-    errors of `Loop` and `Loop.learn`.
+    Raises, on all ranks and before the engines are built, ConfigError with every argument and
+    setting that would end the run later, if `out` has another run, or if another job writes to it;
+    later the errors of `Loop.learn`.
     """
-    _reject_coroutine_functions(
-        prompts=prompts,
+    if not callable(prompts):
+        try:
+            prompts = list(prompts)
+        except TypeError:
+            problem = f"got {shortened(prompts)}"
+            remedy = "Pass a list of prompts, or a function of the step"
+            raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")]) from None
+    arguments = RunArguments.of(
+        prompts,
+        reward,
+        config,
+        chat,
         evaluate=evaluate,
         on_step=on_step,
         should_stop=should_stop,
+        environment=environment,
         loss=loss,
         advantages=advantages,
     )
+    config = arguments.config
     with ExitStack() as ends:
-        files = None if out is None else RunFiles(given_path(out, "out"))
+        files = None
+        if out is not None:
+            files = RunFiles(given_path(out, "out"), num_kept=config.keep_checkpoints)
         if isinstance(model, ActorHybridWorker):
-            record = RunRecord(model.job, config, model.config, files, ends)
+            require_arguments(arguments)
+            record = RunRecord(model.job, config, model.config, files, ends, trackers)
         else:
-            engines = model if isinstance(model, HybridConfig) else load_config(model)
+            engines = _engines_of(model, arguments)
             job = ends.enter_context(closing(Job.join(engines.generate_config.timeout_seconds)))
             # Check the run before the engines are built, which takes minutes.
-            record = RunRecord(job, config, engines, files, ends)
+            require_runnable(engines, arguments, job, None if files is None else files.out)
+            record = RunRecord(job, config, engines, files, ends, trackers)
             model = ends.enter_context(ActorHybridWorker(engines, job=job))
+        signals = ends.enter_context(StopSignals())
         loop = Loop(
             model,
             prompts,
@@ -154,8 +187,10 @@ def train(
         rows = []
         # `run` continues when the next row is requested, so a row is recorded before the next step
         # begins.
-        for row in loop.run(files, evaluate=evaluate, should_stop=should_stop):
-            record.add(row)
+        for row in loop.run(
+            files, evaluate=evaluate, should_stop=lambda: signals.came or should_stop()
+        ):
+            record.add(row, loop.samples)
             rows.append(row)
             if on_step is not None:
                 on_step(row)
@@ -176,8 +211,8 @@ class Loop:
             "prompt" and further values for the reward. Each pass over all prompts has a new order.
             If it is a function, it is called for the prompts of each step, on every rank; it must
             return the same prompts on all ranks, and for every call with the same step.
-        reward: called with an element of `prompts` and a `Completion`, or with an environment, a
-            `Conversation`.
+        reward: a function of an element of `prompts` and a `Completion`, or with an environment, a
+            `Conversation`; or several, by name or in a list. See rewards.py.
         config: the settings; their type selects the algorithm.
         on_phase: called as a phase begins, on every rank.
         environment: makes each completion a conversation of several turns; as of `converse`.
@@ -191,13 +226,14 @@ class Loop:
 
     Attributes:
         done: number of the last step that was run or loaded.
+        samples: completions of the last step that was run.
     """
 
     def __init__(
         self,
         worker: ActorHybridWorker,
         prompts: Prompts,
-        reward: Reward,
+        reward: Rewards,
         config: GrpoConfig | PpoConfig,
         *,
         on_phase: OnPhase = lambda phase, step: None,
@@ -208,30 +244,28 @@ class Loop:
     ) -> None:
         self.worker = worker
         self.prompts = prompts if callable(prompts) else list(prompts)
-        self.reward = reward
-        self.config = config
         self.environment = environment
         self.done = 0
+        self.samples: list[ScoredCompletion] = []
         self._chat = chat
-        known_arguments = [*inspect.signature(train).parameters, "on_phase"]
-        violations = [*unknown_arguments(chat, known_arguments)]
-        violations += _size_violations(worker, config)
-        if environment is None and config.max_tokens_per_turn is not None:
-            key = f"{config.name}.max_tokens_per_turn"
-            problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
-            remedy = "Pass an environment, or set max_tokens"
-            violations.append(Violation(key, problem, remedy, code="needs-environment"))
-        if advantages is not None and isinstance(config, PpoConfig):
-            problem = "are a function, but PPO's come from its critic"
-            remedy = "Use GrpoConfig, or leave them out"
-            violations.append(Violation("advantages", problem, remedy, code="conflicting-keys"))
+        self._are_weights_unchanged = True
+        self._arguments = RunArguments.of(
+            self.prompts,
+            reward,
+            config,
+            chat,
+            environment=environment,
+            loss=loss,
+            advantages=advantages,
+        )
+        self.config = self._arguments.config
+        self._limits = RunLimits.of_worker(worker)
+        violations = argument_violations(self._arguments)
+        violations += limit_violations(self._arguments, self._limits)
         if violations:
             raise ConfigError(violations)
-        if not callable(self.prompts):
-            if not self.prompts:
-                problem, remedy = "the list is empty", "Pass a list of prompts"
-                raise ConfigError([Violation("prompts", problem, remedy, code="no-prompts")])
-            self._require_room(self.prompts)
+        config = self.config
+        self._rewards = RewardFunctions(reward, config)
         self._learning_rate = config.learning_rate or worker.config.actor_config.optimizer.lr
         # Fails now, not in the first step, if the trainer has its own schedule.
         worker.set_learning_rate(self._learning_rate)
@@ -286,6 +320,7 @@ class Loop:
             return self.finish(row, evaluate if is_due else None)
 
         is_saved = True
+        row: Row = {}
         newest = None if files is None else self._newest(files)
         if files is not None and newest is not None:
             progress, has_row = newest
@@ -299,9 +334,17 @@ class Loop:
                 # that the bytes of that switch are not counted in the next step.
                 with self.worker.rollout_context():
                     pass
+        if evaluate is not None and config.evaluate_first and self.done == 0:
+            yield self.finish({"step": 0}, evaluate)
         must_stop = False
         while self.done < config.steps and not (must_stop or self._must_stop(should_stop)):
-            row = self.learn(self.done + 1)
+            try:
+                row = self.learn(self.done + 1)
+            except (ArgumentError, GenerationError, RemoteError):
+                # A reward failed, for example. The weights are still those of the step before.
+                if files is not None and not is_saved and self._are_weights_unchanged:
+                    self.save(files, row)
+                raise
             # Checked before saving, so that a stopped run always has one of its last step.
             must_stop = self._must_stop(should_stop)
             is_saved = files is None or config.is_due(self.done, config.save_every) or must_stop
@@ -322,20 +365,22 @@ class Loop:
         """
         worker, config, meter = self.worker, self.config, self._meter
         meter.begin(number)
+        self._are_weights_unchanged = True
         names, prompts = self._prompts_of(number)
         if callable(self.prompts):
-            self._require_room(prompts)
-        with worker.rollout_context(), meter.phase("generate"):
-            groups = self._draw(names, prompts, self._sampling(number))
-        with meter.phase("reward"):
-            rewards = self._rewards(names, prompts, groups)
-        batch = self._batch(groups)
+            require_room(prompts, self._arguments, self._limits)
+        version = worker.train.version
+        with worker.rollout_context():
+            groups, scores = self._draw_and_score(number, names, prompts)
+        rewards = scores.totals
+        batch = self._batch(groups, rewards)
         if self.reference is not None:
             with self.reference.forward_context(), meter.phase("score"):
                 batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
         learning_rate = self._learning_rate * config.learning_rate_share(number)
         worker.set_learning_rate(learning_rate)
         report: dict[str, float] = {}
+        self._are_weights_unchanged = False
         # Critic and actor take turns on the device, so the critic's optimizer steps are complete
         # before the actor's training state comes back.
         if self.critic is not None:
@@ -344,9 +389,11 @@ class Loop:
                 report |= self.critic.learn(batch, rewards.flatten(), number, generator)
         elif isinstance(config, GrpoConfig):
             batch["advantages"] = self._advantages_of(config, rewards, groups).flatten()
+        self.samples = samples_of(prompts, groups, scores, batch, version)
         with worker.train_context():
             with meter.phase("score"):
-                batch["old_log_probs"] = worker.compute_log_probs(batch)
+                outputs = worker.compute_log_probs(batch, entropy=True)
+                batch["old_log_probs"] = outputs["log_probs"]
             with meter.phase("update"):
                 # At first the critic's values are arbitrary, and so are the advantages.
                 if not isinstance(config, PpoConfig) or number > config.critic_warmup_steps:
@@ -354,7 +401,8 @@ class Loop:
         self.done = number
         return {
             "step": number,
-            **completion_figures(batch, groups, rewards),
+            **completion_figures(batch, groups, scores),
+            "entropy": losses.weighted_mean(outputs["entropy"], mean_weights(batch["mask"])).item(),
             **report,
             "learning_rate": learning_rate,
             "weight_version": worker.train.version,
@@ -453,30 +501,39 @@ class Loop:
             indices.append(_order(self.config.seed, size, epoch)[offset])
         return indices, [self.prompts[index] for index in indices]
 
-    def _require_room(self, prompts: Sequence[Any]) -> None:
-        """Raise ConfigError for prompts that leave no room for `max_tokens`, in vLLM or a row."""
-        from hybrid_engine.backends.vllm.prompts import token_ids_of
+    def _draw_and_score(
+        self, number: int, names: Sequence[int], prompts: Sequence[Any]
+    ) -> tuple[Groups, Scores]:
+        """Draw the completions of each prompt and compute their rewards.
 
-        inference = self.worker.inference
-        max_tokens = self.config.max_tokens
-        plain_prompts = [prompt_of(prompt) for prompt in prompts]
-        token_ids = token_ids_of(plain_prompts, inference.tokenizer, chat=self._chat)
-        inference.check_prompts(token_ids, max_tokens)
-        # Labels are shifted by one token, so a row of seq_length has room for one more token.
-        limit = self.worker.config.actor_config.seq_length + 1
-        lengths = [len(ids) for ids in token_ids]
-        too_long = [index for index, length in enumerate(lengths) if length + max_tokens > limit]
-        if too_long:
-            longest = max(too_long, key=lengths.__getitem__)
-            problem = (
-                f"{len(too_long)} of {len(prompts)} are too long, the longest is prompts[{longest}]"
-                f": {lengths[longest]} tokens and {max_tokens} of max_tokens, but seq_length has "
-                f"room for {limit}"
-            )
-            remedy = "Raise actor_config.seq_length, lower max_tokens, or leave them out"
-            raise ConfigError([Violation("prompts", problem, remedy, code="prompts-too-long")])
+        Groups whose rewards agree, from which GRPO learns nothing, are drawn again `redraws` times.
+        """
+        config = self.config
+        groups: list[Any] = []
+        scores: Scores | None = None
+        indices = list(range(len(prompts)))
+        num_redraws = config.redraws if isinstance(config, GrpoConfig) else 0
+        for draw in range(num_redraws + 1):
+            part_names = [names[index] for index in indices]
+            part_prompts = [prompts[index] for index in indices]
+            with self._meter.phase("generate"):
+                drawn = self._draw(part_names, part_prompts, self._sampling(number, draw))
+            with self._meter.phase("reward"):
+                part = self._rewards.compute(self.worker.job, part_names, part_prompts, drawn)
+            if scores is None:
+                groups, scores = list(drawn), part
+            else:
+                scores = scores.replaced(indices, part)
+                for index, group in zip(indices, drawn, strict=True):
+                    groups[index] = group
+            indices = scores.agreeing.nonzero().flatten().tolist()
+            if not indices:
+                break
+        assert scores is not None
+        return groups, scores
 
-    def _sampling(self, number: int) -> Sampling:
+    def _sampling(self, number: int, draw: int) -> Sampling:
+        """Return the sampling of a step; `draw` is above 0 if groups are drawn again."""
         from hybrid_engine.backends.vllm import Sampling
 
         return Sampling(
@@ -485,7 +542,7 @@ class Loop:
             max_tokens=self.config.max_tokens,
             stop_token_ids=self.config.stop_token_ids,
             stop=self.config.stop,
-            seed=self._random(number, "samples").getrandbits(62),
+            seed=self._random(number, f"samples{draw or ''}").getrandbits(62),
         )
 
     def _draw(self, names: Sequence[int], prompts: Sequence[Any], sampling: Sampling) -> Groups:
@@ -503,24 +560,6 @@ class Loop:
             **self._chat,
         )
 
-    def _rewards(
-        self, names: Sequence[int], prompts: Sequence[Any], groups: Groups
-    ) -> torch.Tensor:
-        """Compute the rewards [P, n] on rank 0, and send them to all ranks."""
-        job = self.worker.job
-        local: list[float] = []
-        with job.agreement.phase("reward"):
-            if self.worker.rank == 0:
-                calls = [
-                    (f"prompt {name}, completion {number}", self.reward, (prompt, completion))
-                    for name, prompt, group in zip(names, prompts, groups, strict=True)
-                    for number, completion in enumerate(group)
-                ]
-                values = run_callbacks("reward", calls, job.timeout_seconds)
-                local = rewards_of(values, [place for place, *_ in calls])
-        rewards = job.agreement.gather(local, list[float], "reward")[0]
-        return torch.tensor(rewards).view(len(groups), -1)
-
     def _advantages_of(
         self, config: GrpoConfig, rewards: torch.Tensor, groups: Groups
     ) -> torch.Tensor:
@@ -533,6 +572,9 @@ class Loop:
                 rewards, baseline=config.baseline, scale=config.scale_rewards
             )
         advantages = torch.as_tensor(self._advantages(rewards, groups), dtype=torch.float32)
+        if advantages.shape == rewards.shape:
+            # Nothing is learned from completions that are left out, whatever their advantage is.
+            advantages = advantages.where(~rewards.isnan(), 0.0)
         if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
             problem = f"shape {tuple(advantages.shape)}, rewards have {tuple(rewards.shape)}"
             if advantages.shape == rewards.shape:
@@ -541,8 +583,11 @@ class Loop:
             raise ArgumentError([Violation("advantages", problem, remedy, code="wrong-advantages")])
         return advantages
 
-    def _batch(self, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return a batch with one row per completion, B = P * n rows."""
+    def _batch(self, groups: Groups, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a batch with one row per completion, B = P * n rows.
+
+        `rewards`: [P, n], NaN for completions from which nothing is learned.
+        """
         completions = [completion for group in groups for completion in group]
         prompts = [completion.prompt_token_ids for completion in completions]
         seq_length = self.worker.config.actor_config.seq_length
@@ -557,21 +602,25 @@ class Loop:
         batch["attention_mask"] = (torch.arange(seq_length) < lengths[:, None]).long()
         logprobs = [completion.logprobs for completion in completions]
         batch["sampled_log_probs"] = losses.align_log_probs(logprobs, batch)
+        is_learned = ~rewards.flatten().isnan()
         if self.config.mask_truncated:
-            is_whole = torch.tensor([sample.finish_reason != "length" for sample in completions])
-            batch["learned_mask"] = batch["mask"] * is_whole[:, None]
+            reasons = [completion.finish_reason for completion in completions]
+            is_learned &= torch.tensor([reason != "length" for reason in reasons])
+        if not is_learned.all():
+            batch["learned_mask"] = batch["mask"] * is_learned[:, None]
         return batch
 
     def _update(self, batch: dict[str, torch.Tensor], number: int) -> dict[str, float]:
         """Take all optimizer steps of a step; return the mean of their reports."""
         config = self.config
         generator = self._generator(number, "minibatches")
+        outputs: Any = {"entropy": True} if config.entropy_coefficient else {}
         reports = []
         for _ in range(config.epochs):
             parts = losses.minibatches(
                 batch, config.minibatches, generator, config.aggregation, config.max_tokens
             )
-            reports += [self.worker.update(part, self._loss) for part in parts]
+            reports += [self.worker.update(part, self._loss, **outputs) for part in parts]
         means = losses.mean_of(reports)
         # The completions were drawn by the policy before the first optimizer step, so this mean
         # does not estimate a KL. `completion_figures` has the KL.
@@ -589,27 +638,6 @@ class Loop:
         return torch.Generator().manual_seed(self._random(number, purpose).getrandbits(30))
 
 
-def _size_violations(
-    worker: ActorHybridWorker, config: GrpoConfig | PpoConfig
-) -> Iterator[Violation]:
-    """Report sizes by which completions cannot be cut into minibatches and micro batches."""
-    limits = worker.train.limits
-    critic = worker.config.critic_config
-    sizes = {"micro_batch_size": limits.micro_batch_size}
-    if isinstance(config, PpoConfig) and critic is not None and critic.micro_batch_size is not None:
-        sizes["critic_config.micro_batch_size"] = critic.micro_batch_size
-    count = config.completions_per_step
-    for name, size in sizes.items():
-        factor = config.minibatches * size * limits.dp_size
-        if count % factor:
-            key = f"{config.name}.minibatches"
-            problem = (
-                f"prompts_per_step x samples_per_prompt is {count}, not a multiple of {factor}"
-            )
-            remedy = f"minibatches x {name} x data parallel ranks: change one of them"
-            yield Violation(key, problem, remedy, code="not-divisible")
-
-
 @functools.lru_cache(maxsize=2)  # a step may begin in one pass and end in the next
 def _order(seed: int, size: int, epoch: int) -> list[int]:
     """Return the order of the prompts in a pass over all of them."""
@@ -618,13 +646,12 @@ def _order(seed: int, size: int, epoch: int) -> list[int]:
     return order
 
 
-def _reject_coroutine_functions(**functions: object) -> None:
-    """Raise ConfigError for callbacks that are coroutine functions but are not awaited."""
-    remedy = "Make it a function without async; only environments and rewards are awaited"
-    violations = [
-        Violation(name, "is a coroutine function", remedy, code="coroutine-function")
-        for name, function in functions.items()
-        if is_coroutine_function(function)
-    ]
-    if violations:
-        raise ConfigError(violations)
+def _engines_of(model: Any, arguments: RunArguments) -> HybridConfig:
+    """Return the settings of the engines. Raises ConfigError, also for the other arguments."""
+    if isinstance(model, HybridConfig):
+        return model
+    violations: list[Violation] = []
+    engines = collect(violations, load_config, model)
+    if engines is None:
+        raise ConfigError([*violations, *train_violations(arguments)])
+    return engines

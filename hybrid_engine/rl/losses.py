@@ -53,20 +53,27 @@ def group_advantages(
     Groups with equal rewards get zeros.
 
     Args:
-        rewards: [P, n], n at least 2.
+        rewards: [P, n], n at least 2. NaN where a completion is left out: its advantage is 0, and
+            it counts in no baseline and no scale.
         epsilon: is added to the standard deviation.
         baseline: "group": the mean of the group. "others": the mean of the group's other rewards.
         scale: "group": the standard deviation of the group's rewards (by n, not n - 1). "batch":
             that of all P * n advantages. "none": 1.
     """
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    counts = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    # 0 where a completion is left out, so that sums below do not count it.
+    differences = (rewards - rewards.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
+    advantages = differences
     if baseline == "others":
-        size = rewards.shape[1]
-        advantages = advantages * (size / (size - 1))
+        advantages = differences * (counts / (counts - 1).clamp(min=1))
     if scale == "group":
-        return advantages / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
+        variances = differences.square().sum(dim=1, keepdim=True) / counts.clamp(min=1)
+        return advantages / (variances.sqrt() + epsilon)
     if scale == "batch":
-        return advantages / (advantages.std(correction=0) + epsilon)
+        count = counts.sum().clamp(min=1)
+        # The mean is 0, because that of each group is.
+        variance = advantages.square().sum() / count
+        return advantages / (variance.sqrt() + epsilon)
     return advantages
 
 
@@ -202,8 +209,9 @@ def policy_loss(
     clipping: Clipping = "ppo",
     dual_clip: float | None = None,
     kl_estimator: KlEstimator = "k3",
+    entropy_coefficient: float = 0.0,
 ) -> Callable[[Batch, torch.Tensor], Loss]:
-    """Create the policy's loss: clipped policy gradient plus `kl_coefficient` times the KL.
+    """Create the policy's loss: clipped policy gradient, plus a KL term, minus an entropy bonus.
 
     The returned function reads `weights` and `old_log_probs`, [b, S], and `advantages` [b], or
     [b, S] if a critic gave each token its own. It reads `ref_log_probs` [b, S] if the batch has
@@ -232,6 +240,8 @@ def policy_loss(
         dual_clip: with "ppo" and a negative advantage, the loss of a token is at most this many
             times the advantage; above 1.
         kl_estimator: see `kl_estimate`.
+        entropy_coefficient: weight of the entropy. If it is not 0, the loss reads `entropy` [b, S],
+            with gradient, of `ActorHybridWorker.update(..., entropy=True)`.
     """
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
 
@@ -272,6 +282,8 @@ def policy_loss(
             kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], kl_estimator)
             loss = policy + kl_coefficient * weighted_mean(kl, weights)
             report["kl"] = weighted_mean(kl, token_weights)
+        if entropy_coefficient:
+            loss = loss - entropy_coefficient * weighted_mean(micro_batch["entropy"], weights)
         report["loss"] = loss
         report["policy_loss"] = policy
         return loss, {name: value.detach() for name, value in report.items()}

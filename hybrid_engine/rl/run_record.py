@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hybrid_engine.backends.huggingface import require_target
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.files.durable import naming
 from hybrid_engine.files.model_files import companions_digest
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
 from hybrid_engine.rl.config import (
     GrpoConfig,
     PpoConfig,
     free_engine_settings,
     shared_engine_settings,
 )
-from hybrid_engine.rl.run_files import Events, Row, RunFiles, defaults_of
+from hybrid_engine.rl.run_files import Row, RunFiles, defaults_of
+from hybrid_engine.rl.trackers import Tracker, opened, tracker_violations
+
+_NOT_PRINTED = {
+    "step",
+    "reward_std",
+    "logprob_diff",
+    "logprob_diff_mean",
+    "clip_fraction",
+    "policy_loss",
+    "importance",
+    "skipped",
+    "learning_rate",
+    "weight_version",
+    "value_clip_fraction",
+    "explained_variance",
+}
+"""Columns that the printed line leaves out, beside seconds and bytes; it has those of `evaluate`."""
 
 
 class RunRecord:
@@ -37,12 +57,18 @@ class RunRecord:
         engines: HybridConfig,
         files: RunFiles | None,
         ends: ExitStack,
+        trackers: Sequence[str] = (),
     ) -> None:
         self._agreement = job.agreement
         self._is_writer = job.rank == 0
+        self._config = config
         self._files = files
         self._ends = ends
-        self._events: Events | None = None
+        self._tracker_names = trackers
+        self._trackers: list[Tracker] = []
+        violations = [*tracker_violations(trackers, None if files is None else files.out)]
+        if violations:
+            raise ConfigError(violations)
         if files is None:
             return
         with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):
@@ -74,23 +100,38 @@ class RunRecord:
                 return
             files.begin(self._settings)
             progress = files.progress()
+            CompletionLog(files.out).cut_after(0 if progress is None else progress.step)
             if progress is not None:
                 print(
                     f"resuming after step {progress.step}, from the checkpoint in {files.out}",
                     flush=True,
                 )
-            self._events = Events(files.out)
-            self._ends.callback(self._events.close)
+            for name in self._tracker_names:
+                tracker = opened(name, files.out, self._settings)
+                self._trackers.append(tracker)
+                self._ends.callback(tracker.close)
 
-    def add(self, row: Row) -> None:
-        """Print and write the row of a step."""
+    def add(self, row: Row, samples: Sequence[ScoredCompletion] = ()) -> None:
+        """Print and write the row of a step, and its completions if the step is to be logged."""
         with self._agreement.phase("writing the metrics"):
             if not self._is_writer:
                 return
-            shown = ("reward", "kl", "loss", "value_loss", "grad_norm", "response_tokens", "turns")
-            figures = ", ".join(f"{name} {row[name]:.4g}" for name in shown if name in row)
-            print(f"step {row['step']}: {figures}, {row['seconds']:.1f} s", flush=True)
+            step = row["step"]
+            figures = ", ".join(
+                f"{name} {value:.4g}"
+                for name, value in row.items()
+                if name not in _NOT_PRINTED
+                and not name.endswith(("seconds", "bytes"))
+                and not name.startswith("bytes")
+            )
+            print(f"step {step}: {figures}, {row['seconds']:.1f} s", flush=True)
+            every = self._config.log_completions_every
+            if samples and every and (step == 1 or step % every == 0):
+                if self._config.show_completions:
+                    print_samples(samples[: self._config.show_completions])
+                if self._files is not None:
+                    CompletionLog(self._files.out).write(step, samples)
             if self._files is not None:
                 self._files.metrics.append(row)
-            if self._events is not None:
-                self._events.add(row["step"], row)
+            for tracker in self._trackers:
+                tracker.add(step, row)

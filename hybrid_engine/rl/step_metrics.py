@@ -14,6 +14,7 @@ import torch
 from hybrid_engine.errors import ArgumentError, Violation, shortened
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.conversations import Conversation
+from hybrid_engine.rl.rewards import Scores
 from hybrid_engine.rl.user_callbacks import number_of
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -34,28 +35,37 @@ _MAXIMA = ("peak_bytes", "rss_bytes")
 
 
 def completion_figures(
-    batch: Mapping[str, torch.Tensor], groups: Groups, rewards: torch.Tensor
+    batch: Mapping[str, torch.Tensor], groups: Groups, scores: Scores
 ) -> dict[str, float]:
     """Return figures of a step's completions, under the policy that drew them.
 
     Args:
         batch: has `mask`, `sampled_log_probs` and `old_log_probs`, all [B, S]; with a reference
             also `ref_log_probs` and `weights`.
-        rewards: [P, n], for P prompts with n completions each, in the order of `groups`.
+        scores: rewards, in the order of `groups`.
     """
-    deviations = rewards.std(dim=1, correction=0)
+    rewards = scores.totals
+    is_scored = ~rewards.isnan()
+    deviations = [
+        group[scored].std(correction=0)
+        for group, scored in zip(rewards, is_scored, strict=True)
+        if scored.any()
+    ]
     completions = [completion for group in groups for completion in group]
     reasons = [completion.finish_reason for completion in completions]
     # vLLM's log-probabilities of the drawn tokens against the trainer's, with the same weights.
     log_prob_error = (batch["sampled_log_probs"] - batch["old_log_probs"]).abs()
     log_prob_error = log_prob_error[batch["mask"].bool()]
     figures = {
-        "reward": rewards.mean().item(),
-        "reward_std": deviations.mean().item(),
-        "groups_agreeing": (deviations == 0).float().mean().item(),
+        "reward": rewards.nanmean().item(),
+        "reward_std": torch.stack(deviations).mean().item(),
+        **scores.figures(),
+        "groups_agreeing": scores.agreeing.float().mean().item(),
         "response_tokens": batch["mask"].sum(dim=1).mean().item(),
         "truncated": reasons.count("length") / len(reasons),
     }
+    if not is_scored.all():
+        figures["left_out"] = (~is_scored).float().mean().item()
     num_turns = [len(item.turns) for item in completions if isinstance(item, Conversation)]
     if num_turns:
         figures["turns"] = fmean(num_turns)

@@ -57,7 +57,9 @@ def number_of(value: Any) -> float:
     return float(value)
 
 
-def rewards_of(values: Sequence[Any], places: Sequence[str]) -> list[float]:
+def rewards_of(
+    values: Sequence[Any], places: Sequence[str], argument: str = "reward"
+) -> list[float]:
     """Convert rewards to floats; `places` names the completion of each for messages.
 
     Raises ArgumentError with a violation for each value that is not a number, is not finite, or is
@@ -76,7 +78,7 @@ def rewards_of(values: Sequence[Any], places: Sequence[str]) -> list[float]:
             continue
         problem = f"is {shortened(value)} for {place}"
         remedy = f"Return a finite number of at most {MAX_REWARD:g}, or a tensor of one element"
-        violations.append(Violation("reward", problem, remedy, code="invalid-reward"))
+        violations.append(Violation(argument, problem, remedy, code="invalid-reward"))
     if violations:
         raise ArgumentError(violations)
     return rewards

@@ -55,6 +55,10 @@ from hybrid_engine.transports.router import (
 
 logger = logging.getLogger("hybrid_engine")
 
+_SHARE_OF_TIMEOUT = 0.75
+"""Share of the job's timeout for which a rank waits for messages of a bucket. A rank that failed
+waits for the others for the whole timeout, so those that it has sent nothing come in time."""
+
 Timed = Callable[[str], AbstractContextManager[object]]
 """Context manager factory that times a step, including its wait for the slowest rank."""
 
@@ -206,7 +210,7 @@ def connect(
                 notify_group=notify_group,
                 buckets=rank_part.plan.buckets,
                 deltas=Deltas() if config.incremental == "delta" else None,
-                timeout=job.timeout_seconds,
+                timeout=_SHARE_OF_TIMEOUT * job.timeout_seconds,
             )
             router = TransportSet.connect(context, config.transport)
             owner.callback(router.close)

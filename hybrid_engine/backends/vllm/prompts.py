@@ -168,7 +168,7 @@ def check_token_ids(
             )
         elif len(prompt) + num > limit:
             problem = f"{len(prompt)} tokens and {num} to generate, but {limit} fit together"
-            remedy = "Shorten it or raise max_model_len"
+            remedy = "Shorten it, lower max_tokens, or raise max_model_len"
             violations.append(Violation(key, problem, remedy, code="prompt-too-long"))
         elif min(prompt) < 0 or max(prompt) >= vocabulary:
             span = f"{min(prompt)} to {max(prompt)}"

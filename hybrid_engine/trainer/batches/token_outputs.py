@@ -78,7 +78,9 @@ def token_outputs(
     """
     results: dict[str, torch.Tensor] = {}
     if outputs.entropy:
-        results[ENTROPY] = _Entropy.apply(logits, group)
+        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+        entropy = _Entropy.apply if needs_gradient else _entropy_without_gradient
+        results[ENTROPY] = entropy(logits, group)
     if outputs.top_k:
         log_probs, ids = _most_likely(logits.detach(), outputs.top_k, group)
         results[TOP_LOG_PROBS] = log_probs
@@ -95,13 +97,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, group: Group) -> torch.Tensor:
-        # with z the shifted logits and Z = sum exp z: H = log Z - sum(z exp z) / Z
-        shifted = _shifted(logits, group)
-        weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-        _reduce(sums, group)
-        normalizer, weighted_sum = sums
-        entropy = normalizer.log() - weighted_sum / normalizer
+        entropy, weights, normalizer = _entropy(logits, group)
         # in place, because the weights are not needed any more
         ctx.save_for_backward(weights.div_(normalizer.unsqueeze(-1)), entropy)
         ctx.dtype = logits.dtype
@@ -113,6 +109,29 @@ class _Entropy(torch.autograd.Function):
         probabilities, entropy = ctx.saved_tensors
         slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy.unsqueeze(-1)
         return (slope * -gradient.unsqueeze(-1)).to(ctx.dtype), None
+
+
+_ELEMENTS_OF_A_PART = 1 << 24
+"""Number of logits whose entropy is computed at a time without gradient: 64 MiB in float32."""
+
+
+def _entropy_without_gradient(logits: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the entropy in parts, so that no second tensor has the size of the logits."""
+    rows = logits.detach().flatten(0, -2)
+    num_rows = max(_ELEMENTS_OF_A_PART // rows.shape[-1], 1)
+    parts = [_entropy(part, group)[0] for part in rows.split(num_rows)]
+    return torch.cat(parts).view(logits.shape[:-1])
+
+
+def _entropy(logits: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the entropy [...], exp of the shifted logits [..., vocabulary], and its sums [...]."""
+    # with z the shifted logits and Z = sum exp z: H = log Z - sum(z exp z) / Z
+    shifted = _shifted(logits, group)
+    weights = shifted.exp()
+    sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
+    _reduce(sums, group)
+    normalizer, weighted_sum = sums
+    return normalizer.log() - weighted_sum / normalizer, weights, normalizer
 
 
 def _most_likely(logits: torch.Tensor, k: int, group: Group) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import traceback
 from typing import ClassVar
@@ -48,6 +49,22 @@ with ends, job.agreement.phase("checking"):
         raise LookupError(f"of rank {job.rank}")
 """
 
+REFUSED_BY_RANK_0 = """
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.ranks.job import Job
+
+job = Job.join(60)
+with job.agreement.phase("checking"):
+    if job.rank == 0:
+        raise ConfigError([Violation("key", "is wrong", "Change it")])
+"""
+STATUS = """
+import subprocess, sys
+
+# In a child, because the launcher kills the ranks when one of them has failed.
+print("ended with", subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode, flush=True)
+"""
+
 
 def printed(program: str, *arguments: str) -> list[str]:
     """Lines of three ranks, without torch's prefix and its warnings."""
@@ -64,10 +81,27 @@ def shortened(lines: list[str]) -> list[str]:
 def test_what_rank_0_prints_others_do_not_and_what_only_one_rank_has_it_prints() -> None:
     lines = printed(BEFORE_RANKS_MEET)
     assert shortened(lines) == ["rank 1 ends by ConfigError; rank 0 prints the cause"]
-    assert lines.count("Traceback (most recent call last):") == 2
+    assert lines.count("Traceback (most recent call last):") == 0
+    assert lines.count("  in <string>:16") == 2, "the caller's line in place of a traceback"
     assert lines.count("  - two ranks: is wrong. Change it") == 1
     assert lines.count("  - rank 2: is wrong. Change it") == 1
     assert lines.count("rank 2 waits, and is told to end") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "has_traceback"),
+    [("ConfigError", 2, False), ("ArgumentError", 1, True), ("StateError", 1, True)],
+)
+def test_invalid_configurations_have_an_exit_status(error: str, status: int, has_traceback: bool) -> None:
+    program = f"import hybrid_engine\nfrom hybrid_engine import errors\nraise errors.{error}([])"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == status
+    assert ("Traceback" in process.stderr) == has_traceback
+
+
+def test_a_configuration_that_rank_0_refused_ends_all_ranks_alike() -> None:
+    ended = run_ranks(["-c", STATUS, REFUSED_BY_RANK_0], 3, 100)
+    assert re.findall(r"ended with (\d)", ended.output) == ["2"] * 3, ended.output
 
 
 def test_a_failed_rank_prints_its_traceback_and_the_first_one_names_it() -> None:

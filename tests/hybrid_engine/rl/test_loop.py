@@ -384,6 +384,7 @@ def test_settings_of_a_loss_reach_it() -> None:
         kl_coefficient=0.5,
         kl_estimator="k2",
         importance_cap=2.0,
+        entropy_coefficient=0.25,
     )
     with mock.patch("hybrid_engine.rl.config.policy_loss") as policy_loss:
         config.policy_loss()
@@ -396,6 +397,7 @@ def test_settings_of_a_loss_reach_it() -> None:
         clipping="cispo",
         dual_clip=3.0,
         kl_estimator="k2",
+        entropy_coefficient=0.25,
     )
 
 
@@ -407,11 +409,12 @@ def test_a_flag_of_older_runs_names_a_scale(value: bool, word: str, recorded: bo
     assert GrpoConfig(scale_rewards="batch").shared()["GrpoConfig"]["scale_rewards"] == "batch"
 
 
-def test_functions_that_nobody_would_wait_for_are_refused() -> None:
+def test_callbacks_that_are_not_awaited_are_refused() -> None:
     async def late(*_: Any) -> Any: ...
 
     given: Any = dict.fromkeys(("evaluate", "on_step", "should_stop", "loss", "advantages"), late)
-    refused = has_violations(*((name, "coroutine-function") for name in ("prompts", *given)))
+    named = [(name, "coroutine-function") for name in ("prompts", *given)]
+    refused = has_violations(("configuration", "unreadable-file"), *named)
     with pytest.raises(ConfigError, check=refused):
         train("no such configuration", late, late, GrpoConfig(), **given)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from tests.harness.errors import has_code, has_violation
 from tests.harness.launch import REPO_ROOT
 
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
-AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext())
+AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, *_: [value])
 JOB = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, close=lambda: None)
 
 
@@ -35,7 +35,7 @@ def start(out: Path, model: Path = MODEL, **actor: Any) -> None:
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
         mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", EnginesAreBuilt),
     ):
-        train(engines, [[1]], mock.Mock(), GrpoConfig(seed=1), out=out)
+        train(engines, [[1]], mock.Mock(), GrpoConfig(seed=1, max_tokens=8), out=out)
 
 
 def begun_run(out: Path) -> RunFiles:
@@ -114,6 +114,6 @@ def test_another_model_is_named_and_a_moved_one_is_not_another(tmp_path: Path) -
 
 def test_a_run_from_before_the_engines_were_written_down_goes_on(tmp_path: Path) -> None:
     files = begun_run(tmp_path / "run")
-    files.begin({"GrpoConfig": GrpoConfig(seed=1).shared()["GrpoConfig"]})
+    files.begin({"GrpoConfig": GrpoConfig(seed=1, max_tokens=8).shared()["GrpoConfig"]})
     with pytest.raises(Exception, match="engines are built"):
         start(tmp_path / "run")

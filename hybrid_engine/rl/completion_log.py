@@ -1,0 +1,175 @@
+"""Completions of a step as lines of JSON, and a table of a few of them in the terminal.
+
+    OUT/completions/step-000010.jsonl
+
+One line per completion: prompt, text, token_ids, reward, rewards by function, advantage (GRPO),
+finish_reason, num_tokens, weight_version. pandas and datasets read the files as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybrid_engine.errors import ConfigError, clipped
+from hybrid_engine.files.durable import naming, write_text
+from hybrid_engine.rl.conversations import Conversation, prompt_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybrid_engine.rl.rewards import Scores
+
+_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+_MAX_CHARACTERS = 400
+"""Length at which texts are cut in the terminal."""
+
+
+@dataclass(frozen=True)
+class ScoredCompletion:
+    """A completion of a step.
+
+    Attributes:
+        prompt: the element of `prompts`.
+        completion: a `Completion` or a `Conversation`.
+        reward: total reward; NaN if the completion was left out.
+        rewards: rewards by name, if there are several functions.
+        advantage: of GRPO; None with PPO, which has one for each token.
+        weight_version: version of the weights that drew it.
+    """
+
+    prompt: Any
+    completion: Any
+    reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    advantage: float | None = None
+    weight_version: int = 0
+
+    @property
+    def text(self) -> str:
+        """Text of the completion; "" if the model has no tokenizer."""
+        try:
+            return str(self.completion.text)
+        except ConfigError:
+            return ""
+
+    def line(self) -> dict[str, Any]:
+        """Return the sample as a JSON object."""
+        completion = self.completion
+        values = {
+            "prompt": prompt_of(self.prompt),
+            "text": self.text,
+            "token_ids": list(completion.token_ids),
+            "reward": self.reward,
+            "rewards": dict(self.rewards),
+            "advantage": self.advantage,
+            "finish_reason": completion.finish_reason,
+            "num_tokens": len(completion.token_ids),
+            "weight_version": self.weight_version,
+        }
+        if isinstance(completion, Conversation):
+            values["turns"] = len(completion.turns)
+        return values
+
+
+def samples_of(
+    prompts: Sequence[Any],
+    groups: Sequence[Sequence[Any]],
+    scores: Scores,
+    batch: Mapping[str, torch.Tensor],
+    version: int,
+) -> list[ScoredCompletion]:
+    """Return the completions of a step with their rewards, and their advantages [B] if any."""
+    advantages = batch["advantages"]
+    samples = []
+    for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        for number, completion in enumerate(group):
+            row = index * len(group) + number
+            samples.append(
+                ScoredCompletion(
+                    prompt,
+                    completion,
+                    scores.totals[index, number].item(),
+                    {
+                        name: rewards[index, number].item()
+                        for name, rewards in scores.by_name.items()
+                    },
+                    advantages[row].item() if advantages.dim() == 1 else None,
+                    version,
+                )
+            )
+    return samples
+
+
+class CompletionLog:
+    """Files of completions in the directory of a run. Only rank 0 writes."""
+
+    def __init__(self, out: Path) -> None:
+        self.directory = out / "completions"
+
+    def path(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.directory / f"step-{step:06d}.jsonl"
+
+    def write(self, step: int, samples: Sequence[ScoredCompletion]) -> None:
+        """Write the completions of a step, completely or not at all. Raises FileError."""
+        with naming("writing completions in", self.directory):
+            self.directory.mkdir(exist_ok=True)
+        lines = (json.dumps(_plain(sample.line()), ensure_ascii=False) for sample in samples)
+        write_text(self.path(step), "".join(f"{line}\n" for line in lines))
+
+    def cut_after(self, last: int) -> None:
+        """Remove the files of steps after `last`. Raises FileError."""
+        if not self.directory.is_dir():
+            return
+        with naming("removing completions in", self.directory):
+            for path in self.directory.iterdir():
+                match = _NAME.fullmatch(path.name)
+                if match and int(match[1]) > last:
+                    path.unlink()
+
+
+def print_samples(samples: Sequence[ScoredCompletion], console: Console | None = None) -> None:
+    """Print a table of completions."""
+    table = Table("reward", "end", "prompt", "completion", show_lines=True)
+    for sample in samples:
+        cells = (
+            f"{sample.reward:.4g}",
+            sample.completion.finish_reason,
+            _shown(sample.prompt),
+            sample.text or str(list(sample.completion.token_ids)),
+        )
+        # As texts, so that brackets in them are no markup.
+        table.add_row(*(Text(clipped(cell, _MAX_CHARACTERS)) for cell in cells))
+    (console or Console()).print(table)
+
+
+def _shown(prompt: Any) -> str:
+    """Return a prompt as one text; of a chat its last message."""
+    plain = prompt_of(prompt)
+    is_chat = isinstance(plain, Sequence) and plain and isinstance(plain[-1], Mapping)
+    return str(plain[-1].get("content")) if is_chat else str(plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has: null in place of NaN, lists and texts in place of others."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, Sequence):
+        return [_plain(part) for part in value]
+    return str(value)

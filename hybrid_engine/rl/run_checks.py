@@ -1,0 +1,376 @@
+"""Checks of a run's arguments, before its engines are built and again with them.
+
+Building the engines of a large model takes minutes of all devices, so `train` checks first what
+follows from its arguments alone. Rank 0 checks, and all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import ConfigError, Violation, collect, shortened
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.rl.config import GrpoConfig, PpoConfig
+from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, prompt_of, unknown_arguments
+from hybrid_engine.rl.rewards import BatchReward, named_rewards, reward_violations
+from hybrid_engine.rl.user_callbacks import is_coroutine_function
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm.prompts import ModelTokenizer
+    from hybrid_engine.trainer.worker import ActorHybridWorker
+
+_OPTIMIZER_NBYTES = 12
+"""Bytes of a trained element in a checkpoint beside the weight: fp32 weight and two moments."""
+_WEIGHT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "prompts": ("step",),
+    "evaluate": ("worker",),
+    "on_step": ("row",),
+    "should_stop": (),
+    "environment": ("prompt",),
+    "loss": ("micro_batch", "log_probs"),
+    "advantages": ("rewards", "groups"),
+}
+"""Callback -> names of the arguments that it is called with."""
+_KNOWN_ARGUMENTS = (*_PARAMETERS, "reward", "config", "out", "trackers", "on_phase")
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Arguments of `train` or `Loop`, as of there.
+
+    Attributes:
+        chat: further keyword arguments, of the chat template.
+        callbacks: name -> function of the caller.
+    """
+
+    prompts: Any
+    reward: Any
+    config: GrpoConfig | PpoConfig
+    chat: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Any,
+        reward: Any,
+        config: Any,
+        chat: Mapping[str, Any],
+        **callbacks: Any,
+    ) -> RunArguments:
+        """Return the arguments, with a number of steps; a callback may be None.
+
+        Raises ConfigError for another `config`, or one without a number of steps.
+        """
+        if not isinstance(config, GrpoConfig | PpoConfig):
+            problem = f"got {shortened(config)}"
+            remedy = "Call train(model, prompts, reward, GrpoConfig(...))"
+            raise ConfigError([Violation("config", problem, remedy, code="not-a-config")])
+        num_prompts = None
+        if callable(prompts):
+            callbacks["prompts"] = prompts
+        elif hasattr(prompts, "__len__"):
+            num_prompts = len(prompts)
+        config = config.with_steps(num_prompts)
+        passed = {name: function for name, function in callbacks.items() if function is not None}
+        return cls(prompts, reward, config, chat, passed)
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """Limits of the engines of a run.
+
+    Attributes:
+        micro_batch_sizes: keys of the micro batch sizes of actor and critic -> sequences.
+        dp_size: number of data parallel ranks.
+        seq_length: tokens of a row in training.
+        has_critic: True if there is a `critic_config`.
+        tokenizer: tokenizer of texts and chats.
+        check_prompts: (token ids of prompts, max_tokens) -> None; raises ArgumentError for prompts
+            that vLLM cannot complete.
+    """
+
+    micro_batch_sizes: Mapping[str, int]
+    dp_size: int
+    seq_length: int
+    has_critic: bool
+    tokenizer: ModelTokenizer
+    check_prompts: Callable[[Sequence[Sequence[int]], int], None]
+
+    @classmethod
+    def of_worker(cls, worker: ActorHybridWorker) -> RunLimits:
+        """Return the limits of engines that are built."""
+        limits = worker.train.limits
+        return cls(
+            _micro_batch_sizes(worker.config, limits.micro_batch_size),
+            limits.dp_size,
+            worker.config.actor_config.seq_length,
+            worker.config.critic_config is not None,
+            worker.inference.tokenizer,
+            worker.inference.check_prompts,
+        )
+
+    @classmethod
+    def of_config(cls, engines: HybridConfig, world_size: int) -> RunLimits:
+        """Return the limits of engines that are not built yet, by their configuration."""
+        from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
+
+        config = engines.hf_config()
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
+        longest = engines.generate_config.max_model_len or positions or 2**31
+        vocab_size = table_for(config).dims.vocab_size
+
+        def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+            check_token_ids(prompts, max_tokens, longest, vocab_size)
+
+        return cls(
+            _micro_batch_sizes(engines, engines.actor_config.micro_batch_size),
+            engines.train_sizes(world_size).data,
+            engines.actor_config.seq_length,
+            engines.critic_config is not None,
+            ModelTokenizer(str(engines.model)),
+            check_prompts,
+        )
+
+
+def _micro_batch_sizes(engines: HybridConfig, of_actor: int) -> dict[str, int]:
+    sizes = {"micro_batch_size": of_actor}
+    critic = engines.critic_config
+    if critic is not None and critic.micro_batch_size is not None:
+        sizes["critic_config.micro_batch_size"] = critic.micro_batch_size
+    return sizes
+
+
+def require_runnable(
+    engines: HybridConfig, arguments: RunArguments, job: Job, out: Path | None
+) -> None:
+    """Raise ConfigError on all ranks with everything that would end a run later. Collective.
+
+    Rank 0 checks alone, because it has the reward, and reads the prompts once.
+
+    Args:
+        engines: settings of the engines, which are not built yet.
+        arguments: arguments of the run.
+        job: the ranks.
+        out: directory of the run, if there is one.
+    """
+    violations: list[Violation] = []
+    with job.agreement.phase("checking the run"):
+        if job.rank == 0:
+            limits = RunLimits.of_config(engines, job.world_size)
+            violations = train_violations(arguments) + limit_violations(arguments, limits)
+            violations += _schedule_violations(engines, arguments.config)
+            if out is not None:
+                violations += _disk_violations(engines, out)
+    agreed = job.agreement.gather(violations, list[Violation], "checking the run")[0]
+    if agreed:
+        raise ConfigError(agreed)
+
+
+def require_arguments(arguments: RunArguments) -> None:
+    """Raise ConfigError with what is wrong with the arguments of `train`."""
+    violations = train_violations(arguments)
+    if violations:
+        raise ConfigError(violations)
+
+
+def train_violations(arguments: RunArguments) -> list[Violation]:
+    """Return what is wrong with the arguments of `train`, whatever its engines are."""
+    config = arguments.config
+    violations = argument_violations(arguments)
+    if "evaluate" not in arguments.callbacks and config.evaluate_first:
+        key = f"{config.name}.evaluate_first"
+        problem = "is set, but there is no `evaluate`"
+        violations.append(Violation(key, problem, "Pass one", code="needs-evaluate"))
+    return violations
+
+
+def argument_violations(arguments: RunArguments) -> list[Violation]:
+    """Return what is wrong with the arguments of a run, whatever its engines are."""
+    return [
+        *unknown_arguments(arguments.chat, _KNOWN_ARGUMENTS),
+        *reward_violations(arguments.reward, arguments.config),
+        *_callback_violations(arguments),
+        *_setting_violations(arguments),
+    ]
+
+
+def limit_violations(arguments: RunArguments, limits: RunLimits) -> list[Violation]:
+    """Return what is wrong with the arguments of a run for these engines."""
+    config = arguments.config
+    violations: list[Violation] = []
+    violations += _critic_violations(config, limits)
+    violations += _size_violations(config, limits)
+    if config.stop:
+        violations += _stop_violations(config, limits.tokenizer)
+    prompts = arguments.prompts
+    if callable(prompts):
+        return violations
+    if not prompts:
+        violations.append(
+            Violation("prompts", "the list is empty", "Pass a list of prompts", code="no-prompts")
+        )
+    collect(violations, require_room, prompts, arguments, limits)
+    return violations
+
+
+def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLimits) -> None:
+    """Raise ConfigError for invalid prompts, or without room for `max_tokens` in vLLM or a row."""
+    from hybrid_engine.backends.vllm.prompts import token_ids_of
+
+    max_tokens = arguments.config.max_tokens
+    plain_prompts = [prompt_of(prompt) for prompt in prompts]
+    # Others are in `unknown_arguments` already.
+    chat: Any = {name: arguments.chat[name] for name in CHAT_ARGUMENTS if name in arguments.chat}
+    token_ids = token_ids_of(plain_prompts, limits.tokenizer, chat=chat)
+    limits.check_prompts(token_ids, max_tokens)
+    # Labels are shifted by one token, so a row of seq_length has room for one more token.
+    limit = limits.seq_length + 1
+    lengths = [len(ids) for ids in token_ids]
+    too_long = [index for index, length in enumerate(lengths) if length + max_tokens > limit]
+    if too_long:
+        longest = max(too_long, key=lengths.__getitem__)
+        problem = (
+            f"{len(too_long)} of {len(prompts)} are too long, the longest is prompts[{longest}]"
+            f": {lengths[longest]} tokens and {max_tokens} of max_tokens, but seq_length has "
+            f"room for {limit}"
+        )
+        remedy = "Raise actor_config.seq_length, lower max_tokens, or leave them out"
+        raise ConfigError([Violation("prompts", problem, remedy, code="prompts-too-long")])
+
+
+def _callback_violations(arguments: RunArguments) -> Iterator[Violation]:
+    """Yield functions that cannot be called with the arguments that they will get."""
+    for name, function in arguments.callbacks.items():
+        # Only environments and rewards are awaited.
+        if name != "environment" and is_coroutine_function(function):
+            remedy = "Make it a function without async; only environments and rewards are awaited"
+            yield Violation(name, "is a coroutine function", remedy, code="coroutine-function")
+        yield from _signature_violations(name, function, _PARAMETERS[name])
+    for name, reward in named_rewards(arguments.reward).items():
+        key = "reward" if name == "reward" else f"reward {name}"
+        if isinstance(reward, BatchReward):
+            yield from _signature_violations(key, reward.function, ("prompts", "completions"))
+        else:
+            yield from _signature_violations(key, reward, ("prompt", "completion"))
+
+
+def _signature_violations(
+    name: str, function: Any, parameters: Sequence[str]
+) -> Iterator[Violation]:
+    if not callable(function):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of extension modules have none
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        problem = f"cannot be called with ({', '.join(parameters)}): {error}"
+        remedy = f"Make it a function of ({', '.join(parameters)})"
+        yield Violation(name, problem, remedy, code="wrong-signature")
+
+
+def _setting_violations(arguments: RunArguments) -> Iterator[Violation]:
+    """Yield settings that contradict other arguments."""
+    config = arguments.config
+    if "environment" not in arguments.callbacks and config.max_tokens_per_turn is not None:
+        key = f"{config.name}.max_tokens_per_turn"
+        problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
+        remedy = "Pass an environment, or set max_tokens"
+        yield Violation(key, problem, remedy, code="needs-environment")
+    if config.overlong_tokens > config.max_tokens:
+        key = f"{config.name}.overlong_tokens"
+        problem = f"is {config.overlong_tokens}, more than max_tokens, {config.max_tokens}"
+        yield Violation(key, problem, "Lower it", code="beyond-max-tokens")
+    if isinstance(config, PpoConfig):
+        if "advantages" in arguments.callbacks:
+            problem = "are a function, but PPO's come from its critic"
+            remedy = "Use GrpoConfig, or leave them out"
+            yield Violation("advantages", problem, remedy, code="conflicting-keys")
+        if config.reward_failures == "skip":
+            problem = "is skip, but the critic learns from every completion"
+            remedy = "Use end, with reward_retries, or GrpoConfig"
+            key = f"{config.name}.reward_failures"
+            yield Violation(key, problem, remedy, code="conflicting-keys")
+
+
+def _critic_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Iterator[Violation]:
+    if isinstance(config, PpoConfig) and not limits.has_critic:
+        problem = "PPO needs a critic"
+        remedy = "Set critic_config, for example {}, or use GrpoConfig"
+        yield Violation("critic_config", problem, remedy, code="needs-critic")
+
+
+def _stop_violations(
+    config: GrpoConfig | PpoConfig, tokenizer: ModelTokenizer
+) -> Iterator[Violation]:
+    """Yield a violation if there is no tokenizer, by which vLLM finds strings."""
+    try:
+        tokenizer.loaded  # noqa: B018 - it is read from files at the first access
+    except ConfigError as error:
+        problem = f"strings need a tokenizer: {error.findings[0].problem}"
+        remedy = "Use stop_token_ids, or add a tokenizer to the model's directory"
+        yield Violation(f"{config.name}.stop", problem, remedy, code="needs-tokenizer")
+
+
+def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Iterator[Violation]:
+    """Yield sizes by which completions cannot be cut into minibatches and micro batches."""
+    sizes = dict(limits.micro_batch_sizes)
+    if not isinstance(config, PpoConfig):
+        sizes.pop("critic_config.micro_batch_size", None)
+    count = config.completions_per_step
+    for name, size in sizes.items():
+        factor = config.minibatches * size * limits.dp_size
+        if count % factor:
+            key = f"{config.name}.minibatches"
+            problem = (
+                f"prompts_per_step x samples_per_prompt is {count}, not a multiple of {factor}"
+            )
+            remedy = f"minibatches x {name} x data parallel ranks: change one of them"
+            yield Violation(key, problem, remedy, code="not-divisible")
+
+
+def _schedule_violations(
+    engines: HybridConfig, config: GrpoConfig | PpoConfig
+) -> Iterator[Violation]:
+    """Yield schedules of the engines, in place of which the run sets learning rates."""
+    optimizers = {"actor_config": engines.actor_config.optimizer}
+    if isinstance(config, PpoConfig) and engines.critic_config is not None:
+        optimizers["critic_config"] = engines.critic_config.optimizer
+    for section, optimizer in optimizers.items():
+        if optimizer.schedule is not None:
+            key = f"{section}.optimizer.schedule"
+            problem = "sets learning rates, which the run sets itself"
+            remedy = f"Leave it out, and use schedule and warmup_steps of {config.name}"
+            yield Violation(key, problem, remedy, code="conflicting-keys")
+
+
+def _disk_violations(engines: HybridConfig, out: Path) -> Iterator[Violation]:
+    """Yield a violation if one checkpoint of the run does not fit onto the disk."""
+    actor = engines.actor_config
+    num_elements = sum(map(prod, table_for(engines.hf_config()).shapes.values()))
+    nbytes = num_elements * _WEIGHT_NBYTES[actor.params_dtype]
+    # Some or all weights have no optimizer state otherwise.
+    if actor.lora is None and not actor.frozen_parameters and actor.fsdp is None:
+        nbytes += num_elements * _OPTIMIZER_NBYTES
+    place = next(path for path in (out, *out.absolute().parents) if path.is_dir())
+    num_free = shutil.disk_usage(place).free
+    if num_free < nbytes:
+        problem = (
+            f"{num_free / 1e9:.1f} GB are free in {place}, "
+            f"but a checkpoint has {nbytes / 1e9:.1f} GB"
+        )
+        yield Violation("out", problem, "Use another disk", code="disk-full")

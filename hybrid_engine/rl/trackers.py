@@ -1,0 +1,139 @@
+"""Trackers of experiments, by their own libraries: TensorBoard, W&B, MLflow and trackio.
+
+    train(..., trackers=["wandb"])
+
+Each gets the settings of the run once and the figures of each row. Projects, servers and log-ins
+are those of the libraries' own environment variables and files (WANDB_PROJECT, MLFLOW_TRACKING_URI,
+TRACKIO_SPACE_ID, ...). A resumed run continues the tracker's run, whose name is in OUT/tracker-run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybrid_engine.errors import Violation, first_of
+from hybrid_engine.files.durable import write_text
+from hybrid_engine.files.reading import read_regular
+from hybrid_engine.rl.run_files import Events, Row
+
+PROJECT = "hybrid-engine"
+"""Name of the project, unless the library's environment variable has another."""
+_RUN_FILE = "tracker-run"
+_MAX_NAME_NBYTES = 100
+
+
+class Tracker(Protocol):
+    """Recorder of a run's figures; on rank 0 only."""
+
+    def add(self, step: int, row: Row) -> None:
+        """Record the figures of a step."""
+
+    def close(self) -> None:
+        """End the record of this process."""
+
+
+class _WandbLike:
+    """Weights & Biases, or trackio, which has the same functions."""
+
+    def __init__(self, module: Any, run: str, settings: Mapping[str, Any], **options: Any) -> None:
+        self._module = module
+        module.init(config=dict(settings), name=run, resume="allow", **options)
+
+    def add(self, step: int, row: Row) -> None:
+        self._module.log(_figures(row), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class _Wandb(_WandbLike):
+    def __init__(self, run: str, settings: Mapping[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        super().__init__(wandb, run, settings, project=project, id=run)
+
+
+class _Trackio(_WandbLike):
+    def __init__(self, run: str, settings: Mapping[str, Any]) -> None:
+        trackio = importlib.import_module("trackio")
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        super().__init__(trackio, run, settings, project=project)
+
+
+class _Mlflow:
+    def __init__(self, run: str, settings: Mapping[str, Any]) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._mlflow = mlflow
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        earlier = mlflow.search_runs(
+            filter_string=f"attributes.run_name = '{run}'", output_format="list"
+        )
+        if earlier:
+            mlflow.start_run(run_id=earlier[0].info.run_id)
+        else:
+            mlflow.start_run(run_name=run)
+            mlflow.log_dict(dict(settings), "settings.json")
+
+    def add(self, step: int, row: Row) -> None:
+        self._mlflow.log_metrics(_figures(row), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+_LIBRARIES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+    "trackio": _Trackio,
+}
+_NAMES = ("tensorboard", *_LIBRARIES)
+
+
+def tracker_violations(names: Sequence[str], out: Path | None) -> Iterator[Violation]:
+    """Yield trackers that are unknown, not installed, or without the directory that they need."""
+    if isinstance(names, str):
+        problem = f"{names!r} is a text"
+        yield Violation("trackers", problem, f'Pass ["{names}"]', code="not-a-list")
+        return
+    for name in names:
+        if name not in _NAMES:
+            remedy = f"Use {first_of(_NAMES, 5)}"
+            yield Violation("trackers", f"there is no {name!r}", remedy, code="unknown-tracker")
+        elif name == "tensorboard":
+            # It is the default, and is left out where it is not installed.
+            continue
+        elif importlib.util.find_spec(name) is None:
+            problem = f"{name} is not installed"
+            remedy = f"pip install {name}"
+            yield Violation("trackers", problem, remedy, code="tracker-not-installed")
+        elif out is None:
+            problem = f"{name} needs the name of the run, but there is no `out`"
+            yield Violation("trackers", problem, "Pass `out`", code="needs-out")
+
+
+def opened(name: str, out: Path, settings: Mapping[str, Any]) -> Tracker:
+    """Open a tracker. Call it on rank 0, after `tracker_violations` has yielded none."""
+    if name == "tensorboard":
+        return Events(out)
+    return _LIBRARIES[name](_run_name(out), settings)
+
+
+def _figures(row: Row) -> dict[str, float]:
+    """Return a row without the number of its step, which trackers have as an argument."""
+    return {name: value for name, value in row.items() if name != "step" and value is not None}
+
+
+def _run_name(out: Path) -> str:
+    """Return the name of the run for trackers, the same in every call for a directory."""
+    path = out / _RUN_FILE
+    if os.path.lexists(path):
+        return read_regular(path, _MAX_NAME_NBYTES).decode().strip()
+    name = f"{out.absolute().name}-{uuid.uuid4().hex[:8]}"
+    write_text(path, f"{name}\n")
+    return name

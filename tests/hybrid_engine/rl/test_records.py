@@ -1,0 +1,123 @@
+"""Files of completions, trackers, signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from rich.console import Console
+
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.rl.completion_log import CompletionLog, ScoredCompletion, print_samples
+from hybrid_engine.rl.stop_signals import StopSignals
+from hybrid_engine.rl.trackers import opened, tracker_violations
+
+
+class WithoutTokenizer:
+    token_ids = (5, 6)
+    finish_reason = "length"
+
+    @property
+    def text(self) -> str:
+        raise ConfigError([])
+
+
+def sample(**changed: Any) -> ScoredCompletion:
+    completion = SimpleNamespace(text="[red] 4", token_ids=(1, 2, 3), finish_reason="stop")
+    values = {"prompt": {"prompt": "2 + 2", "answer": 4}, "completion": completion, "reward": 1.0}
+    return ScoredCompletion(**{**values, "rewards": {"exact": 1.0}, "advantage": 0.5, "weight_version": 7, **changed})
+
+
+def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
+    log = CompletionLog(tmp_path)
+    log.write(3, [sample(), sample(completion=WithoutTokenizer(), reward=math.nan, rewards={"exact": math.nan})])
+    first, second = map(json.loads, log.path(3).read_text().splitlines())
+    assert first == {
+        "prompt": "2 + 2",
+        "text": "[red] 4",
+        "token_ids": [1, 2, 3],
+        "reward": 1.0,
+        "rewards": {"exact": 1.0},
+        "advantage": 0.5,
+        "finish_reason": "stop",
+        "num_tokens": 3,
+        "weight_version": 7,
+    }
+    assert (second["text"], second["reward"], second["rewards"]) == ("", None, {"exact": None})
+
+
+def test_files_of_steps_that_are_repeated_go(tmp_path: Path) -> None:
+    log = CompletionLog(tmp_path)
+    log.cut_after(0)
+    for step in (1, 10, 20):
+        log.write(step, [sample()])
+    (log.directory / "notes.txt").touch()
+    log.cut_after(10)
+    assert sorted(path.name for path in log.directory.iterdir()) == [
+        "notes.txt",
+        "step-000001.jsonl",
+        "step-000010.jsonl",
+    ]
+
+
+def test_texts_are_printed_as_they_are() -> None:
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    chat = [{"role": "user", "content": "2 + 2 = ?"}]
+    print_samples([sample(), sample(prompt=chat, completion=WithoutTokenizer())], console)
+    text = console.export_text()
+    for part in ("[red] 4", "2 + 2 = ?", "[5, 6]", "stop", "length"):
+        assert part in text
+
+
+def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path) -> None:
+    """Stands in for wandb, which has a server; the calls were tried with wandb and trackio."""
+    wandb = mock.MagicMock(spec=["init", "log", "finish"])
+    with mock.patch.dict(sys.modules, {"wandb": wandb}), mock.patch.dict(os.environ, {"WANDB_PROJECT": "mine"}):
+        for _ in range(2):
+            tracker = opened("wandb", tmp_path, {"steps": 5})
+            tracker.add(1, {"step": 1, "reward": 0.5})
+            tracker.close()
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first == second
+    assert first["id"].startswith(tmp_path.name)
+    assert (first["project"], first["config"], first["resume"]) == ("mine", {"steps": 5}, "allow")
+    assert wandb.log.call_args == mock.call({"reward": 0.5}, step=1)
+    assert wandb.finish.call_count == 2
+
+
+def test_trackers_are_checked(tmp_path: Path) -> None:
+    installed = mock.patch.dict(sys.modules, {"wandb": ModuleType("wandb")})
+    sys.modules.pop("wandb", None)
+    with installed, mock.patch("importlib.util.find_spec", lambda name: None if name == "mlflow" else object()):
+        codes = [violation.code for violation in tracker_violations(["mlflow", "wandb", "tensorboard", "x"], None)]
+    assert codes == ["tracker-not-installed", "needs-out", "unknown-tracker"]
+    assert list(tracker_violations(["tensorboard"], tmp_path)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
+    assert signal.getsignal(number) is signal.SIG_DFL
+    with StopSignals() as signals:
+        assert not signals.came
+        os.kill(os.getpid(), number)
+        assert signals.came
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_handlers_of_the_program_are_left_alone() -> None:
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert (signals.came, seen) == (False, [signal.SIGUSR1])
+    finally:
+        signal.signal(signal.SIGUSR1, previous)

@@ -1,0 +1,146 @@
+"""Rewards by several functions: weights, retries, completions that are left out, penalties for length."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.errors import ArgumentError
+from hybrid_engine.rl import BatchReward, GrpoConfig
+from hybrid_engine.rl.losses import group_advantages
+from hybrid_engine.rl.rewards import RewardFunctions, Rewards, Scores, reward_violations
+from tests.harness.errors import has_violation
+
+GROUPS = [["a", "bb"], ["ccc", "dddd"]]
+PROMPTS = ["p", "q"]
+
+
+def completions(texts: list[list[str]] = GROUPS) -> list[list[Any]]:
+    return [[SimpleNamespace(text=text, token_ids=[0] * len(text)) for text in group] for group in texts]
+
+
+def compute(rewards: Rewards, groups: list[list[Any]] | None = None, **settings: Any) -> Scores:
+    job: Any = SimpleNamespace(
+        rank=0,
+        world_size=1,
+        timeout_seconds=10.0,
+        agreement=SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, *_: [value]),
+    )
+    functions = RewardFunctions(rewards, GrpoConfig(max_tokens=4, **settings))
+    return functions.compute(job, [0, 1], PROMPTS, completions() if groups is None else groups)
+
+
+def length(prompt: str, completion: Any) -> float:
+    return float(len(completion.text))
+
+
+async def is_long(prompt: str, completion: Any) -> bool | None:
+    return None if prompt == "p" else len(completion.text) > 3
+
+
+def test_one_function_gives_the_totals() -> None:
+    scores = compute(length)
+    assert scores.totals.tolist() == [[1, 2], [3, 4]]
+    assert (scores.by_name, scores.figures()) == ({}, {})
+
+
+def test_several_functions_have_weights_and_columns() -> None:
+    scores = compute([length, is_long], reward_weights={"is_long": 10})
+    assert scores.totals.tolist() == [[1, 2], [3, 14]]
+    assert scores.figures() == {"reward_length": 2.5, "reward_is_long": 0.5}
+    named = compute({"tokens": length, "long": is_long}, reward_weights={"tokens": 0})
+    assert named.totals.tolist() == [[0, 0], [0, 1]]
+    assert named.figures().keys() == {"reward_tokens", "reward_long"}
+
+
+def test_a_function_of_the_batch_is_called_once() -> None:
+    calls = []
+
+    def lengths(prompts: list[Any], batch: list[Any]) -> torch.Tensor:
+        calls.append(prompts)
+        return torch.tensor([len(completion.text) for completion in batch])
+
+    assert compute(BatchReward(lengths)).totals.tolist() == [[1, 2], [3, 4]]
+    assert compute(BatchReward(lengths, on_all_ranks=True)).totals.tolist() == [[1, 2], [3, 4]]
+    assert calls == [["p", "p", "q", "q"]] * 2
+    with pytest.raises(ArgumentError, check=has_violation("reward", "wrong-length", "4 completions")):
+        compute(BatchReward(lambda prompts, batch: [1.0]))
+
+
+def test_a_completion_without_any_reward_is_refused() -> None:
+    none = has_violation("reward", "invalid-reward", "prompt 0, completion 0; prompt 0, completion 1")
+    with pytest.raises(ArgumentError, check=none):
+        compute({"first": is_long, "second": is_long})
+    with pytest.raises(ArgumentError) as caught:
+        compute(is_long)
+    assert len(caught.value.findings) == 2
+
+
+class Unreliable:
+    """A reward that fails the first times, and always for one completion."""
+
+    def __init__(self, failures: int, hopeless: str = "") -> None:
+        self.failures = failures
+        self.hopeless = hopeless
+
+    def __call__(self, prompt: str, completion: Any) -> float:
+        if completion.text == self.hopeless or self.failures > 0:
+            self.failures -= 1
+            raise ConnectionError("the judge is away")
+        return length(prompt, completion)
+
+    async def later(self, prompt: str, completion: Any) -> float:
+        return self(prompt, completion)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_reward_that_fails_is_called_again(is_awaited: bool) -> None:
+    def function(reward: Unreliable) -> Any:
+        return reward.later if is_awaited else reward
+
+    scores = compute(function(Unreliable(2)), reward_retries=2)
+    assert scores.totals.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "the judge is away")):
+        compute(function(Unreliable(3)), reward_retries=2, groups=completions([["a"], ["b"]]))
+    skipped = compute(function(Unreliable(0, hopeless="bb")), reward_failures="skip", reward_retries=1)
+    assert skipped.totals[0].isnan().tolist() == [False, True]
+    assert skipped.totals[1].tolist() == [3, 4]
+
+
+def test_a_completion_that_one_of_several_functions_failed_for_is_left_out() -> None:
+    scores = compute([length, Unreliable(0, hopeless="a")], reward_failures="skip")
+    assert scores.totals[0].isnan().tolist() == [True, False]
+
+
+def test_overlong_completions_are_punished() -> None:
+    scores = compute(lambda *_: 1.0, overlong_tokens=2, overlong_penalty=0.5)
+    assert scores.totals.tolist() == [[1, 1], [0.75, 0.5]]
+
+
+def test_groups_agree_if_their_rewards_are_equal_or_left_out() -> None:
+    totals = torch.tensor([[1.0, 1.0], [1.0, 2.0], [math.nan, 1.0], [math.nan, math.nan]])
+    assert Scores(totals, {}).agreeing.tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("baseline", ["group", "others"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_completion_that_is_left_out_counts_in_no_advantage(baseline: Any, scale: Any) -> None:
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [0.0, 5.0, 1.0]])
+    expected = group_advantages(rewards, baseline=baseline, scale=scale)
+    with_gap = torch.cat([rewards, torch.full((2, 1), math.nan)], dim=1)
+    advantages = group_advantages(with_gap, baseline=baseline, scale=scale)
+    torch.testing.assert_close(advantages[:, :3], expected)
+    assert not advantages[:, 3].any()
+
+
+def test_functions_and_weights_are_checked() -> None:
+    config = GrpoConfig(reward_weights={"lenght": 1})
+    (violation,) = reward_violations([length], config)
+    assert (violation.key, violation.code) == ("GrpoConfig.reward_weights.lenght", "unknown-reward")
+    for rewards, code in (([], "no-reward"), ([length, length], "repeated-name"), ("text", "not-callable")):
+        assert [violation.code for violation in reward_violations(rewards, GrpoConfig())] == [code]

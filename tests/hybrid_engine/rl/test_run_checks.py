@@ -1,0 +1,140 @@
+"""Arguments of `train` that would end a run later are refused before its engines are built."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hybrid_engine import load_config
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.rl import GrpoConfig, PpoConfig, train
+from tests.harness.errors import has_violation, has_violations, violations_of
+from tests.hybrid_engine.rl.test_starting import JOB, MODEL, EnginesAreBuilt
+from tests.zoo.tokenizers import save_characters
+
+PROMPTS = [[1, 2, 3]] * 4
+
+
+def start(
+    *,
+    prompts: Any = PROMPTS,
+    reward: Any = lambda prompt, completion: 1.0,
+    config: Any = None,
+    model: Path = MODEL,
+    engines: dict[str, Any] | None = None,
+    out: Path | None = None,
+    **arguments: Any,
+) -> None:
+    values = load_config({"model": str(model), "random_weights": True, **(engines or {})}, 1)
+    with (
+        mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: JOB)),
+        mock.patch("hybrid_engine.rl.loop.ActorHybridWorker", EnginesAreBuilt),
+    ):
+        train(values, prompts, reward, GrpoConfig(max_tokens=8) if config is None else config, out=out, **arguments)
+
+
+def with_tokenizer(directory: Path) -> Path:
+    """Return a model whose vocabulary has the tokens of `save_characters`."""
+    shutil.copytree(MODEL, directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    save_characters(directory)
+    return directory
+
+
+def test_valid_arguments_reach_the_engines() -> None:
+    with pytest.raises(Exception, match="engines are built"):
+        start()
+
+
+CHAT = [{"role": "user", "content": "2 + 2"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "code"),
+    [
+        ({"prompts": []}, "prompts", "no-prompts"),
+        ({"prompts": [{"question": [1]}]}, "prompts[0]", "invalid-prompt"),
+        ({"prompts": [[1], [5, -1]]}, "prompts[1]", "out-of-vocabulary"),
+        ({"prompts": [[1, 10**6]]}, "prompts[0]", "out-of-vocabulary"),
+        ({"prompts": [[1] * 60]}, "prompts[0]", "prompt-too-long"),
+        ({"prompts": PROMPTS, "engines": {"actor_config": {"seq_length": 9}}}, "prompts", "prompts-too-long"),
+        ({"config": GrpoConfig(max_tokens=8, prompts_per_step=3, minibatches=5)}, "GrpoConfig.minibatches", None),
+        ({"config": PpoConfig(max_tokens=8)}, "critic_config", "needs-critic"),
+        ({"config": {}}, "config", "not-a-config"),
+        ({"config": GrpoConfig(max_tokens=8, evaluate_first=True)}, "GrpoConfig.evaluate_first", "needs-evaluate"),
+        ({"config": GrpoConfig(max_tokens=8, overlong_tokens=9)}, "GrpoConfig.overlong_tokens", "beyond-max-tokens"),
+        ({"reward": lambda completion: 1.0}, "reward", "wrong-signature"),
+        ({"reward": None}, "reward", "not-callable"),
+        ({"reward": {"length": 5}}, "reward length", "not-callable"),
+        ({"evaluate": lambda: {}}, "evaluate", "wrong-signature"),
+        ({"on_step": lambda: None}, "on_step", "wrong-signature"),
+        ({"should_stop": lambda row: False}, "should_stop", "wrong-signature"),
+        ({"environment": lambda: None}, "environment", "wrong-signature"),
+        ({"loss": lambda log_probs: None}, "loss", "wrong-signature"),
+        ({"advantages": lambda rewards: None}, "advantages", "wrong-signature"),
+        ({"trackers": ["wand"]}, "trackers", "unknown-tracker"),
+        ({"trackers": "wandb"}, "trackers", "not-a-list"),
+        (
+            {"engines": {"actor_config": {"optimizer": {"schedule": {"lr_decay_steps": 5}}}}},
+            "actor_config.optimizer.schedule",
+            "conflicting-keys",
+        ),
+    ],
+)
+def test_arguments_that_would_end_a_run_are_refused(arguments: dict[str, Any], key: str, code: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start(**arguments)
+    assert violations_of(caught.value) == [(key, code or "not-divisible")]
+
+
+@pytest.mark.parametrize("prompts", [["a text"], [CHAT]])
+def test_texts_need_a_tokenizer(prompts: list[Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start(prompts=prompts)
+    assert violations_of(caught.value)[0][0] == "model"
+
+
+def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
+    model = with_tokenizer(tmp_path / "model")
+    with pytest.raises(ConfigError, check=has_violation("prompts[0]", "invalid-prompt")):
+        start(model=model, prompts=[[{"rolle": "user", "content": "x"}]])
+    with pytest.raises(Exception, match="engines are built"):
+        start(model=model, prompts=[CHAT], config=GrpoConfig(max_tokens=8, stop=("x",)))
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(ConfigError, check=has_violation("GrpoConfig.stop", "needs-tokenizer")):
+        start(config=GrpoConfig(max_tokens=8, stop=("x",)))
+
+
+def test_everything_is_named_at_once() -> None:
+    expected = [("prompts", "no-prompts"), ("reward", "wrong-signature"), ("critic_config", "needs-critic")]
+    with pytest.raises(ConfigError, check=has_violations(*expected)):
+        start(prompts=[], reward=lambda: 1.0, config=PpoConfig(max_tokens=8))
+
+
+def test_a_full_disk_is_seen_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, check=has_violation("out", "disk-full", str(tmp_path))):
+        start(out=tmp_path / "new" / "run")
+
+
+@pytest.mark.parametrize("count", [1, 7_473])
+def test_a_wrong_column_takes_one_line(count: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start(prompts=[{"question": "2 + 2", "answer": 4}] * count)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_functions_without_a_signature_are_accepted() -> None:
+    function: Callable[..., Any] = max
+    with pytest.raises(Exception, match="engines are built"):
+        start(reward=function)
