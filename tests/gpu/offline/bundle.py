@@ -167,7 +167,9 @@ def write_metadata(packages: Path) -> None:
     directory.mkdir()
     # The text as it was written: a parsed one has the README as a header, which email refuses to
     # write where a line of it looks like a header.
-    (directory / "METADATA").write_text(project.read_text("METADATA") or "")
+    # setuptools leaves PKG-INFO in place of METADATA where a wheel was built in the checkout.
+    text = project.read_text("METADATA") or project.read_text("PKG-INFO") or ""
+    (directory / "METADATA").write_text(text)
     (directory / "entry_points.txt").write_text(project.read_text("entry_points.txt") or "")
 
 
