@@ -65,7 +65,7 @@ def start(
     """Start a run.
 
     Args:
-        modules: directory of modules that precede those of the repository and the environment.
+        modules: directory of modules that take precedence over the repository and the environment.
         terminal: descriptor for its output; default: a pipe.
     """
     launcher = [sys.executable, "-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]

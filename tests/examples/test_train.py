@@ -92,7 +92,7 @@ def test_a_resumed_run_repeats_the_last_iteration(config: Path, tmp_path: Path) 
 @pytest.mark.engines
 @pytest.mark.slow
 def test_fsdp_runs_without_megatron_and_resumes_on_other_ranks(tmp_path: Path) -> None:
-    """One iteration runs on two ranks; the next one resumes on one rank."""
+    """The first iteration runs on two ranks; the next one resumes on a single rank."""
     blocked = tmp_path / "modules"
     out = tmp_path / "run"
     blocked.mkdir()

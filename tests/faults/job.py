@@ -89,13 +89,13 @@ class Job:
         timeout: float = 240,
         environment: Mapping[str, str] | None = None,
     ) -> Outcome:
-        """Start the job, wait until its last process has ended, and inspect what is left.
+        """Start the job, wait until its last process has ended, and inspect leftovers.
 
         Args:
             fault: fault to inject.
             options: options of the example, such as "rl_config.iterations=3".
             timeout: seconds until all processes are killed.
-            environment: variables in addition to those of this process.
+            environment: additional variables.
         """
         with self.started(fault, *options, environment=environment) as running:
             running.wait(timeout)

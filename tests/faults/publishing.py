@@ -33,7 +33,7 @@ from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.switch.states import State
 from hybrid_engine.tools.launching import Ended, run_started
-from tests.harness.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT, end_with_launcher
 from tests.hybrid_engine.serving.test_deltas import do_at
 from tests.hybrid_engine.serving.test_servers import train_step
 
@@ -63,7 +63,7 @@ class Fault:
 
     @property
     def ends_trainer(self) -> bool:
-        """Whether the fault kills or stops a trainer."""
+        """True if the fault kills or stops a trainer."""
         return not self.pids and self.how != "raise"
 
 
@@ -201,7 +201,7 @@ class _Rank:
 
 def _run_rank(environment: Mapping[str, str], output: Connection, arguments: tuple[str, ...]) -> None:
     os.setsid()
-    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     output.close()
@@ -212,14 +212,6 @@ def _run_rank(environment: Mapping[str, str], output: Connection, arguments: tup
     except BaseException:
         traceback.print_exc()
         raise
-
-
-def _end_with_the_launcher() -> None:
-    """Kill this rank when pytest ends. The fork server itself stays as long as any rank does."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    os.killpg(0, signal.SIGKILL)
 
 
 def config_of(model: str, url: str) -> HybridConfig:

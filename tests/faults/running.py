@@ -89,7 +89,7 @@ class Running:
     Args:
         arguments: arguments of the interpreter.
         directory: receives the output and the command's /dev/shm.
-        environment: variables in addition to those of this process.
+        environment: additional variables.
         prefix: shell commands to run before, in the command's mount namespace, such as a mount of a
             small /dev/shm. Requires `can_mount()`.
     """

@@ -2,7 +2,7 @@
 resumed.
 
 Faults of one kind hit the same run in turn, each after a resume. Finally the run is finished; after
-kills its results equal those of an undisturbed run.
+kills its results equal an undisturbed run.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def kill_publishing(directory: Path, num_kills: int, seed: int, log: Callable[[s
 
 
 def _faults(job: PublishingJob, outcome: Outcome, whole: list[dict[str, Any]], *, is_killed: bool) -> list[str]:
-    """Return what is wrong after a start."""
+    """Return descriptions of wrong behaviour after a start."""
     wrong = []
     rows = job.rows()
     if not is_killed and outcome.status != 0:

@@ -169,7 +169,7 @@ def kill_runs(directory: Path, num_kills: int, seed: int, log: Callable[[str], N
 
 
 def _faults(job: KilledJob, outcome: Outcome, before: int, *, is_killed: bool) -> list[str]:
-    """Return what is wrong after a start."""
+    """Return descriptions of wrong behaviour after a start."""
     wrong = []
     if not is_killed and outcome.status != 0:
         wrong.append(f"ended with {outcome.status}: {outcome.terminal[-2000:]}")

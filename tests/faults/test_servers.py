@@ -324,7 +324,7 @@ def publish_twice(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_trainer_raises(pair: Pair, record: Callable[..., None], rank: int) -> None:
-    """All trainers raise at once and stay connected; the server survives without weights."""
+    """Both trainers raise at once and stay connected; the server survives without weights."""
     check_well(pair.trainers.do("train"))
     results = pair.trainers.do("publish", Fault("within", "raise", rank))
     status = status_of(pair.servers.now)

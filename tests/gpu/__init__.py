@@ -6,7 +6,7 @@ docs/gpu.md.
     test_stage1_memory.py     one GPU without vLLM: the driver, buffers, offloads, reads by another process
     test_stage2a_alone.py     one GPU: vLLM's libraries, Megatron and vLLM, each alone
     test_stage2b_together.py  both engines in one process
-    test_stage2c_fresh.py     completions of a separate vLLM equal those of stage 2b
+    test_stage2c_fresh.py     completions of a separate vLLM equal stage 2b's
     test_stage2d_server.py    `vllm serve` on the trainer's GPU, filled by the trainer
     test_stage3_ranks.py      two GPUs or more: cases of `verify`
     small_job.py              the configuration of stage 2

@@ -159,7 +159,7 @@ class _Inside:
 
 
 class _Run:
-    """All checks of a session; without `--device` on the CPU and without a budget."""
+    """Checks of a session; without `--device` on the CPU and without a budget."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

@@ -131,7 +131,7 @@ def most_in_switches(train_nbytes: int, infer_nbytes: int, bucket_mb: int) -> in
 
 
 def is_software_gpu() -> bool:
-    """Return whether CUDA is that of tests/software_gpu, by a variable of its launcher."""
+    """Return whether CUDA is the software GPU of tests, by a variable of its launcher."""
     return "SOFTWARE_GPU_LIBRARIES" in os.environ
 
 

@@ -230,7 +230,7 @@ def pulled(task: pulls.PullTask) -> dict[str, Timing]:
 
 
 def judge(figure: Timing, target: Target, note: Note) -> None:
-    """Compare a rate with that of plain copies, if times are judged."""
+    """Compare a rate with plain copies, if times are judged."""
     is_judged = sizes_on(target).are_times_judged
     share = MIN_SHARES[figure.name]
     floor = f"{figure.of_floor:.0%} of {figure.nbytes / figure.floor_seconds / 1e9:.1f} GB/s ({figure.floor})"

@@ -192,7 +192,7 @@ class Engines:
         return starved
 
     def shut_down(self) -> list[str]:
-        """Shut the worker down while vLLM sleeps; return what is left, except device memory."""
+        """Shut the worker down while vLLM sleeps; return leftovers, except device memory."""
         models: dict[str, weakref.ref[object]] = {
             "vLLM's model": weakref.ref(self.worker.inference.adaptor.model),
             "the trainer": weakref.ref(self.worker.train),

@@ -88,7 +88,7 @@ class Host:
         _run(f"ip link set {LINK} {state}", self)
 
     def limit_link(self, gbit: float) -> None:
-        """Limit what this host sends to `gbit` Gbit/s, with bursts of 1 ms or 1 MB."""
+        """Limit this host's sending to `gbit` Gbit/s, with bursts of 1 ms or 1 MB."""
         bits = round(gbit * 1e9)
         burst = max(1_000_000, bits // 8000)
         _run(f"tc qdisc add dev {LINK} root tbf rate {bits}bit burst {burst}b limit {8 * burst}b", self)

@@ -193,7 +193,7 @@ class _Rank:
 def _run_rank(environment: Mapping[str, str], output: Connection, directory: Path, calls: bytes) -> None:
     """Main function of a rank. `calls` are pickled, so their modules are imported after set-up."""
     os.setsid()
-    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True, write_through=True)
@@ -239,7 +239,7 @@ def real_collector() -> Iterator[None]:
         gc.freeze = gc.unfreeze = _do_nothing
 
 
-def _end_with_the_launcher() -> None:
+def end_with_launcher() -> None:
     """Kill this rank when pytest ends. The fork server itself stays as long as any rank does."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None

@@ -1,7 +1,7 @@
 """Size and readability of each package, read from its sources and compared with recorded figures.
 
 `tests/recorded/readability.json` holds the budget of each package. A figure may fall, and may rise
-only in a commit that says why:
+only in a commit that gives the reason:
 
     python -m tests.harness.readability            # prints the figures
     python -m tests.harness.readability --record   # writes them

@@ -67,7 +67,7 @@ def test_the_list_contains_fields_of_the_installed_version_and_known_others() ->
 
 @pytest.mark.parametrize("section", REFUSED)
 def test_all_refusals_are_reported_at_once_with_remedies(section: str) -> None:
-    """For live objects, including fields of other versions."""
+    """Covers live objects, and fields of other versions."""
     objects = {
         "TransformerConfig": MLATransformerConfig(**SIZES),
         "DistributedDataParallelConfig": DistributedDataParallelConfig(),

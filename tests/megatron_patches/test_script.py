@@ -338,7 +338,7 @@ def test_a_patched_source_under_the_launcher_calls_the_engine_once(tree: Path, c
 def test_a_patched_source_without_the_flag_behaves_as_unpatched(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, version: str
 ) -> None:
-    """For any version, and without CUDA, as on machines that convert checkpoints."""
+    """Holds for any version, and without CUDA, as on machines that convert checkpoints."""
     monkeypatch.setattr(megatron.core, "__version__", version)
     patch_source(tree)
     with pytest.raises(
@@ -550,7 +550,7 @@ def test_options_contain_exactly_the_given_flags() -> None:
 
 
 def test_an_engine_that_was_not_created_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --yaml-cfg Megatron does not call validate_args."""
+    """Megatron does not call validate_args with --yaml-cfg."""
     monkeypatch.setattr(script, "_run", script._ScriptRun(options=ReshardingOptions(enabled=True)))
     with pytest.raises(SystemExit, match="--yaml-cfg"):
         script.with_buffers(lambda provider, wrap_with_ddp=True: [])(None)

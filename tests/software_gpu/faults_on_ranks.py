@@ -206,7 +206,7 @@ def outcomes(directory: Path, name: str) -> tuple[list[Outcome | None], str]:
 
 
 def left_of(before: Counter[str]) -> Counter[str]:
-    """Return what the process holds in addition, a few seconds after the end of the job."""
+    """Return additional resources of the process, a few seconds after the end of the job."""
     deadline = time.monotonic() + _SECONDS_TO_END
     while (left := held() - before) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -18,7 +18,7 @@ MOST_KEPT_NBYTES = 48 * 2**20
 
 
 def test_old_memory_is_released_while_new_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the driver's count, which includes memory that torch keeps of moved tensors."""
+    """The driver's count includes memory that torch keeps of moved tensors."""
     monkeypatch.setattr(optimizers, "_MOST_CACHED_NBYTES", MOST_KEPT_NBYTES)
     torch.cuda.empty_cache()
     tensors = [torch.full((NUMEL,), float(number), device=DEVICE) for number in range(NUM_TENSORS)]

@@ -40,7 +40,7 @@ def digest_in_a_pool() -> int:
 def test_a_first_digest_leaves_nothing_in_the_pool(
     in_new_thread: Callable[[Callable[[], int]], int], has_own_stream: bool
 ) -> None:
-    """On vLLM's current stream for loading, which is a separate one with tensor parallelism."""
+    """vLLM loads on its current stream, which is a separate one with tensor parallelism."""
     digests._factors_by_device.clear()
 
     def load() -> int:

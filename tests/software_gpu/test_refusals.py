@@ -70,7 +70,7 @@ def run():
 
 @pytest.mark.parametrize("name", [*_KERNELS])
 def test_a_kernel_reads_registered_host_memory_only(name: str, reports: Reports) -> None:
-    """In another process, because the error persists until its end."""
+    """Uses another process, because the error persists until its end."""
     code = f"{_REGISTERED}{_KERNELS[name]}{_TWICE}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "registered\n", result.stderr

@@ -141,7 +141,7 @@ def report(walks: Sequence[Findings]) -> str:
 
 
 def story(findings: Findings, last: int = 14) -> str:
-    """Return the last actions of a walk and what was wrong."""
+    """Return the last actions of a walk and its wrong behaviour."""
     head = f"seed {findings.seed}, {findings.settings}"
     return "\n".join([head, *findings.history[-last:], f"=> {findings.wrong}"])
 

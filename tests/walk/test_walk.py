@@ -44,7 +44,7 @@ def test_a_random_walk(engines: Ranks, trainer: str, num_ranks: int, num_walks: 
 
 @pytest.mark.parametrize("trainer", ["fsdp2-vllm", "megatron-vllm"])
 def test_a_walk_with_vllm(engines: Ranks, trainer: str) -> None:
-    """Compare log-probabilities of vLLM with those of the trainer for the current weights."""
+    """Compare log-probabilities of vLLM and the trainer for the current weights."""
     walks_done = launched(engines, 1, walks, trainer, range(1, 2), 20, 0.2, timeout=300)
     print(report(walks_done))
     assert [story(walk) for walk in walks_done if walk.wrong] == []

@@ -434,7 +434,7 @@ class Walk(Attempts):
             self._require(not wrong, f"{name} in {self.engine.sharding.state.value}: {_few(wrong)}")
 
     def _load_outside(self, name: str) -> None:
-        """Load weights, which count from now on wherever the weights are."""
+        """Load weights, which are the expected ones from now on in any state."""
         known = self._known()
         if self._accepted(name, lambda: self.subject.loads[name](known)):
             self._shadow.take_up(known)

@@ -123,7 +123,7 @@ TOGETHER: list[Change] = [
 
 
 def changes_of(family: str) -> list[Change]:
-    """Return all distinct changes, without those that leave the config unchanged."""
+    """Return all distinct changes that have an effect on the config."""
     config = wide_config(family)
     distinct = {json.dumps(change): change for change in _changes(family, config)}
     return [change for change in distinct.values() if {**config, **change} != config]

@@ -165,7 +165,7 @@ def write_metadata(packages: Path) -> None:
     project = metadata.distribution("hybrid-engine")
     directory = packages / f"hybrid_engine-{project.version}.dist-info"
     directory.mkdir()
-    # The text as it was written: a parsed one has the README as a header, which email refuses to
+    # The original text: a parsed one has the README as a header, which email refuses to
     # write where a line of it looks like a header.
     # setuptools leaves PKG-INFO in place of METADATA where a wheel was built in the checkout.
     text = project.read_text("METADATA") or project.read_text("PKG-INFO") or ""
